@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
@@ -36,8 +35,6 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
     (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),
     (CLOSED_TOPK, "in workers of a Megatron actor of verl, with `routing`"),
-    (REENTRANT, "inside `replay_routing`"),
-    (NON_REENTRANT, "inside `replay_routing`"),
 )
 
 

@@ -28,7 +28,7 @@ class Recurrent(nn.Module):
 
     def __init__(self, seed: int = 0) -> None:
         super().__init__()
-        with torch.random.fork_rng():
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             self.embed = nn.Embedding(VOCABULARY, 16)
             self.cells = nn.GRU(16, 16, batch_first=True)

@@ -16,6 +16,7 @@ from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
 from mismatch_ext.doctor.diagnosis import SAMPLED
 from mismatch_ext.errors import MismatchError, RecordError
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import RoutingTrace
 
 # An accelerator must have so many times the copy's size free, beside the run: for the copy in float32, for half as much again in
@@ -132,7 +133,7 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
         raise RecordError(f"{SHARDED}.")
     # Attention and other kernels are chosen anew, because not all of them support float32.
     plain = type(config).from_dict(config.to_dict())
-    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with forked_rng(device):
         model, loaded = kind.from_pretrained(
             None, config=plain, state_dict=dict(weights), dtype=torch.float32, output_loading_info=True
         )

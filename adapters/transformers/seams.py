@@ -2,41 +2,9 @@
 
 from __future__ import annotations
 
-from mismatch_ext.compat import Both, Either, Has, Says, Seam, Steps, Takes
-
-_MODULE = "torch.utils.checkpoint"
-_OLDER = f"{_MODULE}:_checkpoint_without_reentrant_generator"
-_CALLED = r"(?<!def )\b_checkpoint_without_reentrant_generator{}\("
+from mismatch_ext.compat import Has, Says, Seam, Takes
 
 SEAMS = (
-    Seam(
-        name="torch/reentrant_checkpoint",
-        peer="torch",
-        features=("routing",),
-        what="giving a layer that is computed again the routes of its own forward pass",
-        claims=(
-            Takes(f"{_MODULE}:CheckpointFunction.forward", "ctx", "run_function", "preserve_rng_state", first=True),
-            Says(_MODULE, r"\bCheckpointFunction\.apply\("),
-        ),
-        upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
-    ),
-    Seam(
-        name="torch/non_reentrant_checkpoint",
-        peer="torch",
-        features=("routing",),
-        what="the same, in the mode that saves no inputs through autograd",
-        claims=(
-            Either(
-                Both(
-                    Steps(f"{_OLDER}_impl"),
-                    Takes(f"{_OLDER}_impl", "fn", first=True),
-                    Says(_MODULE, _CALLED.format("_impl")),
-                ),
-                Both(Steps(_OLDER), Takes(_OLDER, "fn", first=True), Says(_MODULE, _CALLED.format(""))),
-            ),
-        ),
-        upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/utils/checkpoint.py",
-    ),
     Seam(
         name="torch/loss_scaler",
         peer="torch",

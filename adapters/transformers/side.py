@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -12,13 +12,11 @@ from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
-from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.fingerprint import fingerprint
-from mismatch_ext.patching import described
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.scaler import LossScaler
@@ -181,11 +179,6 @@ class TrainedModel:
         with torch.no_grad(), evaluating(self.model), self.autocast():
             logits = self._logits(self.model, tokens, torch.ones_like(tokens))
         return surplus_of(logits, len(self.tokenizer))
-
-    @property
-    def patches(self) -> Sequence[Mapping[str, Any]]:
-        """The patches around each pass that is recorded or replayed, by which checkpoints recompute with the same routes."""
-        return described(*CHECKPOINTS)
 
     @property
     def routing(self) -> Any:

@@ -19,6 +19,7 @@ from transformers.utils import is_peft_available
 
 from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
 from mismatch_ext.ranks import Ranks
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import Agreement, RoutingTrace
 from mismatch_ext.routing.replaying import REFERENCE
 
@@ -99,7 +100,7 @@ class RoutingMixin(_Host):
                 batch.routes.append(recorded)
                 return scores
             self._refuse_early_reference(model)
-            with torch.random.fork_rng():  # TRL takes no such pass
+            with forked_rng(input_ids.device):  # TRL takes no such pass
                 batch.routes.append(routing.record(score, self.model, *given, version=version, **options)[1])
             routes = batch.routes_of(*rows)
         split = REFERENCE if reference else self._split

@@ -25,6 +25,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
+from mismatch_ext.rng import forked_rng
 
 
 class ObjectiveMixin(ArrivalMixin):
@@ -60,7 +61,7 @@ class ObjectiveMixin(ArrivalMixin):
             )
         policy = batch.of_policy(self.model, is_of)
         if policy is None:
-            with torch.no_grad(), torch.random.fork_rng():
+            with torch.no_grad(), forked_rng(reference.tokens.device):
                 old = self._get_per_token_logps_and_entropies(
                     self.model, reference.tokens, reference.attention_mask, reference.length, **reference.options
                 )[0]

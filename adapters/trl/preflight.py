@@ -30,7 +30,6 @@ from mismatch_ext.adapters.trl.sides import SidesMixin
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
-from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
@@ -88,7 +87,6 @@ class PreflightMixin(SidesMixin):
     def _step_patches(self, config: MismatchGRPOConfig) -> list[Patch]:
         """Return the patches that come and go in each step: around losses, replayed forward passes and weight updates."""
         patches = [OWN_LOSS] if self._config.kl is not None or sections_in_loss(self._config) else []
-        patches += CHECKPOINTS if self._config.routing is not None else ()
         patches += [FUSED_HEAD, *top_logprobs()] if self._config.sampling_mask is not None else []
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]

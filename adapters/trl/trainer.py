@@ -50,6 +50,7 @@ from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutBatch, collate
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -300,7 +301,7 @@ class MismatchTrainerMixin(
         """Return the trainer's log-probabilities `[B, T]` by a pass of our own."""
         completion_ids = output["completion_ids"]
         # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), forked_rng(self.accelerator.device):
             logps, _, _ = self._get_per_token_logps_and_entropies(
                 self.model,
                 torch.cat([output["prompt_ids"], completion_ids], dim=1),

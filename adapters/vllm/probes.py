@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.weight_sync import Decoded
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
     ]
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
     # Even for requests with seeds, vLLM's CPU sampler also draws from torch's global generator, and drops what it drew.
-    with torch.random.fork_rng(devices=[]):
+    with forked_rng(torch.device("cpu")):
         outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
     logprobs = [
         [entry[token].logprob for entry, token in zip(filter(None, out.logprobs or ()), out.token_ids, strict=True)]

@@ -1,6 +1,6 @@
 """Which features work with the peers that are installed: declared seams, probed without importing the peers."""
 
-from mismatch_ext.compat.claims import Both, Default, Either, Has, Known, Says, Steps, Takes
+from mismatch_ext.compat.claims import Both, Default, Either, Has, Known, Says, Takes
 from mismatch_ext.compat.seam import Finding, Seam, examine, refuse_changed
 from mismatch_ext.compat.source import Gone, Sources
 
@@ -15,7 +15,6 @@ __all__ = [
     "Says",
     "Seam",
     "Sources",
-    "Steps",
     "Takes",
     "examine",
     "refuse_changed",

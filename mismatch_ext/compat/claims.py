@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -147,26 +146,6 @@ class Says:
         named = ":" in self.target
         text = sources.find(self.target).text if named else sources.module(self.target).text
         return None if re.search(self.pattern, text) else f"the source of {self.target} no longer has {self.pattern!r}."
-
-
-@dataclass(frozen=True)
-class Steps:
-    """A function is a generator.
-
-    Args:
-        target: The function.
-    """
-
-    target: str
-
-    def __str__(self) -> str:
-        return f"the generator `{self.target}`"
-
-    def check(self, sources: Sources) -> str | None:
-        """See `Claim`."""
-        function = sources.find(self.target).function
-        yields = any(isinstance(node, ast.Yield | ast.YieldFrom) for node in ast.walk(function))
-        return None if yields else f"{self.target} is no generator."
 
 
 @dataclass(frozen=True, init=False)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.recorder import PREFIX
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import align
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, routes_of
@@ -102,7 +103,7 @@ class Routes:
         """Return log-probabilities `[B, T]` under the trainer's own routes; None if the batch is not drawn for this."""
         if self.replay is None or batch.routing is None or not self.replay.draws.native_gap():
             return None
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), forked_rng(self._trainer.device):
             return self._trainer.logprobs(batch)
 
     def metrics(self, split: str) -> tuple[dict[str, float], dict[str, float]]:

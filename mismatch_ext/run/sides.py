@@ -87,10 +87,6 @@ class LoopTrainer(TrainerSide, Protocol):
         """The model's architecture; "" if it is not known."""
 
     @property
-    def patches(self) -> Sequence[Mapping[str, Any]]:
-        """Descriptions of the patches around each forward pass that is replayed or recorded."""
-
-    @property
     def routing(self) -> Any:
         """The `mismatch_ext.routing.replaying.Backend` that records and replays routes in the model."""
 

@@ -118,7 +118,6 @@ def info_of(loop: Loop, name: str, report: AuditReport | None) -> dict[str, Any]
     """Return the header of a run's metrics, with its name and the precision audit."""
     block, trainer, rollout = loop.block, loop.trainer, loop.rollout
     device = trainer.device.type
-    replaying = trainer.patches if block.routing is not None else ()
     return run_info(
         block,
         loop.names,
@@ -132,7 +131,7 @@ def info_of(loop: Loop, name: str, report: AuditReport | None) -> dict[str, Any]
         trainer=trainer.reading(),
         engine=rollout.reading(),
         sampling=rollout.sampling,
-        patches=list({patch["name"]: patch for patch in (*rollout.patches, *replaying, *active_patches())}.values()),
+        patches=list({patch["name"]: patch for patch in (*rollout.patches, *active_patches())}.values()),
         audit=report,
         packages=PACKAGES,
     )

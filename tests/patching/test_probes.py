@@ -6,8 +6,6 @@ import inspect
 from typing import Any
 
 import pytest
-import torch.utils.checkpoint as upstream_checkpoint
-from mismatch_ext.patches.torch.checkpoint import NON_REENTRANT, REENTRANT
 
 from mismatch_ext.errors import PatchDriftError, PatchVersionError
 from mismatch_ext.patching import PatchSet, applied, current_digest
@@ -64,43 +62,3 @@ def test_a_probe_opens_no_peer_that_is_closed(upstream: Any, monkeypatch: pytest
         monkeypatch.setitem(PEERS, "upst", peer)
     with pytest.raises(PatchVersionError):
         PatchSet(upstream.patch("upst.core:greet", supports=">=1.0,<=1.1", probe=two_words)).apply()
-
-
-# torch's own two symbols, as torch 2.14 changed one of them.
-
-
-def _checkpoint_without_reentrant_generator(fn: Any, preserve_rng_state: bool = True, *args: Any, **kwargs: Any) -> Any:
-    """Stand for the shim that torch 2.14 left: same name, same parameters, and torch does not step through it."""
-    return upstream_checkpoint, fn, args
-
-
-def test_the_name_that_torch_left_behind_as_a_shim_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    name = NON_REENTRANT.target.partition(":")[2]
-    monkeypatch.setattr(upstream_checkpoint, name, _checkpoint_without_reentrant_generator)
-    with pytest.raises(PatchDriftError, match="it is no generator function any more"):
-        PatchSet(NON_REENTRANT).check()
-
-
-def test_a_generator_that_torch_does_not_call_is_found_out() -> None:
-    def stepped(fn: Any) -> Any:
-        yield fn
-
-    class Left(torch_function()):  # type: ignore[misc]
-        @staticmethod
-        def forward(ctx: Any, run_function: Any, preserve_rng_state: Any) -> Any:
-            return run_function
-
-    assert NON_REENTRANT.probe is not None and REENTRANT.probe is not None
-    assert NON_REENTRANT.probe(stepped) == "torch.utils.checkpoint does not call stepped(...)."
-    assert REENTRANT.probe(Left) == "torch.utils.checkpoint does not call Left.apply(...)."
-    assert REENTRANT.probe(int) == "it is no autograd Function."
-
-
-def torch_function() -> type:
-    """Return torch's base of functions with a gradient of their own."""
-    found: type = upstream_checkpoint.CheckpointFunction.__mro__[1]
-    return found
-
-
-def test_what_torch_has_now_is_what_both_patches_were_written_for() -> None:
-    PatchSet(REENTRANT, NON_REENTRANT).check()

@@ -68,12 +68,10 @@ RESPONSE = {
 }
 
 
-def response(output_ids: list[int] | None = None, drop: str | None = None, **meta: Any) -> dict[str, Any]:
+def response(drop: str | None = None, **meta: Any) -> dict[str, Any]:
     """Return a response to PROMPT of three tokens with six rows of routes, changed as told."""
     made = copy.deepcopy(RESPONSE)
     made["meta_info"].update(meta)  # type: ignore[attr-defined]
-    if output_ids is not None:
-        made["output_ids"] = output_ids
     if drop is not None:
         del made["meta_info"][drop]  # type: ignore[attr-defined]
     return made

@@ -24,7 +24,6 @@ from mismatch_ext.compat import (
     Says,
     Seam,
     Sources,
-    Steps,
     Takes,
     examine,
     refuse_changed,
@@ -113,7 +112,6 @@ HOLDING = [
     Default("upst.engine:steps", "1", parameter="y"),
     Says("upst.engine:steps", "a comment"),
     Says("upst.engine", r"(?<!def )\bplain|overload"),
-    Steps("upst.engine:steps"),
     Either(Has("upst.engine:Gone"), Has("upst.engine:Engine")),
     Both(Has("upst.engine:Engine"), Has("upst.base:Base")),
 ]
@@ -144,7 +142,6 @@ def test_a_claim_that_holds(upst: Path, claim: Any) -> None:
         (Default("upst.engine:steps", "2", parameter="z"), "upst.engine:steps has no parameter z."),
         (Known(LOSS, {"0123456789abcdef": "1.2.0"}), "; known are those of 1.2.0."),
         (Says("upst.engine:steps", "no comment"), "the source of upst.engine:steps no longer has 'no comment'."),
-        (Steps("upst.engine:plain"), "upst.engine:plain is no generator."),
         (Either(Has("upst.engine:A"), Has("upst.engine:B")), "upst.engine:A is not there. upst.engine:B is not there."),
         (Both(Has("upst.engine:Engine"), Has("upst.engine:B")), "upst.engine:B is not there."),
     ],

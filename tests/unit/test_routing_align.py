@@ -11,17 +11,6 @@ from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace, align, align_packed
 from tests.unit.test_routing_trace import trace
 
-
-def test_two_rows_by_hand() -> None:
-    # Row 0: one pad, tokens at 1, 2, 3, an engine's trace of 2 rows. Row 1: two tokens, two pads, a full pass of 2 rows.
-    first = RoutingTrace(parts=(torch.tensor([[[5, 6]], [[7, 4]]]).to(torch.uint8),), layers=(2,), num_experts=8)
-    second = RoutingTrace(parts=(torch.tensor([[[3, 1]], [[2, 7]]]).to(torch.uint8),), layers=(2,), num_experts=8)
-    laid, mask = align([first, second], torch.tensor([[0, 1, 1, 1], [1, 1, 0, 0]]))
-    assert mask.tolist() == [False, True, True, False, True, True, False, False]
-    assert laid.layer(2).tolist() == [[0, 1], [5, 6], [7, 4], [0, 1], [3, 1], [2, 7], [0, 1], [0, 1]]
-    assert (laid.layers, laid.num_experts, laid.start, laid.rows) == ((2,), 8, 0, 8)
-
-
 sequences = st.lists(
     st.tuples(st.integers(0, 7), st.integers(0, 7), st.booleans(), st.integers(0, 3), st.integers(0, 3)),
     min_size=1, max_size=5,
@@ -83,8 +72,6 @@ def test_versions_follow_the_rows() -> None:
     traces = [trace(3, versions=((0, 3), (2, 4))), trace(3, versions=((0, 4),)), trace(3, versions=((0, 5),))]
     laid, _ = align(traces, torch.ones(3, 4))
     assert laid.versions == ((0, 3), (2, 4), (8, 5))
-    with pytest.raises(RoutingError, match="row 8 .*policy version 5, expected 4"):
-        laid.expect_version(4, allow_mixed=True)
     late, _ = align([trace(2, start=2, versions=((0, 7),))], torch.tensor([[0, 1, 1, 1, 1]]))
     assert late.versions == ((0, 7),)  # what precedes the first recorded row is filler
 

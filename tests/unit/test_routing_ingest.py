@@ -63,10 +63,6 @@ def test_a_full_forward_pass_has_a_row_more_than_an_engine() -> None:
         ingest(routes(5), last_row=True)
 
 
-def test_one_expert_per_token_may_repeat_and_be_zero() -> None:
-    assert ingest(torch.zeros(5, 2, 1, dtype=torch.int64), top_k=1).rows == 5
-
-
 @pytest.mark.parametrize(
     ("rows", "experts", "refused"), [(63, 8, False), (64, 8, True), (64, 2, True), (500, 1, False)]
 )
@@ -94,16 +90,13 @@ def _set(where: tuple[Any, ...], value: Any) -> Callable[[], Any]:
 
 FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "missing row": (lambda: routes(4), {}, ["4 rows for 6 tokens, 1 missing", "5 (", "6 ("]),
-    "missing row after a prompt left out": (lambda: routes(1), {"start": 3}, ["1 rows for 3 tokens, 1 missing"]),
     "extra row": (lambda: routes(7), {}, ["7 rows for 6 tokens, 1 surplus"]),
     "swapped layers": (lambda: routes(5), {"layers": (3, 1)}, ["layers (3, 1)", "not ascending"]),
     "shifted layers": (
         lambda: torch.cat([routes(5), torch.zeros(5, 2, 3, dtype=torch.int64)], 1), {}, ["layer 0", "(1, 3)", "routes here"],
     ),
     "all zeros": (_set((slice(None), 1), 0), {}, ["layer 3", "all expert ids are zero"]),
-    "all zeros in every layer": (lambda: routes(5) * 0, {}, ["layer 1", "all expert ids are zero"]),
     "duplicate ids": (_set((2, 1), [5, 2, 5]), {}, ["row 2, layer 3", "duplicate expert ids [5, 2, 5]"]),
-    "one zero row": (_set((4, 0), 0), {}, ["row 4, layer 1", "duplicate expert ids [0, 0, 0]"]),
     "id out of range": (_set((3, 0, 2), 8), {}, ["row 3, layer 1", "expert id 8", "0 to 7"]),
     "id out of range in the engine's bytes": (
         lambda: _set((3, 0, 2), 200)().to(torch.uint8), {}, ["row 3, layer 1", "expert id 200", "0 to 7"],
@@ -117,7 +110,6 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "too few layers": (lambda: routes(5, layers=3), {}, ["3 layers", "(1, 3)", "another model"]),
     "floats": (lambda: routes(5).float(), {}, ["torch.float32 of shape (5, 2, 3)", "integers"]),
     "booleans": (lambda: routes(5) > 3, {}, ["torch.bool", "integers"]),
-    "float array": (lambda: routes(5).numpy() * 1.0, {}, ["float64 of shape (5, 2, 3)", "integers"]),
     "flattened": (lambda: routes(5).flatten(1), {}, ["shape (5, 6)", "[rows, layers, experts per token]"]),
     "ragged list": (lambda: [[[1, 2], [3]]], {}, ["list", "integers"]),
     "nothing": (lambda: None, {}, ["there is no routing"]),
@@ -133,25 +125,6 @@ def test_each_fault_has_its_own_message(name: str) -> None:
     message = str(caught.value)
     assert message.startswith("request r7")
     assert all(word in message for word in words), message
-
-
-def test_faults_are_told_apart() -> None:
-    wanted = (
-        "missing row",
-        "extra row",
-        "swapped layers",
-        "all zeros",
-        "duplicate ids",
-        "id out of range",
-        "negative id",
-    )
-    heads = set()
-    for name in wanted:
-        build, changes, _ = FAULTS[name]
-        with pytest.raises(RoutingError) as caught:
-            ingest(build(), **changes)
-        heads.add(str(caught.value))
-    assert len(heads) == len(wanted)
 
 
 @given(

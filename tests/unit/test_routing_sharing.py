@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace, align, share_prompts
+from mismatch_ext.routing import RoutingTrace, share_prompts
 from tests.traces import traces_nbytes
 from tests.unit.test_routing_trace import routes, trace
 
@@ -50,13 +50,6 @@ def test_prompts_left_out_in_part_or_whole() -> None:
     # An empty response leaves the prompt's rows but the last; here the trace ends inside the prompt.
     short = [_completion(1, 1).slice(0, 3)] * 2
     assert share_prompts(short, [4, 4]).shared == 1
-
-
-def test_shared_prompts_align_like_their_own() -> None:
-    own = [_completion(1, 11), _completion(1, 12)]
-    shared = share_prompts(own, [4, 4]).traces
-    mask = torch.ones(2, 8)
-    assert align(own, mask)[0].same_as(align(shared, mask)[0])
 
 
 def test_lists_of_different_length_are_refused() -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
+from mismatch_ext.adapters.sglang import response as parsing
 
 from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.records import RolloutRecord, collate
@@ -16,7 +17,6 @@ from mismatch_ext.routing import RoutingTrace
 from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
 
 BF16 = "moe_bf16_0.5.18.json"
-HTTP = "moe_http_fp32_0.5.23.json"
 
 
 def parse(output: Any, **changes: Any) -> RolloutRecord:
@@ -39,14 +39,6 @@ def test_a_recording_of_the_engine_gives_tokens_logprobs_and_routes() -> None:
     assert first.routing.versions == ((0, 3),)
 
 
-def test_a_recording_over_http_reads_the_same() -> None:
-    prompts, outputs = recorded(HTTP)
-    (record,) = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE, weight_version="default")
-    assert record.response_ids == (224, 244, 176, 109, 120, 91)
-    assert record.rollout_logprobs[1] == -2.126373291015625
-    assert record.routing is not None and record.routing.layer(0).tolist()[-1] == [0, 4]
-
-
 @pytest.mark.parametrize("name", RECORDED)
 def test_every_recording_is_accepted_and_collates(name: str) -> None:
     prompts, outputs = recorded(name)
@@ -54,6 +46,17 @@ def test_every_recording_is_accepted_and_collates(name: str) -> None:
     batch = collate(records, pad_token_id=0)
     assert batch.response_mask.sum().item() == sum(len(output["output_ids"]) for output in outputs)
     assert all(r.routing is not None and r.routing.rows == len(r.prompt_ids) + len(r.response_ids) - 1 for r in records)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_is_read_all_at_once_is_what_is_read_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prompts, outputs = recorded(name)
+    for output in outputs:
+        assert parsing._usual(output["meta_info"]["output_token_logprobs"], tuple(output["output_ids"])) is not None
+    usual = to_records(outputs, prompt_ids=prompts, provenance=provenance())
+    monkeypatch.setattr(parsing, "_usual", lambda *_: None)
+    single = to_records(outputs, prompt_ids=prompts, provenance=provenance())
+    assert [record.rollout_logprobs for record in single] == [record.rollout_logprobs for record in usual]
 
 
 def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
@@ -94,13 +97,6 @@ def test_several_responses_per_prompt_stay_beside_each_other() -> None:
     assert single.response_ids == (21, 22, 23)
     with pytest.raises(RecordError, match="3 responses for 2 prompts with n=2; allowed: 4"):
         to_records([response()] * 3, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
-
-
-def test_scoring_a_prompt_alone_gives_a_record_without_a_response() -> None:
-    scored = response([], output_token_logprobs=[], output_token_logprobs_length=0, completion_tokens=0)
-    scored["meta_info"]["routed_experts"] = routes(3)
-    record = parse(scored)
-    assert record.response_ids == () and record.routing is not None and record.routing.rows == 3
 
 
 @pytest.mark.parametrize("kind", ["stop", "length"])

@@ -42,18 +42,10 @@ def test_every_form_of_the_field_gives_the_same_trace(form: str) -> None:
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_a_start_that_was_honoured_and_one_that_was_ignored_give_the_same_rows(form: str) -> None:
-    honoured, ignored = trace(FORMS[form](routes(6)[4:]), start=4), trace(FORMS[form](routes(6)), start=4)
-    assert honoured.rows == 2 and honoured.start == 4
-    assert honoured.same_as(ignored)
-    assert honoured.experts.tolist() == routes(6)[4:].tolist()
-
-
-@pytest.mark.parametrize("rows", [0, 1, 3, 5, 7, 8])
-@pytest.mark.parametrize("form", FORMS)
-def test_any_other_number_of_rows_is_refused(rows: int, form: str) -> None:
-    with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: .*allowed: "):
-        trace(FORMS[form](routes(rows)), start=4)
+def test_any_other_number_of_rows_is_refused(form: str) -> None:
+    for rows in (0, 1, 3, 5, 7, 8):
+        with pytest.raises(RoutingError, match="request r1, meta_info.routed_experts: .*allowed: "):
+            trace(FORMS[form](routes(rows)), start=4)
 
 
 def test_the_message_counts_rows_and_bytes() -> None:
@@ -94,20 +86,12 @@ def test_text_that_was_altered_is_refused() -> None:
     "value",
     [
         3,
-        3.5,
-        True,
         [[[1, 2], [3, 4]]] * 6,
-        {"data": "x"},
-        object(),
         routes(6).astype(np.float32),
-        routes(6).astype(object),
-        routes(6).astype("S4"),
         routes(6) > 3,
-        routes(6).transpose(0, 2, 1)[:, :, :1],
         torch.from_numpy(routes(6)).float(),
         torch.from_numpy(routes(6)).to_sparse(),
         torch.empty(6, 2, 2, dtype=torch.int32, device="meta"),
-        torch.zeros(6, 2, 2, dtype=torch.bool),
     ],
     ids=lambda value: type(value).__name__,
 )
@@ -118,32 +102,12 @@ def test_other_types_are_refused(value: Any) -> None:
         trace(value)
 
 
-def test_rows_that_no_router_wrote_are_refused() -> None:
-    ids = routes(6)
-    ids[3, 1] = (5, 5)
-    with pytest.raises(RoutingError, match=r"request r1, row 3, layer 1: duplicate expert ids \[5, 5\]"):
-        trace(encoded(ids))
-    ids[3, 1] = (5, 8)
-    with pytest.raises(RoutingError, match="request r1, row 3, layer 1: expert id 8 is out of range; allowed: 0 to 7"):
-        trace(encoded(ids))
-    ids[3, 1] = (5, -1)
-    with pytest.raises(RoutingError, match="request r1, row 3, layer 1: expert id -1 is out of range"):
-        trace(encoded(ids))
-    ids = routes(6)
-    ids[:, 1] = 0
-    with pytest.raises(RoutingError, match="request r1, layer 1: all expert ids are zero"):
-        trace(encoded(ids))
-
-
 def test_the_dense_layers_that_sglang_counts_are_dropped() -> None:
     shape = RoutingShape(num_layers=4, layers=(1, 3), num_experts=8, top_k=2)
     every = np.zeros((6, 4, 2), np.int32)
     every[:, 1], every[:, 3] = routes(6)[:, 0], routes(6)[:, 1]
     found = trace(encoded(every), shape=shape)
     assert found.layers == (1, 3) and found.experts.tolist() == routes(6).tolist()
-    every[2, 0] = (4, 5)
-    with pytest.raises(RoutingError, match="request r1, layer 0: the engine recorded routes here"):
-        trace(encoded(every), shape=shape)
 
 
 @pytest.mark.parametrize("start", [-1, 5])
@@ -162,12 +126,10 @@ def test_a_prompt_that_was_only_scored_may_leave_no_row() -> None:
     ("change", "message"),
     [
         ({"num_experts": 0}, "num_experts=0"),
-        ({"num_experts": 65537}, "num_experts=65537"),
         ({"top_k": 0}, "top_k=0"),
         ({"top_k": 9}, r"top_k=9 is out of range; allowed: 1 to num_experts \(8\)"),
         ({"layers": ()}, r"layers=\(\)"),
         ({"layers": (1, 0)}, r"layers=\(1, 0\)"),
-        ({"layers": (-1, 0)}, r"layers=\(-1, 0\)"),
         ({"num_layers": 1}, "num_layers=1 is out of range; allowed: more than 1"),
     ],
 )

@@ -9,19 +9,17 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakValueDictionary
 
 import torch
-from mismatch_ext.adapters.transformers.routing.checkpointing import in_backward, runs_unbound
+from mismatch_ext.adapters.transformers.routing.checkpointing import checkpoint_functions, in_backward, runs_unbound
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router, moe_layout
 from mismatch_ext.adapters.transformers.routing.session import Forward, Session
-from mismatch_ext.adapters.transformers.routing.shadow import Around, Instead, shadow, uncompiled
+from mismatch_ext.adapters.transformers.routing.shadow import Around, Handed, Instead, shadow, uncompiled
 from mismatch_ext.adapters.transformers.routing.tokens import pass_tokens
 from mismatch_ext.adapters.transformers.routing.topk import AnsweredTopK
-from mismatch_ext.patches.torch.checkpoint import checkpoints_bound
 from torch import Tensor, nn
 
 from mismatch_ext.errors import ReplayError
@@ -36,7 +34,7 @@ class _Running(threading.local):
 
     session: Session | None = None
     forward: Forward | None = None
-    bound: int = 0  # how deep it is in checkpointed functions that know their session
+    bound: bool = False  # whether it is in a checkpointed function that knows its session
     called: Arguments | None = None  # arguments of the module that embeds tokens for the decoder
 
 
@@ -52,6 +50,7 @@ class Binding:
         self._running = _Running()
         self._lock = threading.Lock()
         self._users = 0
+        self._checkpointed: list[tuple[Any, str]] = []  # found anew by each context, not by each recomputation
         self._undo = ExitStack()
 
     @classmethod
@@ -87,42 +86,48 @@ class Binding:
                 f"{self.layout.family}: routing of this model is already being recorded or replayed; leave that context first "
                 "(to see the model's own routing during replay, use replay_routing(..., native=True))."
             )
-        with self._installed(), ExitStack() as stack:
-            if session.replays:
-                stack.enter_context(checkpoints_bound(_Bound(self, session)))
-            running.session, running.bound = session, 0
+        self._checkpointed = list(checkpoint_functions(self.layout.decoder))
+        with self._installed():
+            running.session = session
             try:
                 yield
             finally:
                 running.session = None
 
     @contextmanager
-    def resumed(self, session: Session) -> Iterator[None]:
+    def _resumed(self, session: Session) -> Iterator[None]:
         """Put a session at the routers for a function that a checkpoint runs, for the first time or again."""
         running = self._running
-        with self._installed(), self.checkpointing():
-            before = running.session, running.forward
+        with self._installed():
+            before = running.session, running.forward, running.bound
             # A layer that runs again in a backward pass does not belong to a forward pass that may be under way.
-            running.session, running.forward = session, None if in_backward() else running.forward
+            running.session, running.forward, running.bound = session, None if in_backward() else running.forward, True
             try:
                 yield
             finally:
-                running.session, running.forward = before
+                running.session, running.forward, running.bound = before
 
-    @contextmanager
-    def checkpointing(self) -> Iterator[None]:
-        """Note that the running code is in a checkpoint that knows its session."""
-        running = self._running
-        running.bound += 1
-        try:
-            yield
-        finally:
-            # If a checkpointed function fails, its generator is closed late, possibly after a new session has begun.
-            running.bound = max(0, running.bound - 1)
+    def _bound(self, function: Call) -> Call:
+        """Return a checkpointed function that sets the present session whenever it runs; itself if nothing is replayed."""
+        session = self._session()
+        if session is None or not session.replays:
+            return function
 
-    def is_running(self, session: Session) -> bool:
-        """Tell whether a session is the one of this thread."""
-        return self._running.session is session
+        def resumed() -> ExitStack:
+            stack = ExitStack()
+            stack.enter_context(self._resumed(session))
+            return stack
+
+        enter, leave = uncompiled(resumed), uncompiled(ExitStack.close)
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            stack = enter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                leave(stack)
+
+        return uncompiled(run, inside=True)
 
     @contextmanager
     def _installed(self) -> Iterator[None]:
@@ -151,6 +156,8 @@ class Binding:
         for experts, layer in {r.experts: r.layer for r in layout.routers if r.experts is not None}.items():
             around = Around(enter=partial(self._check_experts, layer), leave=lambda state, returned: None)
             shadow(stack, experts, "forward", around)
+        for owner, name in self._checkpointed:
+            shadow(stack, owner, name, Handed(change=self._bound))
 
     def _session(self) -> Session | None:
         """Return the session, or None if the model has to behave as if there were none."""
@@ -180,10 +187,13 @@ class Binding:
             arguments=(args, kwargs),
             tokens=self._tokens(args, kwargs),
             gradients=torch.is_grad_enabled(),
-            recomputed=bool(running.bound) and in_backward(),
+            recomputed=running.bound and in_backward(),
             outer=running.forward,
         )
         taken = session.takes(forward)
+        if taken and session.replays:
+            given = () if self.layout.caller is not None else (*args, *kwargs.values())
+            self._expect_bound("the model", any(isinstance(x, Tensor) and x.requires_grad for x in given))
         # If the session does not take a pass, its checkpoints stay unbound, so that their recomputation has no session either.
         running.session, running.forward = (session, forward) if taken else (None, None)
         return session, forward, taken
@@ -224,12 +234,8 @@ class Binding:
         layer, layout = router.layer, self.layout
         if forward is None and not self._running.bound:
             raise ReplayError(f"{layout.family}: the router of layer {layer} ran outside a forward of the decoder.")
-        if session.replays and forward and not self._running.bound and runs_unbound(forward.gradients):
-            raise ReplayError(
-                f"{layout.family}: layer {layer} runs in a checkpoint that is not torch.utils.checkpoint's, or without "
-                "gradients in a forward pass with them; recomputed in the backward pass it could not be given the same routes. "
-                "Use the model's gradient_checkpointing_enable()."
-            )
+        if session.replays and forward:
+            self._expect_bound(f"layer {layer}", forward.gradients)
         answer = AnsweredTopK(
             layout.num_experts,
             layout.top_k,
@@ -251,6 +257,14 @@ class Binding:
                 forward.chosen[layer] = answer.chosen
         return output
 
+    def _expect_bound(self, place: str, gradients: bool) -> None:
+        if not self._running.bound and runs_unbound(gradients):
+            raise ReplayError(
+                f"{self.layout.family}: {place} runs in a checkpoint that replay does not reach, or without gradients in a pass "
+                "with them, and its recomputation would choose other experts. Call the model's gradient_checkpointing_enable() "
+                "before the replay begins, or use FSDP's activation checkpointing."
+            )
+
     def _check_experts(self, layer: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         forward = self._running.forward
         chosen = forward.chosen.pop(layer, None) if forward and self._session() else None
@@ -265,36 +279,6 @@ class Binding:
                     f"{self.layout.family}: the experts of layer {layer} were given others than the router chose; code "
                     "between the two overrides the routes (an expert-parallel plan?)."
                 )
-
-
-@dataclass(frozen=True)
-class _Bound:
-    """Ties checkpointed functions to the session of the context that they first ran in."""
-
-    binding: Binding
-    session: Session
-
-    def bound(self, function: Call) -> Call:
-        if not self.binding.is_running(self.session):
-            return function
-        enter, leave = uncompiled(self._enter), uncompiled(ExitStack.close)
-
-        def run(*args: Any, **kwargs: Any) -> Any:
-            stack = enter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                leave(stack)
-
-        return uncompiled(run, inside=True)
-
-    def _enter(self) -> ExitStack:
-        stack = ExitStack()
-        stack.enter_context(self.binding.resumed(self.session))
-        return stack
-
-    def checkpointing(self) -> Any:
-        return self.binding.checkpointing()
 
 
 _BINDINGS: WeakValueDictionary[int, Binding] = WeakValueDictionary()

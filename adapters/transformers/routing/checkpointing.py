@@ -1,15 +1,32 @@
 """Gradient checkpointing: a layer that is recomputed in a backward pass must find the session of its own forward pass.
 
-torch.utils.checkpoint, in both modes, keeps the function that it will run again. During replay that function is wrapped as the
-forward runs (patches/torch/checkpoint.py), and the wrapper holds the session. So the session lives as long as the graph does:
-there is no queue, and backward passes may come in any order, inside or after the context. It does not matter when or by whom
-checkpointing was enabled, because torch's own function is wrapped. A checkpoint of another make is refused if a router runs in
-it.
+A checkpointed layer is handed as a function to a checkpoint function, which the model keeps. During replay it is handed a
+function that holds the session instead. So the session lives as long as the graph does: there is no queue, and backward passes
+may come in any order, inside or after the context. This serves both modes of torch.utils.checkpoint; its `context_fn` would
+serve non-reentrant checkpoints only. A checkpoint function that is not found is refused if a router runs in it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import torch
+from torch import nn
+
+
+def checkpoint_functions(decoder: nn.Module) -> Iterator[tuple[Any, str]]:
+    """Yield the objects that keep a checkpoint function of the decoder's layers, and the names they keep it by."""
+    found = set()
+    for module in decoder.modules():
+        # verl's activation offload keeps its function on an object that a layer's new forward closes over.
+        cells = getattr(vars(module).get("forward"), "__closure__", None) or ()
+        for owner in (module, *(cell.cell_contents for cell in cells)):
+            # transformers' name, and that of the wrappers by which accelerate checkpoints FSDP1 and FSDP2.
+            for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
+                if name in getattr(owner, "__dict__", ()) and id(owner) not in found:
+                    found.add(id(owner))
+                    yield owner, name
 
 
 def in_backward() -> bool:
@@ -21,7 +38,7 @@ def runs_unbound(gradients: bool) -> bool:
     """Tell whether the running code is in a checkpoint that knows no session; ask only outside those that know theirs.
 
     Args:
-        gradients: Whether gradients were on when the decoder's forward began.
+        gradients: Whether gradients were on around it.
     """
     if gradients and not torch.is_grad_enabled():
         return True  # reentrant checkpoints run without gradients

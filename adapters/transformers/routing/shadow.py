@@ -46,13 +46,24 @@ class Instead:
     call: Call
 
 
-def shadow(stack: ExitStack, module: nn.Module, name: str, by: Around | Instead) -> None:
-    """Replace a module's method by a stand-in, until the stack is closed and restores what was there.
+@dataclass(frozen=True, kw_only=True)
+class Handed:
+    """A function that changes what a method is given first; the method itself may be compiled.
+
+    Args:
+        change: Takes the first argument, and returns the one for the method.
+    """
+
+    change: Call
+
+
+def shadow(stack: ExitStack, module: Any, name: str, by: Around | Instead | Handed) -> None:
+    """Replace a method by a stand-in, until the stack is closed and restores what was there.
 
     Args:
         stack: Gets the callback that restores the method.
-        module: The module.
-        name: Name of its method.
+        module: The module, or another object.
+        name: Name of its method, or of a function that it keeps.
         by: The stand-in.
 
     Raises:
@@ -66,7 +77,7 @@ def shadow(stack: ExitStack, module: nn.Module, name: str, by: Around | Instead)
         )
     _SHADOWS[key] = by, getattr(module, name)
     stack.callback(_restore, key, attributes, attributes.get(name, _ABSENT))
-    attributes[name] = MethodType(_stand_in(name, isinstance(by, Around)), module)
+    attributes[name] = MethodType(_stand_in(name, type(by)), module)
 
 
 def uncompiled(function: Call, *, inside: bool = False) -> Call:
@@ -83,14 +94,22 @@ def uncompiled(function: Call, *, inside: bool = False) -> Call:
 
 
 @cache
-def _stand_in(name: str, around: bool) -> Call:
+def _stand_in(name: str, kind: type) -> Call:
     def instead(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         by, plain = _found(module, name)
         return plain(*args, **kwargs) if by is None else by.call(plain, *args, **kwargs)
 
-    if not around:
+    if kind is Instead:
         return uncompiled(instead)
     find = uncompiled(_found)
+    change = uncompiled(lambda by, first: by.change(first) if by else first)
+
+    def handed(module: Any, first: Any, *args: Any, **kwargs: Any) -> Any:
+        by, plain = find(module, name)
+        return plain(change(by, first), *args, **kwargs)
+
+    if kind is Handed:
+        return uncompiled(handed, inside=True)
     enter = uncompiled(lambda by, args, kwargs: by and by.enter(args, kwargs))
     leave = uncompiled(lambda by, state, returned: by and by.leave(state, returned))
 
@@ -113,7 +132,7 @@ def _found(module: nn.Module, name: str) -> tuple[Any, Call]:
 
 
 _ABSENT = object()
-_SHADOWS: dict[tuple[int, str], tuple[Around | Instead, Call]] = {}
+_SHADOWS: dict[tuple[int, str], tuple[Around | Instead | Handed, Call]] = {}
 
 
 def _restore(key: tuple[int, str], attributes: dict[str, Any], before: Any) -> None:

@@ -24,6 +24,7 @@ from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.recorder import PREFIX
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import UNKNOWN, StaleGap
 
@@ -163,7 +164,7 @@ class LossMixin(_Host):
         """Measure rollouts of the present weights that are not trained on, by the same pass as those that are."""
         kwargs = self._asked(inputs)
         model = self.accelerator.unwrap_model(self.model)
-        with torch.no_grad(), torch.random.fork_rng(), self._autocast(), self._routed(inputs, kwargs):
+        with torch.no_grad(), forked_rng(self.accelerator.device), self._autocast(), self._routed(inputs, kwargs):
             outputs = model(**kwargs)
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
         whole = self._log.recorder.stale
@@ -189,7 +190,7 @@ class LossMixin(_Host):
 
     def _measure_native(self, model: nn.Module, kwargs: dict[str, Any], inputs: dict[str, Any], terms: Terms) -> None:
         """Measure the gap without replay, which is kept apart from the gap with it."""
-        with torch.no_grad(), torch.random.fork_rng():
+        with torch.no_grad(), forked_rng(self.accelerator.device):
             native = Terms.of(model(**kwargs).log_probs.flatten(), inputs)
         self._log.observe("train", native.logprobs, terms.rollout, terms.mask, native=True)
 

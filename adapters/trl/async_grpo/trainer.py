@@ -35,7 +35,6 @@ from mismatch_ext.adapters.vllm.http import ServerHttp, without_repeating
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
-from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from torch import Tensor
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
@@ -46,7 +45,6 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.patching import described
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
@@ -86,7 +84,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         check_peers(type(self), self._block, use_vllm=True, server=True)
         _check_arguments(self._block, kwargs)
         self._open_log(config.output_dir)
-        self._patches = described(*CHECKPOINTS) if self._block.routing is not None else []
+        self._patches = []
         self._step_lengths = []
         with config.claimed(), overridden(self, _constructing=True):
             super().__init__(model, *args, **kwargs)

@@ -25,7 +25,6 @@ from mismatch_ext.adapters.verl.worker.scaler import (
     scaler_report,
 )
 from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
-from mismatch_ext.patches.torch.checkpoint import CHECKPOINTS
 from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
 from verl.utils.device import get_device_name
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
@@ -255,10 +254,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             },
             "lr": None if self._rate is None else self._rate.multiplier,
             "remove_padding": bool(self.use_remove_padding),
-            "patches": described(
-                *(CHECKPOINTS if self._replay is not None else ()),
-                *((RESPONSE_LOGPROBS,) if self._masking is not None else ()),
-            ),
+            "patches": described(RESPONSE_LOGPROBS) if self._masking is not None else [],
             "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
         }
 

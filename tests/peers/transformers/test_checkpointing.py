@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,7 +13,8 @@ import torch.utils.checkpoint
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from torch import Tensor
 from torch.distributed._composable import checkpoint as composable_checkpoint
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl, checkpoint_wrapper
+from verl.utils.activation_offload import ActivationHandler
 
 from mismatch_ext.errors import ReplayError
 from tests.oracles.routing.passes import (
@@ -19,7 +22,6 @@ from tests.oracles.routing.passes import (
     backward,
     equal,
     forward,
-    run,
     tokens,
     watched,
 )
@@ -33,85 +35,72 @@ def enable(model: Any, how: str) -> None:
     if kind == "model":
         model.gradient_checkpointing_enable({"use_reentrant": reentrant})
     elif kind == "context_fn":
-        from contextlib import nullcontext
-
         model.gradient_checkpointing_enable(
             {"use_reentrant": False, "context_fn": lambda: (nullcontext(), nullcontext())}
         )
     elif kind == "wrapper":  # as FSDP's activation checkpointing does
-        from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import CheckpointImpl
-
         implementation = CheckpointImpl.REENTRANT if reentrant else CheckpointImpl.NO_REENTRANT
         layers = model.model.layers
         for index in range(len(layers)):
             layers[index] = checkpoint_wrapper(layers[index], checkpoint_impl=implementation)
+    elif kind == "verl":  # as its activation offload does; moving activations takes a GPU
+        filtered = SimpleNamespace(update_model_parameters=lambda module: None)
+        handler = ActivationHandler(nullcontext(), lambda output: output, filtered, enable_ckpt=True)
+        model.enable_input_require_grads()  # verl has disabled what had enabled it
+        for layer in model.model.layers:
+            handler.wrap_module_forward_method(layer)
 
 
-WAYS = ["model reentrant", "model saved", "context_fn saved", "wrapper reentrant", "wrapper saved"]
+WAYS = ["model reentrant", "model saved", "context_fn saved", "wrapper reentrant", "wrapper saved", "verl reentrant"]
 
 
-@pytest.mark.parametrize(
-    "when, way",
-    [("before", way) for way in WAYS] + [("inside", way) for way in WAYS if not way.startswith("wrapper")],
-)
-def test_checkpointing_enabled_before_or_inside_the_context(when: str, way: str) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_every_way_to_enable_checkpointing(way: str) -> None:
     model, (reference, own, _) = FAMILIES[QWEN].build(), case(QWEN)
     trace = another(own)
     expected = replayed(reference, trace)
-    if when == "before":
-        enable(model, way)
-    with replay_routing(model, trace):
-        if when == "inside":
-            enable(model, way)
-        got = run(model)
-    assert torch.equal(got.logits, expected.logits)
+    enable(model, way)
+    with watched(moe_layout(model)) as seen:
+        got = replayed(model, trace)
+    assert torch.equal(got.logits, expected.logits) and seen.times() == {2}
     renamed = {name.replace("_checkpoint_wrapped_module.", ""): grad for name, grad in got.gradients.items()}
     assert equal(renamed, expected.gradients)
 
 
-@pytest.mark.parametrize("reentrant", REENTRANT)
-def test_the_whole_model_in_one_checkpoint(reentrant: bool) -> None:
-    model, own, _ = case(QWEN)
-    trace = another(own)
-    expected = replayed(model, trace)
-
-    def logits(embedded: Tensor) -> Tensor:
-        return model(inputs_embeds=embedded, use_cache=False).logits
-
-    embedded = model.get_input_embeddings()(tokens()).detach().requires_grad_()
-    # A checkpoint takes gradients by its inputs, which embeddings have and ids have not.
-    with watched(moe_layout(model)) as seen, replay_routing(model, trace, others="replay") as replay:
-        output = torch.utils.checkpoint.checkpoint(logits, embedded, use_reentrant=reentrant)
-        targets = tokens().roll(-1, 1)[..., None]
-        gradients = backward(model, -output.log_softmax(-1).gather(-1, targets).mean())
-    assert torch.equal(output, expected.logits) and seen.times() == {2} and replay.forwards == 1
-    expected.gradients.pop("model.embed_tokens.weight")
-    gradients.pop("model.embed_tokens.weight", None)
-    assert equal(gradients, expected.gradients)
-
-
-@pytest.mark.parametrize("way", ["composable", "foreign"])
-def test_checkpoints_that_cannot_be_bound_are_refused_in_the_forward(way: str) -> None:
+@pytest.mark.parametrize(
+    "way, place",
+    [
+        ("composable", "layer 2"),
+        ("foreign", "layer 3"),
+        ("enabled too late, reentrant", "layer 0"),
+        ("enabled too late, saved", "layer 0"),
+        ("whole, reentrant", "the model"),
+        ("whole, saved", "the model"),
+    ],
+)
+def test_checkpoints_that_cannot_be_bound_are_refused_in_the_forward(way: str, place: str) -> None:
     model, (_, own, _) = FAMILIES[QWEN].build(), case(QWEN)
+    layers, reentrant, run_model = model.model.layers, way.endswith("reentrant"), forward
     if way == "composable":
-        composable_checkpoint(model.model.layers[2])
-        message = "layer 2 runs in a checkpoint that is not torch.utils.checkpoint's"
-    else:
-        # As DeepSpeed's: a function of its own that runs without gradients and recomputes in backward.
-        layer = model.model.layers[3]
-        plain = layer.forward
-
-        def without(*args: Any, **kwargs: Any) -> Any:
-            with torch.no_grad():
-                return plain(*args, **kwargs)
-
-        layer.forward = without
-        message = "layer 3 runs in a checkpoint that is not torch.utils.checkpoint's, or without gradients"
-    with pytest.raises(ReplayError, match=message), replay_routing(model, own):
-        forward(model)
-    with record_routing(model) as recording:  # recomputes what it chose itself, whoever does it
-        backward(model, forward(model)[1])
-    assert recording.trace.same_as(own)
+        composable_checkpoint(layers[2])
+    elif (
+        way == "foreign"
+    ):  # as DeepSpeed's: a function of its own that runs without gradients and recomputes in backward
+        layers[3].forward = torch.no_grad()(layers[3].forward)
+    elif way.startswith("whole"):
+        embedded = model.get_input_embeddings()(tokens()).detach().requires_grad_()
+        run_model = lambda model: torch.utils.checkpoint.checkpoint(  # noqa: E731
+            lambda given: model(inputs_embeds=given, use_cache=False).logits, embedded, use_reentrant=reentrant
+        )
+    with pytest.raises(ReplayError, match=f"{place} runs in a checkpoint that replay does not reach"):
+        with replay_routing(model, own, others="replay"):
+            if way.startswith("enabled"):
+                model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            run_model(model)
+    if way in ("composable", "foreign"):
+        with record_routing(model) as recording:  # recomputes what it chose itself, whoever does it
+            backward(model, forward(model)[1])
+        assert recording.trace.same_as(own)
 
 
 @pytest.mark.parametrize("reentrant", REENTRANT)
@@ -175,7 +164,7 @@ def test_gradients_without_binding_would_be_wrong(monkeypatch: pytest.MonkeyPatc
     # What the binding is for: without it, recomputation takes the model's own routes and gradients change silently.
     from mismatch_ext.adapters.transformers.routing import binding
 
-    monkeypatch.setattr(binding._Bound, "bound", lambda self, function: function)
+    monkeypatch.setattr(binding.Binding, "_bound", lambda self, function: function)
     monkeypatch.setattr(binding, "runs_unbound", lambda gradients: False)
     model, (_, own, _) = FAMILIES[QWEN].build(), case(QWEN)
     model.gradient_checkpointing_enable({"use_reentrant": True})
