@@ -157,7 +157,7 @@ def random_losses(model: str, out: str, cases: int, seed: int) -> dict[str, Any]
     """Compare the gradient of random losses with the hand-computed one, or say how they were refused."""
     block = {"kl": {"estimator": "k3", "coef": 0.4}, "correction": CORRECTIONS["geometric"]}
     trainer = built(model, out, block, MixinFirst, use_vllm=True)
-    start, rng = time.process_time(), random.Random(seed)
+    start, rng, noise = time.process_time(), random.Random(seed), torch.Generator().manual_seed(seed)
     batches = {name: sampled(trainer, name) for name in (None, *CORRECTIONS)}
     moved(trainer, 1e-3)  # from here on the policy is not the one that sampled
     trainer.model.double(), trainer.ref_model.double()
@@ -168,6 +168,8 @@ def random_losses(model: str, out: str, cases: int, seed: int) -> dict[str, Any]
         # Half of the batch, so that a case costs a tenth of a second.
         order, size = rng.sample(range(8), 4), 4 // recipe.micro_batches
         micro = [rows_of(batches[asked.correction], order[at : at + size]) for at in range(0, 4, size)]
+        for inputs in micro:  # whatever the batch's was
+            inputs["kl_baseline"] = torch.randn(inputs["completion_ids"].shape, generator=noise) * 0.1
         found.append(
             {
                 "recipe": str(recipe),
