@@ -181,7 +181,8 @@ class MismatchTrainerMixin(
         if self._kl is not None:
             self._begin_kl(self._kl)
         if self.use_vllm:
-            self._follow_sampling()
+            with self._verdicts.checking("sampling"):
+                self._follow_sampling()
         rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
         watched = rewarded or isinstance(self, RLOOTrainer)
@@ -226,9 +227,10 @@ class MismatchTrainerMixin(
                 self._log.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
-                found = self._correction.apply(output, old_logprobs, mask)
-                shift = baseline_shift(output, mask, self._ranks)
-                for name, value in (found if shift is None else found | {"rejected_adv_shift": shift}).items():
+                figures = self._correction.apply(output, old_logprobs, mask)
+                if (shift := baseline_shift(output, mask, self._ranks)) is not None:
+                    figures = figures | {"rejected_adv_shift": shift}
+                for name, value in figures.items():
                     self._metrics[mode][PREFIX + name].append(value)
             if training and gap is not None and isinstance(self, GRPOTrainer):
                 clips = clips_engine_ratio(

@@ -72,8 +72,8 @@ class KlTerm:
             self.controller.state = replace(self.controller.state, coef=coef)
         elif coef != self.controller.initial:
             raise ConfigError(
-                f"mismatch.kl.controller, and the trainer's coefficient was changed from {self.controller.initial:g} to "
-                f"{coef:g}: the controller leads it. Remove the controller, or what changes the coefficient."
+                f"mismatch.kl.target_kl, and the trainer's coefficient was changed from {self.controller.initial:g} to "
+                f"{coef:g}: the controller leads it. Remove target_kl, or what changes the coefficient."
             )
 
     def begin(self) -> None:

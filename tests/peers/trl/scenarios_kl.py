@@ -286,7 +286,7 @@ def scheduled(model: str, out: str) -> dict[str, Any]:
         trainer.train()
         ends.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
         logged = logged or [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
-    led = {"kl": {**block["kl"], "coef": 0.5, "controller": {"target_kl": 0.01}}}
+    led = {"kl": {**block["kl"], "coef": 0.5, "target_kl": 0.01}}
     trainer = build(model, f"{out}/led", led, **sgd | {"beta": 0.0})
     trainer.beta = 0.1
     try:
@@ -313,7 +313,7 @@ class Refilled(MismatchGRPOTrainer):
 
 def refilled(model: str, out: str) -> dict[str, Any]:
     """Train with an adaptive coefficient and several generations for each step."""
-    block = {"kl": {"coef": 0.1, "controller": {"target_kl": 1e-3}}}
+    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
     trainer = build(model, out, block, Refilled)
     moved(trainer)
     trainer.train()

@@ -101,7 +101,7 @@ def test_a_coefficient_that_is_scheduled_as_in_trl_is_the_one_of_each_step(
     found = run(scenarios.scheduled, model=dense, out=tmp_path).expect()
     assert found["stock"] < 1e-6 < 1e-4 < found["effect"]
     assert found["coef"] == [0.5, 0.05]
-    assert "controller" in found["refused"] and "0.1" in found["refused"]
+    assert "target_kl" in found["refused"] and "0.1" in found["refused"]
 
 
 def test_a_controller_moves_once_a_step_however_often_a_step_generates(run: Run, dense: Path, tmp_path: Path) -> None:
