@@ -20,6 +20,7 @@ class AlarmCallback(TrainerCallback):
     def __init__(self, log: Callable[[], RunLog]) -> None:
         self._log = log
         self._unsaved = False
+        self._filtered: bool | None = None
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -28,7 +29,14 @@ class AlarmCallback(TrainerCallback):
         self._unsaved = False
         if not self._log().verdicts.observes:
             # transformers logs 0 for a loss that is NaN, unless told not to.
-            args.logging_nan_inf_filter = False
+            self._filtered, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Give the arguments back as they were."""
+        if self._filtered is not None:
+            args.logging_nan_inf_filter, self._filtered = self._filtered, None
 
     def on_log(
         self,

@@ -71,8 +71,8 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
         overridden(trainer, **settings),
         overridden(trainer.args, use_bias_correction_kl=False),
         shadowed(trainer, _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None)),
-        # TRL logs `policy_loss` as a mean over ranks, but this rank's own value is needed.
-        shadowed(trainer.accelerator, gather=lambda tensor: tensor),
+        # Of `policy_loss`, which TRL logs as a mean over ranks, this rank's own value is needed; nothing else is read.
+        shadowed(trainer.accelerator, gather=_own, reduce=_own),
     ):
         loss = own_loss(trainer, model, _probe(inputs, zero))
         (weights,) = torch.autograd.grad(loss, logps)
@@ -86,6 +86,10 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
         )
     entries, value = [*logged["train"]["policy_loss"], *logged["eval"]["policy_loss"]], float(loss.detach())
     return Aggregation(weights, None if not entries else entries[0] / value if value else 1.0)
+
+
+def _own(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+    return tensor
 
 
 def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:

@@ -56,6 +56,9 @@ class ArrivalMixin(SamplingMaskMixin):
     _around_loss = False
     # Whether there was a loss since the last optimizer step, and TRL's own loss was a part of each.
     _arrived = False
+    # Whether TRL's own loss has moved the loss of this trainer before: a slope of 0 is then a clamp, a guard against NaN or a
+    # schedule.
+    _moved_loss = False
 
     def _around_own_loss(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's own loss and remember it; called instead of TRL's method, inside of any subclass's method."""
@@ -151,7 +154,9 @@ class ArrivalMixin(SamplingMaskMixin):
         own_losses = [own for own in own_losses if own.requires_grad]
         if own_losses and isinstance(total, Tensor) and total.requires_grad:
             found = torch.autograd.grad(total.sum(), own_losses, retain_graph=True, allow_unused=True)
-            self._arrived = any(slope is not None and bool(slope != 0) for slope in found)
+            slopes = [slope for slope in found if slope is not None]
+            self._moved_loss = self._moved_loss or any(bool(slope != 0) for slope in slopes)
+            self._arrived = self._moved_loss and bool(slopes)
         if not self._arrived:
             raise self._refusal(
                 "what TRL's own GRPOTrainer._compute_loss returned has no effect on the loss (its slope is 0)"

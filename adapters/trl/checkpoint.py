@@ -32,6 +32,7 @@ class CheckpointMixin(_Host):
     _verdicts: Verdicts
     _log: RunLog
     _kl: KlTerm | None
+    _kl_step: int | None
     _lr: LrCallback | None
     _routing: ScoreReplay | None
     _resumed_step: int
@@ -58,6 +59,7 @@ class CheckpointMixin(_Host):
             self._lr.resume(None)
         if self._kl is not None:
             self._kl.reset()
+            self._kl_step = None
         if self._routing is not None:
             self._routing.draws.begin_anew()
         try:
@@ -99,6 +101,7 @@ class CheckpointMixin(_Host):
         if self.use_vllm and self._verified:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
+            self._kl.settle()
             state["kl"] = self._kl.state_dict()
         if self._lr is not None:
             state["lr"] = self._lr.saved_state()

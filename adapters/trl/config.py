@@ -77,7 +77,7 @@ class MismatchConfigMixin(_Host):
     @contextlib.contextmanager
     def claimed(self) -> Iterator[None]:
         """Tell the configuration that the trainer which is being built knows the block."""
-        self._claimed = True
+        self._claimed = self._known = True
         try:
             yield
         finally:
@@ -90,13 +90,25 @@ class MismatchConfigMixin(_Host):
         `Trainer.__init__` reads it. Only at that moment can a trainer that would ignore the block be told from ours.
         """
         builder = inspect.unwrap(Trainer.__init__).__code__
-        if self.mismatch is not None and not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
-            with self._verdicts.checking("trainer"):
-                raise ConfigError(
-                    f"mismatch={self.mismatch!r} was given, but the trainer that is being built does not know the block and "
-                    "would run without it; use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
-                )
+        if not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
+            self._refuse_unknown_trainer()
         return super().train_batch_size
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """The number of warmup steps, as in the parent; only a training asks, however its constructor was wrapped."""
+        if not getattr(self, "_known", False):
+            self._refuse_unknown_trainer()
+        steps: int = super().get_warmup_steps(num_training_steps)
+        return steps
+
+    def _refuse_unknown_trainer(self) -> None:
+        if self.mismatch is None:
+            return
+        with self._verdicts.checking("trainer"):
+            raise ConfigError(
+                f"mismatch={self.mismatch!r} was given, but the trainer does not know the block and would run without it; "
+                "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+            )
 
     @property
     def sleeps(self) -> bool:
@@ -125,13 +137,6 @@ class MismatchConfigMixin(_Host):
                     f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
                     "so there is no gap to measure or correct; set use_vllm=True or remove it."
                 )
-            return
-        if self.sleeps and block.monitor.weight_sync != "off":
-            raise ConfigError(
-                "vllm_enable_sleep_mode=True with mismatch.monitor.weight_sync="
-                f"{block.monitor.weight_sync!r}: the weights of a sleeping engine cannot be verified; set "
-                "vllm_enable_sleep_mode=False, or mismatch.monitor.weight_sync='off' to go on unverified."
-            )
 
     def _check_routing(self, routing: RoutingConfig) -> None:
         """Refuse ways of generating whose routes cannot be followed."""

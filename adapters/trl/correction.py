@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.trl.kl import prompt_groups
 from torch import Tensor
 
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
@@ -98,3 +99,31 @@ class CorrectionTerm:
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
         return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
+
+
+def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> float | None:
+    """Return how far rejected responses move the group baseline of those that are kept, in units of the advantage.
+
+    TRL subtracts the mean of a group before any response is rejected, and the kept ones keep that baseline. Their mean advantage
+    would be 0 if the group were theirs alone. Every rank must call it; None where no response is kept.
+
+    Args:
+        output: A batch after `CorrectionTerm.apply`; each rank looks at its own rows of a group.
+        mask: 1 for tokens that are trained on `[B, T]`.
+        ranks: The processes that each hold a part of the batch.
+    """
+    chosen, advantages = mask.bool(), output["advantages"]
+    sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
+    if advantages.dim() == 1:
+        kept = (chosen & (output["importance_sampling_ratio"] != 0)).any(1)
+        groups = prompt_groups(output)[kept]
+        values = advantages[kept].double()
+        size = len(mask)
+        count = values.new_zeros(size).index_add(0, groups, torch.ones_like(values))
+        total = values.new_zeros(size).index_add(0, groups, values)
+        lost = chosen.any(1) & ~kept
+        touched = torch.isin(groups, prompt_groups(output)[lost])
+        shift = torch.where(touched, (total / count.clamp(min=1))[groups].abs(), 0.0)
+        sums = torch.stack([shift.sum(), torch.tensor(float(len(values)), dtype=torch.float64, device=mask.device)])
+    moved, rows = ranks.sum(sums).tolist()
+    return moved / rows if rows else None

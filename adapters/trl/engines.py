@@ -64,13 +64,13 @@ class Colocated(engine.InProcess):
 
     Args:
         llm: The engine.
+        sleeps: Whether it sleeps between generations. It then has no weights before the first update.
     """
 
-    fresh = True
-
-    def __init__(self, llm: LLM) -> None:
+    def __init__(self, llm: LLM, *, sleeps: bool = False) -> None:
         super().__init__(llm)
-        self._on_cpu = is_cpu(llm)
+        self._on_cpu, self._sleeps = is_cpu(llm), sleeps
+        self.fresh = not sleeps
 
     @property
     def longest(self) -> int:
@@ -92,6 +92,9 @@ class Colocated(engine.InProcess):
             engine.update_weights(self.llm, weights())
         else:
             plain()
+        if self._sleeps:
+            # TRL does so when it generates; probes need the cache too. An engine that is awake ignores the second call.
+            self.llm.wake_up(tags=["kv_cache"])
 
     def captured(self, version: Callable[[], int] | None) -> AbstractContextManager[list[Any]]:
         """Collect vLLM's outputs of what TRL generates in a block."""

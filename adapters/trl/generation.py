@@ -92,7 +92,6 @@ class CheckedGeneration:
         masks: EngineMasks | None = None,
         base: Base | None = None,
     ) -> None:
-        self.inner = inner
         self.engine = rollout
         self.trainer = trainer
         self.monitor = monitor
@@ -110,7 +109,9 @@ class CheckedGeneration:
         if masks is not None:
             inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
+        self._looked = False
         self.sent: SentWeights | None = None
+        self.inner = inner  # from here on, a name of TRL's is set on TRL's object
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
@@ -134,7 +135,7 @@ class CheckedGeneration:
     def __setattr__(self, name: str, value: Any) -> None:
         # An attribute of TRL's wrapper is set on the wrapper, as a callback that changes its temperature expects.
         inner = self.__dict__.get("inner")
-        if inner is not None and name in vars(inner) and name not in ("sync_weights", "_iter_named_params"):
+        if inner is not None and name in vars(inner) and name not in self.__dict__:
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)
@@ -227,7 +228,12 @@ class CheckedGeneration:
             EngineError: The engine failed.
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
-        self.send_moved()
+        if not self._looked:
+            # Once a batch: ranks whose completions have more turns generate more often, and all must look equally often.
+            self.send_moved()
+            self._looked = self._kept is not None
+        if getattr(self.inner, "_llm_weights_sleeping", False):
+            self.sync_weights()  # TRL would from inside of its own `generate`, where outputs are captured that are not probes'
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
@@ -273,7 +279,7 @@ class CheckedGeneration:
         Args:
             records: Takes the rollouts, in their order.
         """
-        with overridden(self, _kept=records):
+        with overridden(self, _kept=records, _looked=False):
             yield
 
 

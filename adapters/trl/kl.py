@@ -2,14 +2,80 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.kl.term import Logits
+
+BASELINE = "kl_baseline"
+"""Key of TRL's inputs under which the leave-one-out baseline of each token travels."""
+
+
+def needs_baseline(term: KlTerm) -> bool:
+    """Tell whether a baseline of the whole batch travels with its rows; `full` has logits of a micro-batch alone."""
+    return term.config.has_baseline and term.config.estimator != "full"
+
+
+def prompt_groups(inputs: Mapping[str, Any]) -> Tensor:
+    """Return an integer for each row `[B]`, the same for rows with the same prompt."""
+    prompts = torch.where(inputs["prompt_mask"].bool(), inputs["prompt_ids"], -1)
+    found: Tensor = torch.unique(prompts, dim=0, return_inverse=True)[1]
+    return found
+
+
+def batch_baseline(
+    term: KlTerm,
+    output: Mapping[str, Any],
+    old: Tensor,
+    mask: Tensor,
+    generated: Iterable[tuple[Sequence[int], Sequence[int]]],
+    pad: int,
+) -> Tensor:
+    """Return the leave-one-out baseline of each token of this rank's generation batch `[B, T]`.
+
+    A completion that was sampled once and stands in several rows, as in best-of-n, is no other sample of its own: its copies
+    would subtract the whole KL.
+
+    Args:
+        term: The run's KL term.
+        output: What TRL's `_generate_and_score_completions` returned.
+        old: The trainer's log-probabilities at sampling time `[B, T]`.
+        mask: 1 for tokens that are trained on `[B, T]`.
+        generated: Prompt and completion of each sample.
+        pad: Token that completions are padded with.
+    """
+    length = mask.size(1)
+    sampled = Counter(
+        (tuple(prompt), (*completion, *[pad] * (length - len(completion)))) for prompt, completion in generated
+    )
+    prompts = zip(output["prompt_ids"].tolist(), output["prompt_mask"].tolist(), strict=True)
+    keys = [
+        (tuple(token for token, here in zip(ids, there, strict=True) if here), tuple(completion))
+        for (ids, there), completion in zip(prompts, output["completion_ids"].tolist(), strict=True)
+    ]
+    samples: defaultdict[Any, list[int]] = defaultdict(list)
+    of_row = []
+    for row, key in enumerate(keys):
+        if len(samples[key]) < max(sampled[key], 1):
+            samples[key].append(row)
+        of_row.append(samples[key][-1])
+    rows = sorted(row for found in samples.values() for row in found)
+    place = {row: index for index, row in enumerate(rows)}
+    rollout = output.get("sampling_per_token_logps")
+    found = term.baseline(
+        old[rows],
+        output["ref_per_token_logps"][rows],
+        mask[rows],
+        prompt_groups(output)[rows],
+        None if rollout is None else rollout[rows],
+    )
+    return found[[place[row] for row in of_row]]
 
 
 def kl_loss(
@@ -31,7 +97,8 @@ def kl_loss(
         mask,
         rollout_logprobs=inputs.get("sampling_per_token_logps"),
         old_logprobs=inputs.get("old_per_token_logps"),  # TRL leaves it out where the policy is still the old one
-        groups=inputs["prompt_group"],
+        groups=prompt_groups(inputs) if term.config.estimator == "full" else None,
+        baseline=inputs[BASELINE] if needs_baseline(term) else None,
         logits=logits,
         temperature=temperature,
     )

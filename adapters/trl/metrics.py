@@ -56,7 +56,10 @@ class LoggingMixin(SidesMixin):
         training = self.model.training
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
-        extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
+        extra, by_layer = dict[str, float](), dict[str, float]()
+        if "loss" in logs or any(name.endswith("_runtime") for name in logs):
+            # The host's own, of a step, an evaluation or the end: a user's may be on the main process alone.
+            extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
         logs.update({prefix + name: value for name, value in extra.items()})
         super().log(logs, start_time)
         names = {name.removeprefix(prefix): value for name, value in logs.items()}

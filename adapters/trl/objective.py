@@ -15,7 +15,7 @@ from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.aggregation import OwnLoss, read_aggregation
 from mismatch_ext.adapters.trl.arrival import ArrivalMixin
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.kl import KlReward, kl_loss
+from mismatch_ext.adapters.trl.kl import BASELINE, KlReward, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import Scored, watched_loss
 from torch import Tensor
@@ -37,6 +37,17 @@ class ObjectiveMixin(ArrivalMixin):
     _ranks: Ranks
     _correction: CorrectionTerm | None = None
 
+    # Step whose batches the controller has begun to measure.
+    _kl_step: int | None = None
+
+    def _begin_kl(self, term: KlTerm) -> None:
+        """Begin a batch with TRL's present coefficient, or with the controller's, which all batches of a step move once."""
+        term.follow(self.beta)
+        if self.model.training and self._kl_step != self.state.global_step:
+            self._kl_step = self.state.global_step
+            term.settle()
+            term.begin()
+
     @property
     def _reinforces(self) -> bool:
         return self._correction is not None and self._correction.reinforces
@@ -48,6 +59,8 @@ class ObjectiveMixin(ArrivalMixin):
             ConfigError: The reference was not scored on the completions that get a reward.
         """
         assert self._kl is not None and self._rollout_pass is not None
+        if self._kl.coef == 0:
+            return [0.0] * len(completion_ids)
         batch, prompts = self._rollout_pass, self._rollout_pass.prompts
 
         def is_of(scored: Scored) -> bool:
@@ -75,25 +88,30 @@ class ObjectiveMixin(ArrivalMixin):
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
         """Compute TRL's own loss, with the block's terms instead of TRL's."""
         self._check_own(own_loss)
-        if self._kl is None and not self._reinforces:
+        kl = self._kl
+        if kl is not None and not kl.config.in_rewards:
+            kl.follow(self.beta)  # a batch may last for several steps, and TRL's own term has the coefficient of each
+        if kl is not None and kl.coef == 0:
+            kl = None
+        if kl is None and not self._reinforces:
             return own_loss(self, model, inputs)
-        if self._kl is not None and "prompt_group" not in inputs:
+        if kl is not None and needs_baseline(kl) and BASELINE not in inputs:
             raise ConfigError(
-                "mismatch.kl: the micro-batch has no 'prompt_group'; something between _generate_and_score_completions and "
+                f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
                 "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
             )
         advantages = inputs["advantages"]
         given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforces else inputs
-        beta = 0.0 if self._kl is not None else self.beta
+        beta = 0.0 if kl is not None else self.beta
         with watched_loss(self, model, inputs) as passes, overridden(self, beta=beta):
             loss = own_loss(self, model, given)
         logps = passes[0].scores[0]
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
-        if self._kl is not None:
+        if kl is not None:
             both = lambda: self._both_logits(model, inputs)  # noqa: E731
-            term = term + kl_loss(self._kl, logps, inputs, mask, both, self.temperature)
-            self._log_kl(self._kl, logps.detach(), inputs["ref_per_token_logps"], mask)
+            term = term + kl_loss(kl, logps, inputs, mask, both, self.temperature)
+            self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], mask)
         if self._correction is not None and self._reinforces:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - self._correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps

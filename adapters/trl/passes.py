@@ -76,6 +76,7 @@ class RolloutPass:
     Attributes:
         fresh: Whether the batch is being generated and scored.
         prompts: Token ids of the prompts of the latest generation.
+        generated: Token ids of prompt and completion of each sample.
         records: What the engine returned, in its order.
         routes: Routes of the rows: with R3 the sampler's; with R2 those of each scoring pass that was recorded, over any tokens;
             in a loss those that travelled with the micro-batch.
@@ -86,6 +87,7 @@ class RolloutPass:
 
     fresh: bool = True
     prompts: list[list[int]] = field(default_factory=list)
+    generated: list[tuple[list[int], list[int]]] = field(default_factory=list)
     records: list[RolloutRecord] = field(default_factory=list)
     routes: list[list[RoutingTrace]] = field(default_factory=list)
     scored: list[Scored] = field(default_factory=list)

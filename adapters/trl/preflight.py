@@ -155,6 +155,31 @@ class PreflightMixin(SidesMixin):
         """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
         return self._sampling if self._config.sampling_mask is None else self._sampling.without_truncation()
 
+    def _follow_sampling(self) -> None:
+        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed.
+
+        Raises:
+            ConfigError: The engine's temperature is not the one that the trainer scores with, or sampling masks were made for
+                other settings.
+        """
+        args: Any = self.args
+        engine: Any = self.vllm_generation
+        if engine.temperature != self.temperature:
+            raise ConfigError(
+                f"the engine samples with temperature={engine.temperature}, and the trainer scores with {self.temperature}: "
+                "set trainer.temperature and trainer.vllm_generation.temperature together."
+            )
+        found = sampling_settings(engine, args.generation_kwargs)
+        if found == self._sampling:
+            return
+        if self._config.sampling_mask is not None:
+            raise ConfigError(
+                f"mismatch.sampling_mask, and sampling was changed from {self._sampling} to {found}: the engine was built for "
+                "the former. Leave the settings as they were, or remove mismatch.sampling_mask."
+            )
+        self._sampling = engine.sampling = found
+        self._log.sampled_with(self._scored_sampling)
+
     def _check_reference(self, reference: bool) -> None:
         plugin = getattr(self.accelerator.state, "fsdp_plugin", None)
         check_reference(plugin, self.accelerator.num_processes, reference)
@@ -163,7 +188,8 @@ class PreflightMixin(SidesMixin):
         """Note what stands behind TRL's wrapper."""
         generation: Any = self.vllm_generation
         if generation.mode == "colocate":
-            self._engine = Colocated(generation.llm)
+            args: Any = self.args
+            self._engine = Colocated(generation.llm, sleeps=args.sleeps)
             return
         self._engine = served = Served(generation, self.accelerator)
         if self._verdicts.observes:
@@ -217,10 +243,9 @@ class PreflightMixin(SidesMixin):
 
     def _verifiable(self) -> MonitorConfig:
         """Return the `monitor` section, without the weight check where it is impossible (`enforce` has refused that before)."""
-        args: Any = self.args
         monitor = self._config.monitor
         fsdp = getattr(self.accelerator.state, "fsdp_plugin", None)
-        if args.sleeps or (fsdp is not None and fsdp.fsdp_version == 1):
+        if fsdp is not None and fsdp.fsdp_version == 1:
             return dataclasses.replace(monitor, weight_sync="off")
         return monitor
 

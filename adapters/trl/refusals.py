@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
@@ -247,10 +249,10 @@ class EngineRefusals(AbstractContextManager[None]):
         self.block = block
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if not isinstance(error, ValueError) or isinstance(error, MismatchError):
+        if not isinstance(error, ValueError) or isinstance(error, MismatchError) or not _from_vllm(error):
             return  # an error of ours names its setting already
         dtype = self.block.precision.dtype if self.block.precision is not None else None
-        if dtype is not None and dtype in str(error):
+        if dtype is not None and re.search(rf"\b{dtype}\b", str(error)):
             raise PrecisionError(
                 f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
                 "Choose a dtype that both sides support."
@@ -261,3 +263,9 @@ class EngineRefusals(AbstractContextManager[None]):
                 f"mismatch.routing.mode={self.block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
                 "Set mode='R2', which records it in the trainer, or remove mismatch.routing."
             ) from error
+
+
+def _from_vllm(error: BaseException) -> bool:
+    """Tell whether an error was raised by vLLM, or by what it calls."""
+    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(name.partition(".")[0] == "vllm" for name in modules)

@@ -19,6 +19,7 @@ from mismatch_ext.adapters.vllm.server_checks import unchecked
 from mismatch_ext.adapters.vllm.stamps import is_fresh
 from torch import Tensor
 
+from mismatch_ext import errors
 from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.weight_sync import Decoded, TensorComparison
@@ -55,14 +56,15 @@ class Served:
                 box[0] = ask()
             except Exception as error:  # noqa: BLE001  # raised below
                 box[1] = error
-            sent = [box[0], None if box[1] is None else str(box[1])]
+            sent = [box[0], None if box[1] is None else (type(box[1]).__name__, str(box[1]))]
             broadcast_object_list(sent, from_process=0)
         else:
             broadcast_object_list(box, from_process=0)
         if isinstance(box[1], Exception):
             raise box[1]
         if box[1] is not None:
-            raise EngineError(f"on the main process: {box[1]}")
+            name, message = box[1]  # an error of ours is the same on every rank, for who catches it
+            raise getattr(errors, name, EngineError)(f"on the main process: {message}")
         answer: Answer = box[0]
         return answer
 

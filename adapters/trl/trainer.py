@@ -19,10 +19,10 @@ from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, phantom
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
-from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
+from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
 from mismatch_ext.adapters.trl.examining import ExaminingMixin
 from mismatch_ext.adapters.trl.forward_hooks import KEY
-from mismatch_ext.adapters.trl.kl import KlReward
+from mismatch_ext.adapters.trl.kl import BASELINE, KlReward, batch_baseline, needs_baseline
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.metrics import MetricsMixin
 from mismatch_ext.adapters.trl.objective import ObjectiveMixin
@@ -40,6 +40,7 @@ from mismatch_ext.adapters.trl.sampling_mask import KEY as MASKS
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.turns import TurnsMixin
 from torch import Tensor
+from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
@@ -91,6 +92,13 @@ class MismatchTrainerMixin(
             config.mismatch_block() if isinstance(config, MismatchConfigMixin) else None
         )
         if self._block is None:
+            if not isinstance(config, MismatchConfigMixin):
+                given = next((type(a).__name__ for a in (config, *args) if isinstance(a, TrainingArguments)), "no args")
+                warnings.warn(
+                    f"{type(self).__name__} with {given}: nothing is measured, and training is TRL's own. Use "
+                    "MismatchGRPOConfig(mismatch={...}), or MismatchRLOOConfig for RLOO.",
+                    stacklevel=2,
+                )
             super().__init__(model, *args, **kwargs)
             return
         self._verdicts = Verdicts(self._block.level)
@@ -109,12 +117,6 @@ class MismatchTrainerMixin(
         self._masking = self._block.sampling_mask
         if self._block.kl is not None:
             self._kl = KlTerm(self._block.kl, config.beta)
-            if self._block.kl.has_baseline and config.per_device_train_batch_size == 1:
-                warnings.warn(
-                    "mismatch.kl.baseline='leave_one_out' with per_device_train_batch_size=1: the baseline is the mean "
-                    "over other completions of a micro-batch, and there are none; the KL term is right but spreads more.",
-                    stacklevel=2,
-                )
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._block):
@@ -177,8 +179,11 @@ class MismatchTrainerMixin(
 
     def _generated(self, inputs: list[dict[str, Any]], batch: RolloutPass) -> dict[str, Any]:
         """Generate and score a batch as TRL does, then measure it, correct it and adapt to it."""
-        if self._kl is not None and self.model.training:
-            self._kl.begin()
+        if self._kl is not None:
+            self._begin_kl(self._kl)
+        if self.use_vllm:
+            with self._verdicts.checking("sampling"):
+                self._follow_sampling()
         rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
         watched = rewarded or isinstance(self, RLOOTrainer)
@@ -223,7 +228,10 @@ class MismatchTrainerMixin(
                 self._log.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
-                for name, value in self._correction.apply(output, old_logprobs, mask).items():
+                figures = self._correction.apply(output, old_logprobs, mask)
+                if (shift := baseline_shift(output, mask, self._ranks)) is not None:
+                    figures = figures | {"rejected_adv_shift": shift}
+                for name, value in figures.items():
                     self._metrics[mode][PREFIX + name].append(value)
             if training and gap is not None and isinstance(self, GRPOTrainer):
                 clips = clips_engine_ratio(
@@ -233,14 +241,22 @@ class MismatchTrainerMixin(
                     self._metrics["train"][PREFIX + name].append(value)
         if training:
             self._steer_by_rollouts(self._metrics["train"], gap)
-        if self._kl is not None:
-            rows, per_prompt = len(mask), self.num_generations if training else self.num_generations_eval
-            first = self.accelerator.process_index * rows
-            output["prompt_group"] = (first + torch.arange(rows, device=mask.device)) // per_prompt
-        if self._kl is not None and self._kl.adaptive and training:
-            old_logprobs = old_logprobs if self.use_vllm else self._old_logprobs(output)
-            self._kl.adapt(old_logprobs, output["ref_per_token_logps"], mask, self._ranks)
+        if self._kl is not None and self._kl.coef:
+            self._follow_batch(self._kl, output, mask, batch, gap)
         return output
+
+    def _follow_batch(
+        self, term: KlTerm, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: tuple[Tensor, ...] | None
+    ) -> None:
+        """Give the rows of a batch their baseline, and its KL to the controller."""
+        adapts, needed = term.adaptive and self.model.training, needs_baseline(term)
+        if not (adapts or needed):
+            return
+        old = self._old_logprobs(output) if gap is None else gap[0]
+        if needed:
+            output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, self._tokenizer.pad_token_id)
+        if adapts:
+            term.collect(old, output["ref_per_token_logps"], mask, self._ranks)
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""

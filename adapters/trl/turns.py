@@ -43,10 +43,14 @@ class TurnsMixin(_Host):
             ProvenanceError: Turns of a completion are of different weights.
         """
         batch, own = self._rollout_pass, getattr(self, "rollout_func", None) is not None
-        if batch is None or not batch.fresh or not self._verified or not (own or getattr(self, "tools", None)):
+        if batch is None or not batch.fresh:
             return super()._generate(*args, **kwargs)
-        with overridden(batch, joining=True):
+        joins = self._verified and (own or getattr(self, "tools", None))
+        with overridden(batch, joining=bool(joins)):
             output = super()._generate(*args, **kwargs)
+        batch.generated += zip(*output[:2], strict=False)
+        if not joins:
+            return output
         with self._verdicts.checking("records"):
             trained = _trained(output)
             if own and not any_asked(batch.records, trained):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -77,6 +78,23 @@ class KlTerm:
         self.controller = KlController(self.controller.initial, self.config.target_kl)
         self._collected = []
         self.begin()
+
+    def follow(self, coef: float) -> None:
+        """Take the coefficient that the trainer has now, which a callback may change between steps; 0 is no term.
+
+        Args:
+            coef: The trainer's own coefficient.
+
+        Raises:
+            ConfigError: It was changed although a controller leads the coefficient.
+        """
+        if not self.adaptive:
+            self.controller.state = replace(self.controller.state, coef=coef)
+        elif coef != self.controller.initial:
+            raise ConfigError(
+                f"mismatch.kl.target_kl, and the trainer's coefficient was changed from {self.controller.initial:g} to "
+                f"{coef:g}: the controller leads it. Remove target_kl, or what changes the coefficient."
+            )
 
     def begin(self) -> None:
         """Start a batch with the controller's present coefficient."""

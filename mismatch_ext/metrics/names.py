@@ -71,6 +71,7 @@ MITIGATION_MEASURES = {
     "doctor/trainer_ratio": "the trainer's error in the same units",
     "sampling_mask_size": "tokens that were left to sample from, mean over the sampled tokens of a batch",
     "advantage_gap": "TRL: mean d of tokens with an advantage above 0 less that of tokens below, nats: rounding averages out in it (docs/stability.md)",
+    "rejected_adv_shift": "TRL with weights of this package: mean size of what rejected responses add to the advantages of those that are kept, because they stay in their group's baseline; 0 is none",
     "phantom_clip_frac": "TRL with a clip on pi/mu: share of tokens that it stops at the weights that sampled, where the policy has not changed; should be 0",
     "loss_scale": "float16 loss scale after the last step",
     "overflow_steps": "steps whose float16 gradients overflowed, since training began",

@@ -7,11 +7,13 @@ import warnings
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
-from trl import GRPOConfig
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.errors import ConfigError
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 ESTIMATORS = ("k1", "k2", "k3", "abs", "full")
@@ -21,7 +23,7 @@ LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 
 def build(model: str, out: str, block: Any, cls: Any = MismatchGRPOTrainer, **overrides: Any) -> Any:
     """Build a trainer that generates with transformers: the loss is the same and no engine has to start."""
-    config_class = MismatchGRPOConfig if cls is MismatchGRPOTrainer else GRPOConfig
+    config_class = MismatchGRPOConfig if issubclass(cls, MismatchTrainerMixin) else GRPOConfig
     given = {"mismatch": block} if block is not None else {}
     config = config_class(**arguments(out, **{"use_vllm": False, "bf16": False, **given, **overrides}))
     return cls(model=model, reward_funcs=graded, args=config, train_dataset=rows())
@@ -135,6 +137,51 @@ def first_step(model: str, out: str, kl: dict[str, Any]) -> dict[str, Any]:
     return {"error": relative(ours, by_hand), "prompts": len(set(prompts)), "rows": len(prompts)}
 
 
+class Best(GRPOTrainer):
+    """Keeps one completion of each group, in all of the group's rows."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        rows = torch.arange(len(output["completion_ids"])) // self.num_generations * self.num_generations
+        return {
+            name: value[rows] if torch.is_tensor(value) and value.dim() else value for name, value in output.items()
+        }
+
+
+class BestBelow(MismatchTrainerMixin, Best):
+    """The same with a block, which sees the rows that were kept."""
+
+
+def baselines(model: str, out: str) -> dict[str, Any]:
+    """Compare the baseline of a batch that is split over four micro-batches with one by hand; return that of copies."""
+    block = {"kl": {"estimator": "k1", "placement": "reward", "coef": 0.3}}
+    small = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 4}
+    trainer = build(model, out, block, **small)
+    moved(trainer)
+    parts = buffered(trainer)
+    whole = {name: torch.cat([part[name] for part in parts]) for name in parts[0] if name != "num_items_in_batch"}
+    mask = whole["completion_mask"].double()
+    tokens = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
+    attention = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
+    with torch.no_grad():
+        logps = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, attention, mask.size(1))[0]
+    credit = ((logps - whole["ref_per_token_logps"]).double() * mask).flip(1).cumsum(1).flip(1)
+    hand = others_of_the_prompt(credit, mask, [tuple(row.tolist()) for row in whole["prompt_ids"]])
+    copies = build(model, f"{out}/copies", block, BestBelow, **small)
+    moved(copies)
+    return {
+        "error": relative(whole["kl_baseline"].double(), hand),
+        "lone": float((whole["kl_baseline"] == 0).all(1).float().mean()),
+        "copies": max(float(part["kl_baseline"].abs().max()) for part in buffered(copies)),
+    }
+
+
+def buffered(trainer: Any) -> Any:
+    """Return the micro-batches of the first batch."""
+    first_batch(trainer)
+    return trainer._buffered_inputs
+
+
 def others_of_the_prompt(credit: Tensor, mask: Tensor, prompts: list[Any]) -> Tensor:
     """Return for each token the mean credit of the same prompt's other responses at its place, 0 where none is as long."""
     baseline = torch.zeros_like(credit)
@@ -221,3 +268,62 @@ def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
     return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
+
+
+class Scheduled(TrainerCallback):
+    """Lowers TRL's own coefficient before each step, to nothing at the end."""
+
+    trainer: Any = None
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Set the coefficient of the step."""
+        self.trainer.beta = (0.5, 0.05, 0.0)[state.global_step]
+
+
+def scheduled(model: str, out: str) -> dict[str, Any]:
+    """Train with a coefficient that falls, with our term and with TRL's own; return parameters' distance and what is logged."""
+    block = {"kl": {"estimator": "k3", "placement": "loss", "target": "token"}}
+    sgd = {"beta": 0.5, "use_bias_correction_kl": False, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
+    ends, logged = [], []
+    for cls, given in ((GRPOTrainer, None), (MismatchGRPOTrainer, block), (MismatchGRPOTrainer, block)):
+        trainer = build(model, f"{out}/{len(ends)}", given, cls, **sgd)
+        moved(trainer)
+        if len(ends) < 2:
+            trainer.add_callback(callback := Scheduled())
+            callback.trainer = trainer
+        trainer.train()
+        ends.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
+        logged = logged or [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
+    led = {"kl": {**block["kl"], "coef": 0.5, "target_kl": 0.01}}
+    trainer = build(model, f"{out}/led", led, **sgd | {"beta": 0.0})
+    trainer.beta = 0.1
+    try:
+        trainer.train()
+        refused = ""
+    except ConfigError as error:
+        refused = str(error)
+    return {
+        "stock": relative(ends[1], ends[0]),
+        "effect": relative(ends[2], ends[0]),
+        "coef": logged,
+        "refused": refused,
+    }
+
+
+class Refilled(MismatchGRPOTrainer):
+    """Samples each batch three times, as dynamic sampling does."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        for _ in range(2):
+            super()._generate_and_score_completions(inputs)
+        return super()._generate_and_score_completions(inputs)
+
+
+def refilled(model: str, out: str) -> dict[str, Any]:
+    """Train with an adaptive coefficient and several generations for each step."""
+    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
+    trainer = build(model, out, block, Refilled)
+    moved(trainer)
+    trainer.train()
+    coef = [entry["mismatch/kl_coef"] for entry in trainer.state.log_history if "mismatch/kl_coef" in entry]
+    return {"coef": coef, "updates": trainer._kl.controller.state.steps}

@@ -160,6 +160,7 @@ def losses(model: str, out: str) -> dict[str, Any]:
     """Compare the gradients of users' losses with the hand-computed ones, or say how they were refused."""
     block = {"kl": {"estimator": "k3", "coef": 0.4}, "correction": CORRECTIONS["geometric"]}
     trainer = built(model, out, block, MixinFirst, use_vllm=True)
+    noise = torch.Generator().manual_seed(3)
     batches = {name: sampled(trainer, name) for name in (None, *CORRECTIONS)}
     moved(trainer, 1e-3)  # from here on the policy is not the one that sampled
     trainer.model.double(), trainer.ref_model.double()
@@ -169,6 +170,8 @@ def losses(model: str, out: str) -> dict[str, Any]:
     for recipe, asked in [*plain, *((recipe, ASKED[at % len(ASKED)]) for at, recipe in enumerate(RECIPES, 4))]:
         size = 4 // recipe.micro_batches
         micro = [rows_of(batches[asked.correction], [0, 5, 1, 4][at : at + size]) for at in range(0, 4, size)]
+        for inputs in micro:  # whatever the batch's was
+            inputs["kl_baseline"] = torch.randn(inputs["completion_ids"].shape, generator=noise) * 0.1
         case = {"recipe": str(recipe), "asked": str(asked), "arrives": recipe.arrives}
         found.append(case | compared(trainer, micro, recipe, asked))
     return {"cases": found, "correction": refused_with_an_engine(trainer)}

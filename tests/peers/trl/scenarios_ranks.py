@@ -13,8 +13,10 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -25,12 +27,14 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.accelerate.sharded import same_everywhere
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, generation
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
+from mismatch_ext.verdicts import Verdicts
 from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
@@ -311,6 +315,42 @@ def one_fails(model: str, out: str) -> dict[str, Any]:
 
     trainer.compute_loss = compute_loss
     return outcome(trainer)
+
+
+class LogsAlone(TrainerCallback):
+    """Logs a number of its own, on the main process alone, as TRL allows."""
+
+    trainer: Any = None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log the step."""
+        if state.is_world_process_zero:
+            self.trainer.log({"mine": float(state.global_step)})
+
+
+def alone(dense: str, out: str) -> dict[str, Any]:
+    """Let a rank log by itself, and generate more often in a batch than the other, whose weights are a part of all."""
+    trainer = build(dense, out, {"lr": {}}, model_init_kwargs=None)
+    trainer.add_callback(callback := LogsAlone())
+    callback.trainer = trainer
+    trainer.train()
+    logged = [entry["mine"] for entry in trainer.state.log_history if "mine" in entry]
+    checked, joined = object.__new__(generation.CheckedGeneration), []
+    sharded = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)), num_processes=2)
+    join = same_everywhere(sharded)
+    vars(checked).update(
+        inner=SimpleNamespace(generate=lambda *_, **__: ([], [], [], None)), verdicts=Verdicts("enforce"), layout=None,
+        engine=SimpleNamespace(captured=lambda _: nullcontext([]), generating=nullcontext), masks=None, verifies=True,
+        verifier=SimpleNamespace(moved=lambda: joined.append(join("digest"))), weight_version=0, _kept=None, _looked=False,
+    )  # fmt: skip
+    checked.provenance = lambda: None  # type: ignore[method-assign, return-value]
+    turns = [3, 2][dist.get_rank()]
+    with mock.patch.object(generation, "to_records", lambda *_, **__: []):
+        for _ in range(2):
+            with checked.keeping([]):
+                for _ in range(turns):
+                    checked.generate([])
+    return {"logged": logged, "steps": trainer.state.global_step, "joined": len(joined), "same": gather_object(joined)}
 
 
 def engines(model: str, out: str) -> dict[str, Any]:

@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
+from mismatch_ext.ranks import ONE_PROCESS
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -94,3 +96,20 @@ def test_contradictions_are_refused(
     with pytest.raises(ConfigError) as error:
         MismatchGRPOConfig(output_dir="x", use_cpu=True, bf16=False, mismatch={"correction": correction}, **given)
     assert all(word in str(error.value) for word in words), error.value
+
+
+def test_what_rejected_responses_add_to_the_advantages_of_the_others_is_measured() -> None:
+    from mismatch_ext.adapters.trl.correction import baseline_shift
+
+    rewards = torch.tensor([[1.0, 1, 1, 100], [1, 2, 3, 4]])
+    output = {
+        "prompt_ids": torch.tensor([[0, 5]] * 4 + [[6, 7]] * 4),
+        "prompt_mask": torch.tensor([[0, 1]] * 4 + [[1, 1]] * 4),
+        "advantages": (rewards - rewards.mean(1, keepdim=True)).flatten(),
+        "importance_sampling_ratio": torch.ones(8, 2),
+    }
+    mask = torch.ones(8, 2)
+    assert baseline_shift(output, mask, ONE_PROCESS) == 0
+    output["importance_sampling_ratio"][3] = 0
+    # The three that are kept, of seven rows, lose the 24.75 that the fourth has added to their mean.
+    assert baseline_shift(output, mask, ONE_PROCESS) == pytest.approx(3 / 7 * 24.75)

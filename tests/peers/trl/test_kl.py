@@ -76,6 +76,11 @@ def test_first_step_is_the_hand_computed_one(run: Run, dense: Path, tmp_path: Pa
     assert 1 < found["prompts"] < found["rows"]
 
 
+def test_the_baseline_is_over_all_samples_of_a_batch_and_no_copies(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.baselines, model=dense, out=tmp_path).expect()
+    assert found["error"] < 1e-5 and found["lone"] == 0 and found["copies"] == 0
+
+
 def test_kl_in_rewards_enters_before_group_normalisation(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.rewards_path, model=dense, out=tmp_path).expect()
     assert found["names"] == ["graded", "kl"]
@@ -89,6 +94,21 @@ def test_lora_iterations_accumulation_half_precision_and_evaluation(run: Run, de
         # The adapters start at random, so that policy and reference differ from the first step on.
         assert min(found["kl"] + found["eval_kl"]) > 1e-4, estimator
         assert all(math.isfinite(x) for values in found.values() for x in values), estimator
+
+
+def test_a_coefficient_that_is_scheduled_as_in_trl_is_the_one_of_each_step(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.scheduled, model=dense, out=tmp_path).expect()
+    assert found["stock"] < 1e-6 < 1e-4 < found["effect"]
+    assert found["coef"] == [0.5, 0.05]
+    assert "target_kl" in found["refused"] and "0.1" in found["refused"]
+
+
+def test_a_controller_moves_once_a_step_however_often_a_step_generates(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.refilled, model=dense, out=tmp_path).expect()
+    assert found["coef"][0] == 0.1 and len(set(found["coef"])) == 3
+    assert found["updates"] == 2  # of the third step's batches nothing is left to be scored
 
 
 def test_adaptive_coefficient_resumes_where_it_was(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -47,6 +49,27 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
         assert found[name]["steps"] == 0 and not found[name]["moved"], name
     # A KL that is all in the rewards needs nothing of TRL's loss.
     assert found["OwnLast/rewards"]["moved"] and any(found["OwnLast/rewards"]["kl_rewards"])
+
+
+def test_a_loss_that_is_clamped_or_guarded_now_and_then_is_no_loss_that_is_off() -> None:
+    import torch
+    from mismatch_ext.adapters.trl.arrival import ArrivalMixin
+
+    trainer = object.__new__(ArrivalMixin)
+    trainer._in_loss = ("mismatch.kl",)
+
+    def prove(value: float, how: Callable[[Any], Any]) -> None:
+        own = torch.tensor(value, requires_grad=True) * 1.0
+        trainer._prove(how(own), [own])
+        assert trainer._arrived
+
+    with pytest.raises(ConfigError, match="slope is 0"):
+        prove(1.0, lambda own: own * 0.0)
+    prove(3.0, lambda own: own.clamp(max=5.0))
+    prove(7.0, lambda own: own.clamp(max=5.0))
+    prove(float("nan"), torch.nan_to_num)
+    with pytest.raises(ConfigError, match="no effect on the loss"):
+        prove(1.0, lambda own: own.detach() + torch.ones((), requires_grad=True))
 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -128,7 +128,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", {}, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
     ("config", {}, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
     ("config", {}, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
-    ("config", {}, {"vllm_enable_sleep_mode": True}, ["vllm_enable_sleep_mode=True", "weight_sync='off'"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
     ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
@@ -434,6 +433,15 @@ def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine
         GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=configure(FP16))
 
 
+def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+    from trl import GRPOConfig
+
+    config = GRPOConfig(**peers.arguments("nowhere", use_vllm=False, bf16=False))
+    with pytest.warns(UserWarning, match="MismatchGRPOTrainer with GRPOConfig.*MismatchGRPOConfig"):
+        MismatchGRPOTrainer(str(dense), peers.graded, args=config, train_dataset=peers.rows())
+
+
 def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
     import inspect
 
@@ -444,9 +452,17 @@ def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
 
     words = "No supported MoE router found for routed-experts capture."
     assert words in inspect.getsource(routed_experts_capturer)
+    vllm: dict[str, Any] = {"__name__": "vllm.config"}
+    exec("def refuse(words): raise ValueError(words)", vllm)
     with pytest.raises(RoutingError, match="vLLM refuses to record this model's routing.*Set mode='R2'"):
         with EngineRefusals(MismatchConfig.parse(R3)):
-            raise ValueError(words)
+            vllm["refuse"](words)
+    with pytest.raises(PrecisionError, match="dtype='float16'"), EngineRefusals(MismatchConfig.parse(FP16)):
+        vllm["refuse"]("float16 is not supported")
+    for error, refuse in (("bfloat16 is not supported", vllm["refuse"]), ("float16", int)):
+        with pytest.raises(ValueError, match=error) as refusal, EngineRefusals(MismatchConfig.parse(FP16)):
+            refuse(error)
+        assert type(refusal.value) is ValueError
     # A refusal of ours that names a dtype is not vLLM's.
     with pytest.raises(ConfigError, match="^float16$"), EngineRefusals(MismatchConfig.parse(FP16)):
         raise ConfigError("float16")

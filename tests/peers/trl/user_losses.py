@@ -268,7 +268,7 @@ def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> T
                 other = scored(trainer.ref_model, ids, attention, completions)[1]
             term = term + asked.coef * (table.exp() * (table - other)).sum(-1)
         else:
-            term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["prompt_group"], asked.kl)
+            term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["kl_baseline"], asked.kl)
     term = torch.where(chosen, term, 0.0)
     accumulation = recipe.micro_batches
     if recipe.loss_type == "grpo":
@@ -303,7 +303,7 @@ def weights_by_hand(name: str | None, old: Tensor, rollout: Tensor, chosen: Tens
 
 
 def kl_by_hand(
-    logps: Tensor, reference: Tensor, rollout: Tensor, chosen: Tensor, groups: Tensor, kl: dict[str, str]
+    logps: Tensor, reference: Tensor, rollout: Tensor, chosen: Tensor, baseline: Tensor, kl: dict[str, str]
 ) -> Tensor:
     """Return a term `[B, T]` with the gradient that the KL term is documented to have (docs/kl.md)."""
     d = torch.where(chosen, logps - reference, 0.0)
@@ -315,13 +315,6 @@ def kl_by_hand(
         later = later.flip(1).cumsum(1).flip(1)
     credit = weight * later if kl["ratio"] == "token" else later
     if kl["baseline"] == "leave_one_out":
-        rows, there, values, group = range(len(chosen)), chosen.tolist(), later.tolist(), groups.tolist()
-        means = torch.zeros_like(later)
-        for i in rows:
-            for t in range(chosen.size(1)):
-                others = [values[j][t] for j in rows if j != i and group[j] == group[i] and there[j][t]]
-                if there[i][t] and others:
-                    means[i, t] = sum(others) / len(others)
-        credit = credit - weight * means
+        credit = credit - weight * baseline.double()
     parts = {"loss": weight * k, "reward": credit * logps, "both": weight * k + credit * logps}
     return parts[kl["placement"]]

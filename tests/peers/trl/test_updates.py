@@ -1,0 +1,70 @@
+"""Weight updates of an engine in this process, of one that sleeps, and what it samples with."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from mismatch_ext.verdicts import Verdicts
+
+
+def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_generates(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from mismatch_ext.adapters.trl import engines, generation
+
+    monkeypatch.setattr(engines, "is_cpu", lambda llm: False)
+    said: list[str] = []
+    llm: Any = SimpleNamespace(wake_up=lambda tags: said.extend(tags))
+    engine: Any = engines.Colocated(llm, sleeps=True)
+    engine.captured = lambda version: nullcontext([])
+    inner = SimpleNamespace(
+        _llm_weights_sleeping=True, generate=lambda *_: said.append("generated") or ([], [], [], None)
+    )
+    verifier = SimpleNamespace(verify=lambda sent: said.append("probed"), moved=lambda: False)
+    checked = object.__new__(generation.CheckedGeneration)
+    vars(checked).update(
+        inner=inner, engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, _begins_later=False,
+        trainer=SimpleNamespace(on_sent=lambda dtypes: None), _sending=SimpleNamespace(dtypes=(), samples={}), layout=None,
+        _plain_sync=lambda: said.append("weights"), weight_version=0, masks=None, _kept=None, _looked=False,
+        provenance=lambda: None,
+    )  # fmt: skip
+    checked.generate([])
+    assert said == ["weights", "kv_cache", "probed", "generated"]
+    assert not engine.fresh  # what it was started with is gone
+
+
+def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
+    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+
+    from mismatch_ext.config import MismatchConfig
+    from mismatch_ext.errors import ConfigError
+    from mismatch_ext.records import SamplingSettings
+
+    trainer: Any = object.__new__(MismatchGRPOTrainer)
+    settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+    logged: list[Any] = []
+    vars(trainer).update(
+        args=SimpleNamespace(generation_kwargs={"top_p": 0.9}), temperature=1.0, _sampling=SamplingSettings(top_p=0.9),
+        vllm_generation=SimpleNamespace(**settings), _config=MismatchConfig.parse({}),
+        _log=SimpleNamespace(sampled_with=logged.append),
+    )  # fmt: skip
+    trainer._follow_sampling()
+    assert logged == []
+    trainer.temperature = trainer.vllm_generation.temperature = 0.7
+    trainer._follow_sampling()
+    assert (
+        trainer._sampling
+        == trainer.vllm_generation.sampling
+        == logged[0]
+        == SamplingSettings(temperature=0.7, top_p=0.9)
+    )
+    trainer.vllm_generation.temperature = 0.5
+    with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
+        trainer._follow_sampling()
+    trainer.temperature, trainer._config = 0.5, MismatchConfig.parse({"sampling_mask": {}})
+    with pytest.raises(ConfigError, match="sampling_mask.*was changed"):
+        trainer._follow_sampling()
