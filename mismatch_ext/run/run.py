@@ -35,7 +35,7 @@ from torch import Tensor
 from mismatch_ext.checkpoint import STATE_FILE, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
-from mismatch_ext.errors import LoopError
+from mismatch_ext.errors import LoopError, RecordError
 from mismatch_ext.host_names import HostNames
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
@@ -130,7 +130,7 @@ class Run:
 
         Raises:
             ProvenanceError: The records' provenance is missing, mixed, or names other weights than the engine has now.
-            RecordError: The records are malformed.
+            RecordError: The records are malformed, or a KL baseline is over copies of one of them.
             LoopError: The trainer's weights have changed since they were last sent to the engine.
         """
         self._begun()
@@ -140,6 +140,12 @@ class Run:
             with self._loop.verdicts.checking("records"):
                 expect_present(batch.provenance, self.rollout.weight_version)
             self._parts.routes.check(batch)
+            copies = len(records) - len({id(record) for record in records})
+            if split == "train" and copies and self._parts.kl is not None and self._parts.kl.config.has_baseline:
+                raise RecordError(
+                    f"{copies} rows are the same rollout as another row, and mismatch.kl.baseline='leave_one_out' would subtract "
+                    "their own KL from it. Set mismatch.kl.baseline='none', or give each rollout once."
+                )
         if split == "train":
             self._parts.used.batch(batch)
             if self._parts.kl is not None:

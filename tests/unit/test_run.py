@@ -22,6 +22,7 @@ from mismatch_ext.errors import (
     MismatchError,
     PrecisionAuditError,
     ProvenanceError,
+    RecordError,
     WeightSyncError,
 )
 from mismatch_ext.run import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
@@ -327,6 +328,19 @@ def test_a_bad_update_is_warned_of_where_it_is_no_error(tmp_path: Path) -> None:
         rollout.drops_updates = True
         with pytest.warns(UserWarning, match="stale"):
             learn(run, 1)
+
+
+def test_copies_of_a_rollout_do_not_cancel_their_own_kl(tmp_path: Path) -> None:
+    for baseline in ("leave_one_out", "none"):
+        trainer, rollout = sides()
+        block = {"kl": {"coef": 0.1, "baseline": baseline}}
+        with Run(block, trainer, rollout, tmp_path / baseline).start() as run:
+            best, *_ = rollout.generate(PROMPTS)
+            if baseline == "none":
+                run.batch([best] * 4)
+                continue
+            with pytest.raises(RecordError, match="same rollout"):
+                run.batch([best] * 4)
 
 
 def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
