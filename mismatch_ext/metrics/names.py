@@ -85,7 +85,7 @@ MITIGATION_MEASURES = {
     "lr_period": "steps between two reductions, once known",
     "kl_coef": "coefficient of the batch's KL term",
     "kl_ref_k1": "k1 estimate of KL(pi||pi_ref) per token; TRL: in every update, of the policy that it starts from; verl: of the old policy",
-    "kl_ref_k3": "k3 estimate of it; TRL: logged as `kl` too, TRL's own name, which by `preset: trl` is times TRL's ratio",
+    "kl_ref_k3": "k3 estimate of it; TRL: logged as `kl` too, TRL's own name",
     "turns": "TRL with tools: calls of the engine per completion, mean over a batch",
     "routing/sampled_rows": "TRL with tools: rows of routes of a batch that were recorded when their tokens were sampled",
     "routing/prefilled_rows": "TRL with tools: rows that a turn's prefill recorded, of prompts, tools and the last token of the turn before",
