@@ -250,7 +250,7 @@ def rewards() -> dict[str, Any]:
 
 def warmed_up() -> list[float]:
     """Return the coefficient of six steps, of which the first two update the critic alone: the policy is its reference."""
-    section = block_of(kl={"coef": 0.1, "controller": {"target_kl": 1e-3}}).kl
+    section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl
     found = []
     with driving(kl=section) as (driver, _):
         driver.config.trainer.critic_warmup = 3
