@@ -34,7 +34,7 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     'trainer.logger=[console,file]' \
     trainer.project_name=mismatch \
     trainer.experiment_name=colocate_async \
-    '+mismatch.routing={mode:R3,native_gap_rate:0.1}' \
+    '+mismatch.routing={mode:R3,measured:0.1}' \
     +mismatch.correction.preset=decoupled_geo_rs_token_tis \
     +mismatch.lr.trigger=response_length \
     "$@"

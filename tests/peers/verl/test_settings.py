@@ -279,11 +279,11 @@ def observed(*overrides: str) -> tuple[set[str], DictConfig]:
 
 
 def test_observe_sets_what_it_enters_by_alone_and_hands_on_no_section() -> None:
-    changed, config = observed("+mismatch.monitor.numerics_tokens=7")
+    changed, config = observed("+mismatch.monitor.weight_sync=warn")
     assert changed == OBSERVED
     variables = config.ray_kwargs.ray_init.runtime_env.env_vars
     known = MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
-    assert known is not None and known.to_dict().keys() == {"level", "monitor"} and known.monitor.numerics_tokens == 7
+    assert known is not None and known.to_dict().keys() == {"level", "monitor"} and known.monitor.weight_sync == "warn"
 
 
 @pytest.mark.parametrize(

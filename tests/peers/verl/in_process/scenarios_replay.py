@@ -322,7 +322,7 @@ def filled_up(model: str) -> dict[str, Any]:
     own = recording.passes[0].experts.to(torch.int16)
     found = {}
     for mode, routes, value in (("R2", own, 1), ("R3", own[:-1], 0)):
-        config = RoutingConfig(mode=mode, agreement_rate=1.0)  # type: ignore[arg-type]
+        config = RoutingConfig(mode=mode, measured=1.0)  # type: ignore[arg-type]
         replay = EngineReplay(config, experts, seed=0)
         filler = torch.full((128, *own.shape[1:]), value, dtype=torch.int16)
         samples = replay.ingest([routes, filler], ids, [4, 0], ["sampled", "filled up"])
