@@ -1,4 +1,4 @@
-"""verl's asynchronous modes in longer runs: stock without a block, and several turns of an answer."""
+"""verl's asynchronous modes in longer runs: stock without a block."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from tests.models import tiny_model
-from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import dtypes, run_verl
 from tests.peers.verl.modes import COLOCATE, IN_TURN, SEPARATE
 
@@ -35,16 +34,3 @@ def test_without_a_block_a_mode_is_stock(mode: tuple[str, ...], tmp_path: Path) 
 
 def numbers(steps: list[dict[str, float]]) -> list[dict[str, float]]:
     return [{name: value for name, value in step.items() if not name.startswith(TIMES)} for step in steps]
-
-
-def test_routes_of_turns_between_which_weights_changed_are_refused(tmp_path: Path) -> None:
-    """In colocate_async, routes of several turns over a weight update are refused where another client asked for them."""
-    run = run_verl(
-        tmp_path,
-        ["+mismatch.routing.mode=R3", *dtypes("bfloat16"), *COLOCATE, "trainer.total_training_steps=6"],
-        model=tiny_model("moe", tmp_path / "model"),
-        plugin=True,
-        env={FAULT: "many_turns"},
-    )
-    run.expect_failure(None)
-    assert "has 4 turns, of weights" in run.log and "keeps no routes of each turn" in run.log
