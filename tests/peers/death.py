@@ -64,14 +64,14 @@ class Death:
         threading.Thread(target=wait, daemon=True).start()
 
     def _in_state(self) -> None:
-        write = Path.write_text
+        replace = os.replace
 
-        def write_text(path: Path, text: str, *args: Any, **kwargs: Any) -> int:
-            if path.name.startswith("mismatch.") and self.due():
-                self.torn(path, text.encode())
-            return write(path, text, *args, **kwargs)
+        def replace_torn(source: Any, target: Any) -> None:
+            if Path(target).name == "mismatch.json" and self.due():
+                self.torn(source, Path(source).read_bytes())
+            replace(source, target)
 
-        Path.write_text = write_text  # type: ignore[method-assign]
+        os.replace = replace_torn  # type: ignore[assignment]
 
     def _in_metrics(self) -> None:
         plain = os.write
