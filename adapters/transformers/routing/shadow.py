@@ -77,7 +77,8 @@ def shadow(stack: ExitStack, module: Any, name: str, by: Around | Instead | Hand
         )
     _SHADOWS[key] = by, getattr(module, name)
     stack.callback(_restore, key, attributes, attributes.get(name, _ABSENT))
-    attributes[name] = MethodType(_stand_in(name, type(by)), module)
+    kind: type = type(by)
+    attributes[name] = MethodType(_stand_in(name, kind), module)
 
 
 def uncompiled(function: Call, *, inside: bool = False) -> Call:
