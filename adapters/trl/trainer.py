@@ -276,7 +276,8 @@ class MismatchTrainerMixin(
         if len(records) != completions:
             raise RecordError(
                 f"{completions} completions, of which {len(records)} were recorded as they were sampled: something samples "
-                "without trainer.vllm_generation.generate. Remove it, or generate with that."
+                "without trainer.vllm_generation.generate, or rows are dropped or added below this trainer. Generate with that, "
+                "and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
             )
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         expect_present(batch.provenance, self.vllm_generation.weight_version)
