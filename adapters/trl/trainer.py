@@ -256,7 +256,7 @@ class MismatchTrainerMixin(
         if needed:
             output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, self._tokenizer.pad_token_id)
         if adapts:
-            term.collect(old, output["ref_per_token_logps"], mask, self._ranks)
+            term.collect(self._ranks.sum(term.sums(old, output["ref_per_token_logps"], mask)).tolist())
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
