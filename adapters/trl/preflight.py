@@ -141,7 +141,7 @@ class PreflightMixin(SidesMixin):
             if coarse is not None:
                 self._warn("phantom_clip", coarse)
         if getattr(self, "loss_type", "") in ("grpo", "sapo"):
-            ragged = ragged_bias(self._acting.kl, f"loss_type={self.loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
+            ragged = ragged_bias(self._config.kl, f"loss_type={self.loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
             if ragged is not None:
                 self._warn("kl_ragged", ragged)
         if self.use_vllm:
