@@ -256,8 +256,7 @@ class MismatchTrainerMixin(
         if needed:
             output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, self._tokenizer.pad_token_id)
         if adapts:
-            sums = term.sums(old, output["ref_per_token_logps"], mask)
-            term.collect(self._ranks.sum(sums).tolist())
+            term.collect(self._ranks.sum(term.sums(old, output["ref_per_token_logps"], mask)).tolist())
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
@@ -277,7 +276,8 @@ class MismatchTrainerMixin(
         if len(records) != completions:
             raise RecordError(
                 f"{completions} completions, of which {len(records)} were recorded as they were sampled: something samples "
-                "without trainer.vllm_generation.generate. Remove it, or generate with that."
+                "without trainer.vllm_generation.generate, or rows are dropped or added below this trainer. Generate with that, "
+                "and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
             )
         batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
         expect_present(batch.provenance, self.vllm_generation.weight_version)

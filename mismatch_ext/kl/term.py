@@ -44,7 +44,7 @@ def ragged_bias(config: KlConfig | None, setting: str, instead: str) -> str | No
 class KlTerm:
     """The KL term that the `kl` section adds to a trainer's loss or subtracts from its rewards.
 
-    For each batch, call in this order: `begin`; `penalty`, if the KL is in the rewards; `adapt`, once the batch is scored;
+    For each batch, call in this order: `begin`; `penalty`, if the KL is in the rewards; `adapt_to`, once the batch is scored;
     `loss`, for each micro-batch. Policies: the current policy pi, the old policy (pi when the batch was sampled), the rollout
     policy mu, the reference. Tensors are log-probabilities of the sampled tokens `[B, T]`, nats, and masks that are 1 where the
     policy sampled.
@@ -100,27 +100,11 @@ class KlTerm:
         """Start a batch with the controller's present coefficient."""
         self._coef_of_batch = None
 
-    def adapt(
-        self, old_logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, ranks: Ranks = ONE_PROCESS
-    ) -> dict[str, float]:
-        """Fix the coefficient of a fresh batch, measure its KL, and let the controller choose the next batch's coefficient.
-
-        Args:
-            old_logprobs: Log-probabilities under the old policy `[B, T]`.
-            ref_logprobs: Log-probabilities under the reference `[B, T]`.
-            mask: 1 at the policy's tokens `[B, T]`.
-            ranks: The processes that each hold a part of the batch.
-
-        Returns:
-            As `measure`.
-        """
-        return self.adapt_to(ranks.sum(self.sums(old_logprobs, ref_logprobs, mask)).tolist())
-
     def adapt_to(self, sums: Sequence[float], *, steer: bool = True) -> dict[str, float]:
-        """Do as `adapt`, from the sums of a batch whose parts were measured elsewhere.
+        """Fix the coefficient of a fresh batch, and let the controller choose the next batch's from its KL.
 
         Args:
-            sums: What `sums` returns, added up over the parts.
+            sums: What `sums` returns, added up over the batch's parts.
             steer: Whether the controller learns from the batch; not if the policy does not.
         """
         self._coef_of_batch = self.controller.coef

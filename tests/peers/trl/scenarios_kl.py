@@ -10,7 +10,6 @@ import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
-from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import ConfigError
@@ -270,41 +269,27 @@ def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
 
 
-class Scheduled(TrainerCallback):
-    """Lowers TRL's own coefficient before each step, to nothing at the end."""
-
-    trainer: Any = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Set the coefficient of the step."""
-        self.trainer.beta = (0.5, 0.05, 0.0)[state.global_step]
-
-
 def scheduled(model: str, out: str) -> dict[str, Any]:
-    """Train with a coefficient that falls, with our term and with TRL's own; return parameters' distance and what is logged."""
+    """Change TRL's own coefficient; compare gradients under our term with those under TRL's, and say what is refused."""
     block = {"kl": {"estimator": "k3", "placement": "loss", "target": "token"}}
-    sgd = {"beta": 0.5, "use_bias_correction_kl": False, "optim": "sgd", "learning_rate": 1e-2, "max_grad_norm": 0.0}
-    ends, logged = [], []
-    for cls, given in ((GRPOTrainer, None), (MismatchGRPOTrainer, block), (MismatchGRPOTrainer, block)):
-        trainer = build(model, f"{out}/{len(ends)}", given, cls, **sgd)
+    found: dict[str, list[Tensor]] = {"stock": [], "ours": []}
+    for name, given, cls in (("stock", None, GRPOTrainer), ("ours", block, MismatchGRPOTrainer)):
+        trainer = build(model, f"{out}/{name}", given, cls, beta=0.5, use_bias_correction_kl=False)
         moved(trainer)
-        if len(ends) < 2:
-            trainer.add_callback(callback := Scheduled())
-            callback.trainer = trainer
-        trainer.train()
-        ends.append(torch.cat([p.detach().flatten() for p in trainer.model.parameters()]))
-        logged = logged or [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
-    led = {"kl": {**block["kl"], "coef": 0.5, "target_kl": 0.01}}
-    trainer = build(model, f"{out}/led", led, **sgd | {"beta": 0.0})
-    trainer.beta = 0.1
+        inputs = first_batch(trainer)
+        for trainer.beta in (0.5, 0.05, 0.0):
+            found[name].append(gradients(trainer, trainer.compute_loss(trainer.model, inputs)))
+    logged = trainer._metrics["train"]["mismatch/kl_coef"]
+    led = build(model, f"{out}/led", {"kl": {**block["kl"], "coef": 0.5, "target_kl": 0.01}})
+    led.beta, refused = 0.1, ""
     try:
-        trainer.train()
-        refused = ""
+        first_batch(led)
     except ConfigError as error:
         refused = str(error)
+    errors = [relative(ours, stock) for ours, stock in zip(found["ours"], found["stock"], strict=True)]
     return {
-        "stock": relative(ends[1], ends[0]),
-        "effect": relative(ends[2], ends[0]),
+        "errors": errors,
+        "effect": relative(found["ours"][0], found["ours"][1]),
         "coef": logged,
         "refused": refused,
     }
@@ -320,10 +305,12 @@ class Refilled(MismatchGRPOTrainer):
 
 
 def refilled(model: str, out: str) -> dict[str, Any]:
-    """Train with an adaptive coefficient and several generations for each step."""
-    block = {"kl": {"coef": 0.1, "target_kl": 1e-3}}
-    trainer = build(model, out, block, Refilled)
+    """Generate several times in each of three steps with an adaptive coefficient; return that of each step, and its updates."""
+    trainer = build(model, out, {"kl": {"coef": 0.1, "target_kl": 1e-3}}, Refilled)
     moved(trainer)
-    trainer.train()
-    coef = [entry["mismatch/kl_coef"] for entry in trainer.state.log_history if "mismatch/kl_coef" in entry]
-    return {"coef": coef, "updates": trainer._kl.controller.state.steps}
+    steps = []
+    for trainer.state.global_step in range(3):
+        trainer._buffered_inputs = None
+        first_batch(trainer)
+        steps.append((trainer._kl.coef, trainer._kl.controller.state.steps))
+    return {"steps": steps, "saved": trainer._state()["kl"]["steps"]}

@@ -88,6 +88,7 @@ def asked_for(trainer: Any, asked: Asked) -> None:
         setattr(trainer, name, value)
     trainer.beta = 0.0 if asked.kl is None else asked.coef
     trainer._in_loss = sections_in_loss(block)
+    trainer._moved_loss = False
     trainer._around_loss = bool(sections)
 
 

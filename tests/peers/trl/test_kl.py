@@ -100,15 +100,15 @@ def test_a_coefficient_that_is_scheduled_as_in_trl_is_the_one_of_each_step(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:
     found = run(scenarios.scheduled, model=dense, out=tmp_path).expect()
-    assert found["stock"] < 1e-6 < 1e-4 < found["effect"]
-    assert found["coef"] == [0.5, 0.05]
+    assert max(found["errors"]) < 1e-6 and found["effect"] > 1e-2 and found["coef"] == [0.5, 0.05]
     assert "target_kl" in found["refused"] and "0.1" in found["refused"]
 
 
 def test_a_controller_moves_once_a_step_however_often_a_step_generates(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.refilled, model=dense, out=tmp_path).expect()
-    assert found["coef"][0] == 0.1 and len(set(found["coef"])) == 3
-    assert found["updates"] == 2  # of the third step's batches nothing is left to be scored
+    coefficients, updates = zip(*found["steps"], strict=True)
+    assert coefficients[0] == 0.1 and len(set(coefficients)) == 3
+    assert updates == (0, 1, 2) and found["saved"] == 3
 
 
 def test_adaptive_coefficient_resumes_where_it_was(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def engines(kind: str, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> l
 
 def test_no_rank_waits_for_one_that_logs_or_generates_by_itself(dense: Path, tmp_path: Path) -> None:
     main, other = launch("ddp", scenarios.alone, tmp_path, limit=60, dense=dense).expect()
-    assert main["logged"] == [1.0, 2.0, 3.0] and other["logged"] == [] and main["steps"] == other["steps"] == 3
+    assert main["logged"] == [1.0, 2.0] and other["logged"] == []
     assert main["joined"] == other["joined"] == 2 and len(set(main["same"])) == 1
 
 

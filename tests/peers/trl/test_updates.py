@@ -49,7 +49,7 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
     logged: list[Any] = []
     vars(trainer).update(
         args=SimpleNamespace(generation_kwargs={"top_p": 0.9}), temperature=1.0, _sampling=SamplingSettings(top_p=0.9),
-        vllm_generation=SimpleNamespace(**settings), _config=MismatchConfig.parse({}),
+        vllm_generation=SimpleNamespace(**settings), _block=MismatchConfig.parse({}),
         _log=SimpleNamespace(sampled_with=logged.append),
     )  # fmt: skip
     trainer._follow_sampling()
@@ -65,6 +65,6 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
     trainer.vllm_generation.temperature = 0.5
     with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
         trainer._follow_sampling()
-    trainer.temperature, trainer._config = 0.5, MismatchConfig.parse({"sampling_mask": {}})
+    trainer.temperature, trainer._block = 0.5, MismatchConfig.parse({"sampling_mask": {}})
     with pytest.raises(ConfigError, match="sampling_mask.*was changed"):
         trainer._follow_sampling()
