@@ -6,10 +6,12 @@ import dataclasses
 import difflib
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import CorrectionConfig
 
 Level = Literal["none", "token", "sequence", "geometric"]
 Bound = Literal["truncate", "mask", "clip", "icepop"]

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_of, not_finite, zeros
 from mismatch_ext.correction.scan import scan
 from mismatch_ext.correction.settings import ResolvedCorrection, Rule, resolve
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics.numerics import as_bool, output_dtype
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import CorrectionConfig
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
