@@ -21,14 +21,9 @@ Weight = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Weight of a token, from the length of its response, that of the pair's other one, and the probability of each length."""
 REWARDS = "k1 in the rewards, leave-one-out advantage"
 CONFIGS = {
-    f"{estimator} {placement} {target}, {baseline}": KlConfig(
-        coef=1.0, estimator=estimator, placement=placement, target=target, baseline=baseline, ratio="none"
-    )
-    for estimator, placement, target, baseline in (
-        ("k1", "reward", "sequence", "leave_one_out"),
-        ("k1", "reward", "sequence", "none"),
-        ("k1", "reward", "token", "none"),
-    )
+    "k1 reward sequence, leave_one_out": KlConfig(coef=1.0),
+    "k1 reward sequence, none": KlConfig(coef=1.0, baseline="none"),
+    "k1 reward token, none": KlConfig(coef=1.0, target="token", baseline="none"),
 }
 
 
@@ -118,7 +113,7 @@ def table() -> dict[str, dict[str, float]]:
         target = "sequence" if config is None else config.target
         return sum(left(case.gradient(config, weight), case.truth(target)) for case in cases) / len(cases)
 
-    terms = {**CONFIGS, REWARDS: None}
+    terms: dict[str, KlConfig | None] = {**CONFIGS, REWARDS: None}
     return {
         name: {term: mean(config, weight) for term, config in terms.items()} for name, weight in AGGREGATIONS.items()
     }
