@@ -52,7 +52,7 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
         driver._log.begin(3)
         error = ""
         try:
-            driver._resume_state([])
+            driver._resume_state()
         except MismatchError as refused:
             error = f"{type(refused).__name__}: {refused}"
         found[name] = told(folder / "mismatch", error, checkpoint / STATE_FILE)
