@@ -63,24 +63,12 @@ def check_routes(batch: Any, step: int) -> None:
     if not _lack_routes(list(batch.keys), batch.partition_id):
         return
     keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if lost := without_routes(keys, batch.partition_id):
+    if lost := [key for key in keys if _lack_routes([key], batch.partition_id)]:
         named = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
         raise RoutingError(
             f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
             "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
         )
-
-
-def without_routes(keys: Sequence[str], partition: str) -> list[str]:
-    """Return the keys of those rollouts that came without routes.
-
-    Args:
-        keys: Keys of the rollouts in TransferQueue.
-        partition: Their partition.
-    """
-    if not keys or not _lack_routes(keys, partition):
-        return []
-    return [key for key in keys if _lack_routes([key], partition)]
 
 
 def _lack_routes(keys: Sequence[str], partition: str) -> bool:
