@@ -15,7 +15,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
-from verl.utils import normalize_token_ids
+from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
 from mismatch_ext.sampling_mask import TokenSupport, join
