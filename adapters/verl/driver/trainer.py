@@ -206,8 +206,11 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
         # verl's Megatron engine has no pass of the actor without replay.
-        replays = self._draws is not None and self.config.actor_rollout_ref.actor.strategy != "megatron"
-        if not replays or not self._draws.native_gap():
+        if (
+            self._draws is None
+            or self.config.actor_rollout_ref.actor.strategy == "megatron"
+            or not self._draws.native_gap()
+        ):
             return
         flags = flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, NATIVE)
         with asking(batch, flags), self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
