@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import functools
 import math
 import reprlib
 import sys
@@ -64,7 +63,7 @@ def build(section: type[Section], data: Any, path: str) -> Section:
             f"{path}: expected a mapping, found {type(data).__name__} {shown(data)}; give its keys, or {{}} for its defaults. "
             "Left out, it is off."
         )
-    hints = _hints(section)
+    hints = typing.get_type_hints(section)
     known = [f.name for f in dataclasses.fields(section)]  # type: ignore[arg-type]
     for key in data:
         if key not in known:
@@ -90,7 +89,7 @@ def settle(section: Any, path: str) -> None:
     Raises:
         ConfigError: Wrong type, or value out of range; names key, value and what is allowed.
     """
-    hints = _hints(type(section))
+    hints = typing.get_type_hints(type(section))
     for field in dataclasses.fields(section):
         value = getattr(section, field.name)
         if value is not None or type(None) not in typing.get_args(hints[field.name]):
@@ -106,14 +105,9 @@ def nothing_given(path: str) -> ConfigError:
     )
 
 
-@functools.cache
-def _hints(section: type) -> dict[str, Any]:
-    return typing.get_type_hints(section)
-
-
 def plain(section: Any) -> dict[str, Any]:
     """Return a frozen dataclass as the mapping from which `build` would make it; absent sections are left out."""
-    hints = _hints(type(section))
+    hints = typing.get_type_hints(type(section))
     found = {}
     for field in dataclasses.fields(section):
         value, kinds = getattr(section, field.name), typing.get_args(hints[field.name])
