@@ -56,7 +56,9 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     assert 0 < last["mismatch/k3_kl"] < 1e-4
     assert last["mismatch/rollout_is_mean"] == pytest.approx(1.0, abs=0.01)
     assert "mismatch/rollout_rs_seq_masked_fraction" in last
-    assert 0 <= last["mismatch/routing/set_mismatch_frac"] < 0.2
+    name = "mismatch/routing/set_mismatch_frac"  # of the half of the passes that is measured
+    differing = [entry[name] for entry in history if name in entry]
+    assert differing and 0 <= min(differing) <= max(differing) < 0.2
     assert len({entry["mismatch/kl_coef"] for entry in history}) > 1
     data = read_run(out / "mismatch")
     (alarm,) = [event for event in data.events if event.name == "alarm"]
