@@ -36,10 +36,10 @@ def write_whole(path: Path, data: bytes, *, make_folder: bool = False) -> None:
 
 def _replace(target: Path, data: bytes) -> None:
     """Write the bytes next to the target and rename them."""
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    file = partial.open("xb")
+    partial = target.with_name(f"{target.name}.partial")
+    partial.unlink(missing_ok=True)  # of a process that was killed
     try:
-        with file:
+        with partial.open("xb") as file:
             file.write(data)
         os.replace(partial, target)
     except BaseException:

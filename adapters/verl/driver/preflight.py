@@ -15,7 +15,6 @@ from mismatch_ext.adapters.verl.driver.reports import (
     check_vocabulary,
     engine_answers,
 )
-from mismatch_ext.adapters.verl.driver.saving import Note
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 
@@ -45,7 +44,7 @@ class PreflightMixin(_Host):
     _log: RunLog
     _checked: Checked
     _weights: RolloutWeights | None = None
-    _resumed: tuple[dict[str, Any], list[Note]]
+    _resumed: dict[str, Any]
     _origins: Origins
     _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
@@ -102,8 +101,8 @@ class PreflightMixin(_Host):
             trainer_dtype=self._checked.trainer.compute_dtype,
             event=self._event,
         )
-        state, _ = self._resumed
-        if state.get("weight_sync") is not None and (said := self._weights.load_state_dict(state["weight_sync"])):
+        state = self._resumed.get("weight_sync")
+        if state is not None and (said := self._weights.load_state_dict(state)):
             self._event("warning", "settings_changed", said)
 
     @property

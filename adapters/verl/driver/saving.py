@@ -29,7 +29,6 @@ else:
     _Host = object
 
 
-Note = tuple[str, str, str, dict[str, Any] | None]
 """An event of the step that is resumed: level, name, message, data."""
 
 
@@ -46,7 +45,7 @@ class SavingMixin(_Host):
     _saved_step: int
     _waiting: list[Mapping[str, float | None]]
     """Statistics of batches that the learning rate's rule has not counted yet."""
-    _resumed: tuple[dict[str, Any], list[Note]] = ({}, [])
+    _resumed: dict[str, Any] = {}
     global_steps: int
 
     if TYPE_CHECKING:
@@ -109,10 +108,9 @@ class SavingMixin(_Host):
             self._draws.load_state_dict(state["routing"])
         self._waiting = waiting_of(state, self._block)
         self._log.load_state_dict(state, step=self.global_steps)
-        notes: list[Note] = [("warning", "settings_changed", message, None) for message in said if message]
-        self._resumed = state, notes
-        for note in notes:
-            self._event(*note)
+        self._resumed = state
+        for message in filter(None, said):
+            self._event("warning", "settings_changed", message)
 
     @contextlib.contextmanager
     def _failing_loudly(self) -> Iterator[None]:
@@ -123,7 +121,8 @@ class SavingMixin(_Host):
             ours = isinstance(error, MismatchError) or self._verdicts.observes
             if isinstance(error, Exception) and not ours:
                 error = self._refusal(error) or error
-            with contextlib.suppress(RunDirectoryError):  # a full disk must not take the place of the error in flight
+            # Neither a full disk nor a finding may take the place of the error in flight.
+            with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
                 self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
             raise error
 

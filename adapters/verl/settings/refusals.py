@@ -12,7 +12,6 @@ from omegaconf import DictConfig, OmegaConf
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PeerVersionError
 from mismatch_ext.versions import base_version, require
-from mismatch_ext.weight_sync.verifier import PROBE_LENGTH
 
 SGLANG = ("0.5.12", "0.5.18")
 """Versions of SGLang that were run here with verl; verl asks for the first one."""
@@ -127,10 +126,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         why = "no batch is examined in a run of verl"
         instead = "Remove it, and give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`"
         raise refused("mismatch.monitor.doctor", block.monitor.doctor, "none", why, instead)
-    limit = config.actor_rollout_ref.rollout.max_model_len
-    if limit and limit <= PROBE_LENGTH:
-        why = "a probe of the weight check and one token have to fit"
-        raise refused("actor_rollout_ref.rollout.max_model_len", limit, f"more than {PROBE_LENGTH}", why)
 
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:

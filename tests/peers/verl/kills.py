@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 else:
     scenarios = named("tests.peers.verl.in_process.scenarios_kills")
 
-# Every section that has a state, each with one that moves in every step.
+# Every section that has a state.
 BLOCK = (
     "+mismatch.precision.dtype=float32",
     "+mismatch.routing={mode:R3,measured:0.5}",

@@ -294,7 +294,7 @@ def test_an_overflow_skips_the_step_and_holds_schedule_and_controller(scaled: Re
     assert [entry["changed"] for entry in updates] == [False, True, False, True, True, True]  # warm-up begins at rate 0
     assert [entry["skipped_steps"] for entry in updates] == [0, 0, 1, 0, 0, 0]
     assert [entry["epoch"] for entry in updates] == [1, 2, 2, 3, 4, 5]
-    # Times 4 after two good steps in a row, by 4 after an overflow.
+    # Times 2 after two good steps in a row, by 2 after an overflow.
     assert [entry["loss_scale"] for entry in updates] == [1024, 2048, 1024, 1024, 2048, 2048]
     assert [entry["lr_multiplier"] for entry in updates] == [1, 0.5, 0.25, 0.25, 0.125, 0.1]
     assert not math.isfinite(updates[2]["grad_norm"])

@@ -1,7 +1,7 @@
 """verl's own trainer as PPO, with every section of a block at once, on experts and with tools.
 
 A fault strikes after the steps that are looked at: what it must lead to costs no run of its own. Whatever fails in one of verl's
-processes ends the run, with an error that says what it was, and never in a hang. Refusals of what processes report are in
+processes ends the run, with an error that says what it was. Refusals of what processes report are in
 `test_reports.py`; the dense model, in float16 by examples/verl_grpo.sh, in `test_main_ppo_example.py`.
 """
 
