@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
+from dataclasses import MISSING, fields
 from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.compat.seam import named
 from mismatch_ext.config import MismatchConfig
@@ -155,13 +156,17 @@ def _trainer(kind: type[Any], case: Mapping[str, Any], score: Any) -> Any:
         max_completion_length=6, _entropy_bonus_enabled=False, use_adaptive_entropy=False,
         _metrics=defaultdict(lambda: defaultdict(list)), _get_per_token_logps_and_entropies=score,
     )  # fmt: skip
-    trainer.args = SimpleNamespace(
+    # At their defaults, for a loss that reads more of them than the known one.
+    defaults = {field.name: field.default for field in fields(GRPOConfig) if field.default is not MISSING}
+    trainer.args = SimpleNamespace(**defaults)
+    vars(trainer.args).update(
         use_bias_correction_kl=False, delta=None, steps_per_generation=1, sapo_temperature_pos=1.0,
         sapo_temperature_neg=1.05, vespo_k_pos=2.0, vespo_lambda_pos=3.0, vespo_k_neg=3.0, vespo_lambda_neg=2.0,
     )  # fmt: skip
     names = ("gather", "gather_for_metrics", "reduce", "pad_across_processes")
     alone = dict.fromkeys(names, lambda tensor, *_, **__: tensor)
-    trainer.accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, **alone)
+    trainer.accelerator = SimpleNamespace(num_processes=1, sync_gradients=True, device=torch.device("cpu"), **alone)
+    trainer.state = SimpleNamespace(global_step=0)
     trainer.model = SimpleNamespace(training=True)
     for part in ("args", "accelerator", "model"):
         vars(getattr(trainer, part)).update(_part(case, f"{part}."))

@@ -135,7 +135,8 @@ class CheckedGeneration:
     def __setattr__(self, name: str, value: Any) -> None:
         # An attribute of TRL's wrapper is set on the wrapper, as a callback that changes its temperature expects.
         inner = self.__dict__.get("inner")
-        if inner is not None and name in vars(inner) and name not in self.__dict__:
+        ours = name in self.__dict__ or name in ("sync_weights", "_iter_named_params")
+        if inner is not None and name in vars(inner) and not ours:
             setattr(inner, name, value)
         else:
             super().__setattr__(name, value)

@@ -57,7 +57,8 @@ class LoggingMixin(SidesMixin):
         split, prefix = ("train", "") if training else (self._eval_split, "eval_")
         step = self.state.global_step
         extra, by_layer = dict[str, float](), dict[str, float]()
-        if "loss" in logs or any(name.endswith("_runtime") for name in logs):
+        ended = "train_runtime" in logs or (not training and any(name.endswith("_runtime") for name in logs))
+        if "loss" in logs or ended:
             # The host's own, of a step, an evaluation or the end: a user's may be on the main process alone.
             extra, by_layer = self._extra_metrics(split, training and "loss" in logs)
         logs.update({prefix + name: value for name, value in extra.items()})

@@ -49,6 +49,7 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.provenance import expect_present
+from mismatch_ext.ranks import together
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.rng import forked_rng
@@ -117,6 +118,13 @@ class MismatchTrainerMixin(
         self._masking = self._block.sampling_mask
         if self._block.kl is not None:
             self._kl = KlTerm(self._block.kl, config.beta)
+            if self._block.kl.has_baseline and config.per_device_train_batch_size * config.steps_per_generation == 1:
+                warnings.warn(
+                    "mismatch.kl.baseline='leave_one_out' with one completion per process and generation: there are no others "
+                    "for a baseline; the KL term is right but spreads more. Raise per_device_train_batch_size or "
+                    "steps_per_generation.",
+                    stacklevel=3,
+                )
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._block):
@@ -209,15 +217,16 @@ class MismatchTrainerMixin(
         gap = None
         if self.use_vllm:
             split, records = "train" if training else self._eval_split, None
-            with self._verdicts.checking("records"):
+            with together(self._ranks), self._verdicts.checking("records"):
                 records = self._check_records(output, batch)
             with self._verdicts.checking("gap"):
                 # First, because ranks that share a model take this pass together.
                 old_logprobs = self._old_logprobs(output)
-                if ROLLOUT not in output:
-                    output[ROLLOUT] = self._recorded_logprobs(records, mask)
-                found = (old_logprobs, output[ROLLOUT], mask.bool())
-                self._log.observe(split, *found)
+                with together(self._ranks):
+                    if ROLLOUT not in output:
+                        output[ROLLOUT] = self._recorded_logprobs(records, mask)
+                    found = (old_logprobs, output[ROLLOUT], mask.bool())
+                    self._log.observe(split, *found)
                 gap = found
                 self._examine(output, found, None if records is None else batch.records)
             if self._verdicts.observes and not all(self._ranks.gather(gap is not None)):
@@ -237,8 +246,9 @@ class MismatchTrainerMixin(
                 clips = clips_engine_ratio(
                     None if self._correction is None else self._correction.settings, self.loss_type
                 )
-                for name, value in phantom(self, output, gap, clips, self._ranks).items():
-                    self._metrics["train"][PREFIX + name].append(value)
+                with self._verdicts.checking("gap"):
+                    for name, value in phantom(self, output, gap, clips, self._ranks).items():
+                        self._metrics["train"][PREFIX + name].append(value)
         if training:
             self._steer_by_rollouts(self._metrics["train"], gap)
         if self._kl is not None and self._kl.coef:

@@ -136,7 +136,7 @@ class KlController:
         numbers = {key: state[key] for key in ("initial", "coef", "integral", "steps")}
         for key, value in numbers.items():
             number = isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            if not number or (key in ("initial", "coef") and value <= 0) or (key == "steps" and value < 0):
+            if not number or (key == "initial" and value <= 0) or (key in ("coef", "steps") and value < 0):
                 raise RecordError(
                     f"a KL controller's state holds {key}={value!r}, which cannot be; is the file damaged?"
                 )
@@ -147,6 +147,8 @@ class KlController:
                 f"mismatch.kl.coef was {before:g} and is {self.initial:g}: the KL controller, which had come to {reached:g}, "
                 f"begins anew from {self.initial:g}."
             )
+        if self.target_kl is None:  # a schedule of the host's may have moved it since, and will again
+            reached = before
         coef = self.initial if self.target_kl is None else reached
         self.state = KlControllerState(coef=coef, integral=float(numbers["integral"]), steps=int(numbers["steps"]))
         return None if coef == reached else f"the KL coefficient was {reached:g} in the checkpoint and is {coef:g} now."

@@ -1,6 +1,7 @@
 """verl's asynchronous modes in whole runs of the recipe's scripts: every section at once, with rollouts of older weights.
 
-The run ends by an alarm that stops while answers are in flight. Runs that go on from every kind of end are in `tests/peers/verl/test_main_ppo_{colocate,separate}_ended.py`.
+The run ends by an alarm that stops while answers are in flight. Runs that go on from every kind of end are in
+`tests/peers/verl/test_main_ppo_{colocate,separate}_ended.py`.
 """
 
 from __future__ import annotations
