@@ -8,7 +8,7 @@ short rows take a hundredth of a second, and show each use of the ratio, the mas
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from itertools import product
 from types import SimpleNamespace
@@ -128,6 +128,9 @@ class _Noted(dict[str, Any]):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.asked: set[str] = set()
+
+    def __iter__(self) -> Iterator[str]:  # so that a copy reads each key
+        return super().__iter__()
 
     def __getitem__(self, key: str) -> Any:
         self.asked.add(key)

@@ -159,8 +159,7 @@ class PreflightMixin(SidesMixin):
         """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed.
 
         Raises:
-            ConfigError: The engine's temperature is not the one that the trainer scores with, or sampling masks were made for
-                other settings.
+            ConfigError: The engine's temperature is not the one that the trainer scores with.
         """
         args: Any = self.args
         engine: Any = self.vllm_generation
@@ -172,11 +171,6 @@ class PreflightMixin(SidesMixin):
         found = sampling_settings(engine, args.generation_kwargs)
         if found == self._sampling:
             return
-        if self._config.sampling_mask is not None:
-            raise ConfigError(
-                f"mismatch.sampling_mask, and sampling was changed from {self._sampling} to {found}: the engine was built for "
-                "the former. Leave the settings as they were, or remove mismatch.sampling_mask."
-            )
         self._sampling = engine.sampling = found
         self._log.sampled_with(self._scored_sampling)
 

@@ -8,11 +8,14 @@ serve non-reentrant checkpoints only. A checkpoint function that is not found is
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import FunctionCtx
 
 
 def checkpoint_functions(decoder: nn.Module) -> Iterator[tuple[Any, str]]:
@@ -40,7 +43,18 @@ def runs_unbound(gradients: bool) -> bool:
     Args:
         gradients: Whether gradients were on around it.
     """
-    if gradients and not torch.is_grad_enabled():
-        return True  # reentrant checkpoints run without gradients
+    if gradients and not torch.is_grad_enabled() and _in_function():
+        return True  # a reentrant checkpoint, which runs without gradients
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__qualname__", "").startswith("_checkpoint_hook")
+
+
+def _in_function() -> bool:
+    """Tell whether the running code is in the forward of an autograd function, as all of a reentrant checkpoint is."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if code.co_argcount and isinstance(frame.f_locals.get(code.co_varnames[0]), FunctionCtx):
+            return True
+        frame = frame.f_back
+    return False

@@ -112,7 +112,8 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
 
     def gap(_: Any, split: str, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> None:
         difference = (old - rollout)[mask].double()
-        heard["gap"].append([int(mask.sum()), float(difference.abs().sum()), float(difference.abs().max())])
+        if not kwargs.get("native"):
+            heard["gap"].append([int(mask.sum()), float(difference.abs().sum()), float(difference.abs().max())])
 
     def agreement(split: str, ranks: Any) -> Any:
         mine = trainer._routing._agreement.get(split)

@@ -69,24 +69,6 @@ DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, A
         RATE,
         ALONE,
     ),
-    "patched-body": (
-        "trl",
-        {
-            "trainer/grpo_trainer.py": [
-                (
-                    "    def _compute_loss(self, model, inputs):\n",
-                    "    def _compute_loss(self, model, inputs):\n        inputs = dict(inputs)\n",
-                )
-            ]
-        },
-        [
-            (KL, "mismatch.kl: trl ", "the source of trl.trainer.grpo_trainer:GRPOTrainer._compute_loss has digest"),
-            ({**CORRECTION, **FLOAT32}, "mismatch.correction: trl ", "GRPOTrainer._compute_loss has digest"),
-            (R3, "mismatch.routing.mode='R3': trl ", "GRPOTrainer._compute_loss has digest"),
-        ],
-        RATE,
-        ALONE,
-    ),
 }
 
 

@@ -92,8 +92,8 @@ def test_a_run_without_saved_state_is_joined_with_a_warning(run: Run, dense: Pat
 
 
 def test_a_skipped_float16_step_does_not_advance_the_rule(run: Run, dense: Path, tmp_path: Path) -> None:
-    # A scale of 2^17 overflows float16 until backing off has brought it down.
-    scale = {"init_scale": 2.0**17, "growth_interval": 1000}
+    # A scale of 2^14 overflows float16 until backing off has brought it down.
+    scale = {"init_scale": 2.0**14, "growth_interval": 1000}
     result = run(
         scenarios.train,
         model=dense,

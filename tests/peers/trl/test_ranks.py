@@ -144,7 +144,7 @@ def test_the_rate_follows_the_mean_over_both_ranks(kind: str, ranks: list[dict[s
     check_ranks(kind, found)
     assert [rank["heard"]["lengths"] for rank in found] == [
         [[4] * 4] * 6,
-        [[4] * 4, [4] * 4, [4] * 4, [8] * 4, [16] * 4, [16] * 4],
+        [[4] * 4, [4] * 4, [8] * 4, [16] * 4, [16] * 4, [16] * 4],
     ]
     # A surge is twice the first two lengths: at step 3, and the period is round(1.8 * 3). Rank 1 alone would have it at step 2,
     # rank 0 never.

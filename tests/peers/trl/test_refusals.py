@@ -110,7 +110,6 @@ def construct(peers: Any, configure: Make) -> Make:
 FULL = {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}}
 EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
-NOBODY = {"monitor": {"alarms": {"reward": {"below": 0.0, "action": "call", "call": "no.such:function"}}}}
 GROWING = {"precision": {"dtype": "float16", "loss_scale": {"growth_interval": 100}}}
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
 START = {"routed_experts_prompt_start": 3}
@@ -163,7 +162,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("launch", {}, {"fsdp": 1}, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
     # By the trainer, before it loads the model.
     ("trainer", IN_REWARDS, {"options": {"tools": [len]}}, ["kl.reward_path='rewards' with tools", "'surrogate'"]),
-    ("trainer", NOBODY, {"use_vllm": False}, ["alarms.reward.call: 'no.such:function' cannot be imported"]),
     # By the callback, in a trainer of TRL's own, before the engine.
     ("callback", SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
     ("callback", SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),

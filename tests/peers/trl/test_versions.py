@@ -48,6 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any, loss: str) -> None:
     check(MASK, "# A comment\n    mask = completion_mask if", loss=loss)
     check('"clip_ratio/', '"clipped/', loss=loss)
+    check(MASK, "inputs = dict(inputs)\n    mask = completion_mask if", loss=loss)
     check("def _compute_loss(self, model, inputs)", "def _compute_loss(self, model, inputs, extra=None)", loss=loss)
 
 
@@ -77,7 +78,12 @@ def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
     doubled = ("normalizer = inputs[", "normalizer = 2 * inputs[")
     check(*doubled, {"lr": {}, "precision": {"dtype": "float16"}})
     check(*doubled, loss="grpo")  # a denominator of other loss types
-    for block in ({"correction": {}}, {"sampling_mask": {}}, {"routing": {"mode": "R2"}}, {"routing": {"mode": "R3"}}):
+    for block in (
+        {"correction": {"preset": "tis"}},
+        {"sampling_mask": {}},
+        {"routing": {"mode": "R2"}},
+        {"routing": {"mode": "R3"}},
+    ):
         with pytest.raises(SeamError, match="comes to"):
             check("* mask", "* mask * 2", block)
     with pytest.raises(SeamError, match="RLOOTrainer.*comes to"):
@@ -108,4 +114,4 @@ def test_a_newer_version_with_one_more_comment_runs_every_section_with_one_warni
         scenarios.newer, fresh=True, env={"PYTHONPATH": str(copied)}, model=moe, out=tmp_path / "run", timeout=300
     ).expect()
     assert found["trl"].startswith(str(copied)) and found["refused"] == []
-    assert found["weights"] == 3 and len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
+    assert all(found["moved"]) and len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
