@@ -151,7 +151,7 @@ def test_the_rate_follows_the_mean_over_both_ranks(kind: str, ranks: list[dict[s
     assert series(found[0], "mismatch/lr_multiplier") == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5]
     # Two steps of warm-up, then half a cosine over four: cos(pi/4) and cos(3 pi/4) at the fourth and sixth.
     schedule = [0.0, 5e-4, 1e-3, 8.535533905932737e-4, 5e-4, 1.4644660940672628e-4]
-    applied = [1.0 * rate for rate in schedule[:4]] + [0.5 * rate for rate in schedule[4:]]
+    applied = [*schedule[:5], 0.5 * schedule[5]]
     for rank in found:
         assert rank["rates"] == pytest.approx(applied, rel=1e-12)
         assert series(rank, "learning_rate") == rank["rates"]
