@@ -8,7 +8,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig
 
 from mismatch_ext.errors import ConfigError
 from tests.oracle import watch_float32_error
-from tests.peers.trl.scenarios_training import arguments, build, outcome
+from tests.peers.trl.scenarios_training import arguments, build, keep_names, outcome
 
 # Sums of grouped products depend on what else the process has computed.
 EAGER = {"experts_implementation": "eager"}
@@ -26,6 +26,7 @@ def train(
 ) -> dict[str, Any]:
     """Train, from a checkpoint if there is one."""
     trainer = build(model, out, block, **given(host))
+    keep_names(trainer)
     errors = watch_float32_error(trainer)
     trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer, float32_errors=errors, verdict=trainer._verdict.status)

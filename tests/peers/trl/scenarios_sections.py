@@ -187,7 +187,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     logits = logits_of(trainer.model, inputs)
     logps = scored(logits, inputs)
     advantages = inputs["advantages"].double()[:, None]
-    groups = torch.arange(len(mask)) // trainer.num_generations
+    groups = torch.unique(inputs["prompt_ids"], dim=0, return_inverse=True)[1]  # TRL has shuffled the rows
     config = KlConfig(**section)
     if config.reward_path == "rewards":
         rewards = torch.tensor(
