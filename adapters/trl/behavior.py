@@ -205,12 +205,13 @@ def compute(kind: type[Any], case: Mapping[str, Any]) -> tuple[float | str, set[
     return found, inputs.asked - passed if passed else set()
 
 
-def changed(kind: type[Any], loss_type: str = "") -> str | None:
+def changed(kind: type[Any], loss_type: str = "", *, values: bool = True) -> str | None:
     """Say what TRL's own loss does that it did not do in the versions that were run; None where it does the same.
 
     Args:
         kind: GRPOTrainer or RLOOTrainer.
         loss_type: GRPOTrainer's, one of `KNOWN`.
+        values: Whether what it comes to counts too, and not only which tokens it scores and which inputs it reads.
     """
     cases, known = ([{}], (KNOWN_RLOO,)) if kind is RLOOTrainer else (CASES, KNOWN[loss_type])
     found = [compute(kind, {"loss_type": loss_type, **case}) for case in cases]
@@ -218,9 +219,9 @@ def changed(kind: type[Any], loss_type: str = "") -> str | None:
     if new := sorted(asked - READ[kind] - {"num_items_in_batch"}):
         return f"it reads {', '.join(map(repr, new))} of its inputs, which is new"
     for case, expected, (value, _) in zip(cases, known, found, strict=True):
-        if isinstance(value, str) or not abs(value - expected) < 1e-5:
-            values = {name: of.tolist() if isinstance(of, Tensor) else of for name, of in case.items()}
-            what = ", ".join(f"{name}={of}" for name, of in values.items())
+        if isinstance(value, str) or (values and not abs(value - expected) < 1e-5):
+            given = {name: of.tolist() if isinstance(of, Tensor) else of for name, of in case.items()}
+            what = ", ".join(f"{name}={of}" for name, of in given.items())
             seen = f"raises {value}" if isinstance(value, str) else f"comes to {value:.6f} instead of {expected:.6f}"
             return f"with {what or 'made-up inputs'} it {seen}"
     if gone := sorted(READ[kind] - asked):
@@ -243,10 +244,13 @@ def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str) -> Non
     kind = RLOOTrainer if issubclass(trainer, RLOOTrainer) else GRPOTrainer
     if not features:
         return
+    weighed = (
+        block.kl is not None or block.correction is not None
+    )  # the others change what is scored, not what is made of it
     if kind is RLOOTrainer or loss_type in KNOWN:
-        change = changed(kind, loss_type)
-    elif block.kl is None and block.correction is None:
-        return  # a loss of the user's own, which nothing is added to
+        change = changed(kind, loss_type, values=weighed)
+    elif not weighed:
+        return
     else:
         change = f"loss_type={loss_type!r} is none of {', '.join(KNOWN)}, whose values are known"
     if change is not None:

@@ -95,8 +95,9 @@ class MismatchConfigMixin(_Host):
         return super().train_batch_size
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The number of warmup steps, as in the parent; only a training asks, however its constructor was wrapped."""
-        if not getattr(self, "_known", False):
+        """The number of warmup steps, as in the parent; a training asks for it, however its constructor was wrapped."""
+        asks = sys._getframe(1).f_globals.get("__name__", "")
+        if asks.partition(".")[0] == "transformers" and not getattr(self, "_known", False):
             self._refuse_unknown_trainer()
         steps: int = super().get_warmup_steps(num_training_steps)
         return steps

@@ -171,7 +171,7 @@ def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=60)[0].splitlines() for rank in ranks]
+        told = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

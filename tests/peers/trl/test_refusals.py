@@ -276,6 +276,10 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TrainingArguments, "__post_init__", settled)
 
 
+def test_a_schedule_may_be_built_before_its_trainer(configure: Make) -> None:
+    assert configure(SURGE, warmup_steps=3).get_warmup_steps(10) == 3
+
+
 @pytest.mark.usefixtures("deepspeed")
 @pytest.mark.parametrize("kind", ["MismatchGRPOConfig", "MismatchRLOOConfig"])
 def test_the_configuration_asks_whether_deepspeed_trains(configure: Make, kind: str) -> None:

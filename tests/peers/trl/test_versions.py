@@ -23,6 +23,7 @@ else:
 ONE, DAPO = {"kl": {"coef": 0.1}}, "dapo"
 RATIO = 'inputs["importance_sampling_ratio"]\n'
 MASK = "mask = completion_mask if"
+OTHER_TOKENS = ("model,\n        input_ids,", "model,\n        completion_ids,")
 
 
 @pytest.fixture
@@ -63,7 +64,7 @@ def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any,
         ("max=self.args.delta", "max=1 + self.args.delta", ["args.delta=1.1", "comes to"]),
         ('if "tool_mask" not in inputs', "if True", ["tool_mask", "comes to"]),
         ("entropy_mask\n\n", "1\n\n", ["top_entropy_quantile=0.5", "comes to"]),
-        ("model,\n        input_ids,", "model,\n        completion_ids,", ["scores other tokens"]),
+        (*OTHER_TOKENS, ["scores other tokens"]),
     ],
 )  # fmt: skip
 def test_a_loss_that_computes_something_else_is_refused_by_what_was_seen(
@@ -78,16 +79,14 @@ def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
     doubled = ("normalizer = inputs[", "normalizer = 2 * inputs[")
     check(*doubled, {"lr": {}, "precision": {"dtype": "float16"}})
     check(*doubled, loss="grpo")  # a denominator of other loss types
-    for block in (
-        {"correction": {"preset": "tis"}},
-        {"sampling_mask": {}},
-        {"routing": {"mode": "R2"}},
-        {"routing": {"mode": "R3"}},
-    ):
-        with pytest.raises(SeamError, match="comes to"):
-            check("* mask", "* mask * 2", block)
+    with pytest.raises(SeamError, match="comes to"):
+        check("* mask", "* mask * 2", {"correction": {"preset": "tis"}})
+    for block in ({"sampling_mask": {}}, {"routing": {"mode": "R2"}}, {"routing": {"mode": "R3"}}):
+        check("* mask", "* mask * 2", block)  # what is made of the scores is not theirs
+        with pytest.raises(SeamError, match="scores other tokens"):
+            check(*OTHER_TOKENS, block)
     with pytest.raises(SeamError, match="RLOOTrainer.*comes to"):
-        check("coef_1 * advantages", "advantages", {"routing": {"mode": "R2"}}, "", "RLOOTrainer")
+        check("coef_1 * advantages", "advantages", ONE, "", "RLOOTrainer")
 
 
 @pytest.fixture
