@@ -273,7 +273,7 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         self.total_training_steps = self.global_steps
 
     def fit(self, agent_loop_manager: Any) -> None:
-        """Train as verl does; and write how the run ended."""
+        """Train as verl does, and write how the run ended."""
         with self._failing_loudly():
             super().fit(agent_loop_manager)
         with self._verdicts.checking("metrics"):
