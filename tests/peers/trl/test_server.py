@@ -163,7 +163,10 @@ def test_kills_of_trainer_and_server_leave_no_trace(
     assert [path.stem for path in sorted((out / "completions").iterdir())] == [
         f"completions_{n:05d}" for n in range(1, 7)
     ]
-    assert {record.step for record in read_run(out / "mismatch").scatters} == {1, 6}  # each fifth log, whoever was killed
+    assert {record.step for record in read_run(out / "mismatch").scatters} == {
+        1,
+        6,
+    }  # each fifth log, whoever was killed
 
 
 @pytest.mark.nightly
