@@ -20,28 +20,29 @@ from mismatch_ext.checkpoint import (
 )
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.states import from_json, state, to_json
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = tmp_path / "checkpoint-3" / STATE_FILE
     assert read_state(path) is None
     write_state(path, {"kl": {"coef": 0.1}, "lr": None, "weight_version": 3})
-    assert read_state(path) == {"schema": 1, "kl": {"coef": 0.1}, "lr": None, "weight_version": 3}
+    assert read_state(path) == {"schema": 2, "kl": {"coef": 0.1}, "lr": None, "weight_version": 3}
 
 
 @pytest.mark.parametrize(
     ("text", "found"),
     [
         ("", "it is no JSON"),
-        ('{"schema": 1, "kl"', "it is no JSON"),
+        ('{"schema": 2, "kl"', "it is no JSON"),
         ("[" * 100_000, "it is no JSON"),
         ("[]", r"found \[\]; allowed: a JSON object"),
         ("null", "found None; allowed: a JSON object"),
-        ("{}", "has schema None; this release of mismatch-ext reads 1"),
-        ('{"schema": 2, "lr": null}', "has schema 2; this release of mismatch-ext reads 1"),
-        ('{"schema": true}', "has schema True; this release of mismatch-ext reads 1"),
-        ('{"schema": 1, "kl": []}', r"kl is \[\]; allowed: a JSON object or null"),
-        ('{"schema": 1, "weight_version": "3"}', "weight_version is '3'; allowed: an integer"),
+        ("{}", "has schema None; this release of mismatch-ext reads 2"),
+        ('{"schema": 9, "lr": null}', "has schema 9; this release of mismatch-ext reads 2"),
+        ('{"schema": true}', "has schema True; this release of mismatch-ext reads 2"),
+        ('{"schema": 2, "kl": []}', r"kl is \[\]; allowed: a JSON object or null"),
+        ('{"schema": 2, "weight_version": "3"}', "weight_version is '3'; allowed: an integer"),
     ],
 )
 def test_what_cannot_be_is_named_with_file_and_remedy(tmp_path: Path, text: str, found: str) -> None:
@@ -50,7 +51,7 @@ def test_what_cannot_be_is_named_with_file_and_remedy(tmp_path: Path, text: str,
     with pytest.raises(RecordError, match=found) as error:
         read_state(path)
     assert str(error.value).startswith(str(path))
-    assert "Resume from another checkpoint; or remove this file" in str(error.value)
+    assert "Resume from another checkpoint, or remove this file" in str(error.value)
 
 
 def block(**sections: Any) -> dict[str, Any]:
@@ -129,6 +130,38 @@ def test_a_damaged_choice_is_refused_and_leaves_the_generator(change: Any) -> No
     with pytest.raises(RecordError, match="choice of measured passes is damaged"):
         load_random_state(generator, state)
     assert generator.getstate() == random.Random(3).getstate()
+
+
+@state
+class Example:
+    coef: float
+    steps: int = 0
+    lengths: tuple[float, ...] = ()
+    best: float | None = None
+
+
+def test_a_state_comes_back_from_json() -> None:
+    value = Example(coef=0.1, steps=3, lengths=(1.0, 2.5))
+    assert from_json(Example, json.loads(json.dumps(to_json(value))), "kl") == value
+    assert dataclasses.replace(value, steps=4).steps == 4
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"coef": "x"}, "kl.coef: not a number"),
+        ({"coef": True}, "kl.coef: not a number"),
+        ({"coef": float("nan")}, "kl.coef: not a finite number"),
+        ({"coef": 1.0, "steps": 1.5}, "kl.steps: not an integer"),
+        ({"coef": 1.0, "lengths": [1.0, None]}, "kl.lengths.1: not a number"),
+        ({}, "kl.coef: missing"),
+        ({"coef": 1.0, "gone": 2}, "kl.gone: unknown"),
+        ([1.0], "kl: not a JSON object"),
+    ],
+)
+def test_a_state_of_other_types_is_refused_by_field(data: Any, sentence: str) -> None:
+    with pytest.raises(RecordError, match=sentence):
+        from_json(Example, data, "kl")
 
 
 def test_a_file_that_cannot_be_written_or_read_is_an_error_that_names_it(tmp_path: Path) -> None:

@@ -50,7 +50,7 @@ FILES = {
         {"monitor": {"alarms": {**BLOCK["monitor"]["alarms"], "mine/stops": {"above": 0.5, "patience": 1}}}}
     ),
     "torn": saved(BLOCK)[:-40],
-    "another schema": json.dumps({"schema": 2}),
+    "another schema": json.dumps({"schema": 9}),
     "no object": "[]",
     "a part that is none": json.dumps({"schema": SCHEMA, "monitor": [1]}),
     "other sections": saved({"kl": {"coef": 0.05}, "lr": {}, **BLOCK}),

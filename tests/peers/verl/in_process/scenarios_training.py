@@ -179,7 +179,7 @@ def damaged(model: str, out: str) -> dict[str, str]:
     text, found = state.read_text(), {"files": sorted(path.name for path in Path(out).iterdir() if path.is_file())}
     state.write_text(text[: len(text) // 2])
     found["half"] = refused(built.load_checkpoint, out)
-    state.write_text(text.replace('"schema": 1', '"schema": 9'))
+    state.write_text(text.replace('"schema": 2', '"schema": 9'))
     found["schema"] = refused(built.load_checkpoint, out)
     state.write_text(text.replace("response_length", "grad_norm"))
     found["trigger"] = refused(built.load_checkpoint, out)
