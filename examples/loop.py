@@ -1,4 +1,4 @@
-"""A training loop of one's own with the whole `mismatch:` block: a model, an optimizer, and vLLM or SGLang.
+"""Your own training loop with the whole `mismatch:` block: a model, an optimizer, and vLLM or SGLang.
 
     python examples/loop.py --steps 5
     python examples/loop.py --engine sglang --steps 5

@@ -7,7 +7,7 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
-    from mismatch_ext.run import Run
+    from mismatch_ext.loop import Run
 
 __version__ = "0.1.0"
 
@@ -17,7 +17,7 @@ __all__ = ["MismatchConfig", "MismatchError", "Run", "__version__", "installed"]
 def __getattr__(name: str) -> Any:
     # `Run` imports torch, which a command that reads a file does without.
     if name == "Run":
-        from mismatch_ext.run import Run
+        from mismatch_ext.loop import Run
 
         return Run
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

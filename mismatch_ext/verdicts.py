@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass
 from typing import Literal, TypeVar
 
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.ranks import Ranks
 
 Level = Literal["observe", "enforce"]
 Sink = Callable[..., None]
@@ -163,6 +164,14 @@ class Verdicts:
         """Return the findings that are not in a file yet, and forget them."""
         kept, self._kept = self._kept, []
         return kept
+
+    def gather(self, ranks: Ranks) -> None:
+        """Bring the findings of all ranks under `observe` to the main process, which writes them; all ranks must call it."""
+        if not self.observes or ranks.size == 1:
+            return
+        for findings in ranks.gather([] if ranks.rank == 0 else self.take()):
+            if ranks.rank == 0:
+                self.add(findings, said=True)
 
     def _write(self, finding: Finding) -> None:
         """Write a finding. If a check fails again and again, write the first few, then only those numbered by a power of two."""

@@ -22,7 +22,7 @@ from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.run import NamedTensors
+from mismatch_ext.weight_sync.updates import NamedTensors
 
 ON_CPU: dict[str, Any] = {
     "device": "cpu",

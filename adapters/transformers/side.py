@@ -20,7 +20,7 @@ from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.run import Batch
+from mismatch_ext.run.batch import Batch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -16,7 +16,6 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.routing.agreement import Agreement
-from mismatch_ext.run.pending import findings_of_ranks
 from mismatch_ext.weight_sync import SyncVerdict
 
 
@@ -112,7 +111,7 @@ class MetricsMixin(LoggingMixin):
         agreement = None
         # Each collective in a check of its own: a rank on which one fails still takes part in the others.
         with self._verdicts.checking("findings"):
-            findings_of_ranks(self._verdicts, self._ranks)
+            self._verdicts.gather(self._ranks)
         with self._verdicts.checking("metrics"):
             extra = self._log.recorder.flush(split, self.state.global_step)
         with self._verdicts.checking("metrics"):

@@ -23,7 +23,7 @@ from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.run import NamedTensors
+from mismatch_ext.weight_sync.updates import NamedTensors
 
 if TYPE_CHECKING:
     from vllm import LLM

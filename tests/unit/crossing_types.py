@@ -22,8 +22,8 @@ from transformers import TrainerState
 from vllm import LLM
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.loop import Run
 from mismatch_ext.patching import Patch
-from mismatch_ext.run import Run
 from mismatch_ext.run.log import RunLog
 
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mismatch_ext import Run
 from mismatch_ext.ranks import WORLD
-from mismatch_ext.run import Batch
+from mismatch_ext.run.batch import Batch
 from tests.unit.loops import PROMPTS, sides
 
 BLOCK: dict[str, Any] = {
@@ -68,7 +68,7 @@ def one(name: str, fails: bool, folder: Path) -> str:
             rollout.drops_updates = True
         run.send()
         if fails and name == "write":
-            run._parts.log.recorder.step = fail("disk is full")  # type: ignore[method-assign]
+            run._log.recorder.step = fail("disk is full")  # type: ignore[method-assign]
         run.log(reward=object() if fails and name == "log" else 1.0)
         if fails and name == "save":
             (folder.parent / "saved").touch()

@@ -1,4 +1,4 @@
-"""A run of a loop of one's own: stock numbers without sections, each section's own with it, and an error for what is left out."""
+"""A run of your own loop: stock numbers without sections, each section's own with it, and an error for what is left out."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from mismatch_ext.errors import (
     RecordError,
     WeightSyncError,
 )
-from mismatch_ext.run import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from mismatch_ext.rundata import read_run
+from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.torch_rollout import VOCABULARY, Recurrent
 from tests.unit.loops import (
     KL,
@@ -132,7 +132,7 @@ def test_a_run_measures_and_reports(tmp_path: Path) -> None:
     assert [record.step for record in written.steps] == [1, 2, 3] and [end.status for end in written.ends] == [
         "completed"
     ]
-    assert written.header["run"]["host"] == "a loop of one's own" and written.header["engine"]["engine"] == "torch"
+    assert written.header["run"]["host"] == "your own loop" and written.header["engine"]["engine"] == "torch"
 
 
 def leaving_out(verb: str) -> Callable[[Run], None]:
@@ -258,7 +258,7 @@ def test_an_alarm_stops_the_loop(tmp_path: Path) -> None:
         stops = []
         while not stops or stops[-1] is None:
             learn(run, 1)
-            stops.append(run._parts.log.stopped)
+            stops.append(run._log.stopped)
     assert len(stops) == 2 and stops[0] is None and "k3_kl" in str(stops[1])
 
 
@@ -420,10 +420,10 @@ def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
             for part in (batch.rows(*rows) for rows in parts):
                 with torch.no_grad():
                     run.measure(part, run.score(part), run.reference(part))
-                assert run._parts.kl is not None and run._parts.kl.coef == 0.1
+                assert run._kl is not None and run._kl.coef == 0.1
             states.append(run.state_dict()["kl"])
             run.batch(rollout.generate(PROMPTS))
-            assert run._parts.kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
+            assert run._kl.coef == states[-1]["coef"] != 0.1 and run.state_dict()["kl"] == states[-1]
     assert states[0]["steps"] == states[1]["steps"] == 1
     assert states[0]["coef"] == pytest.approx(states[1]["coef"])
 

@@ -14,8 +14,8 @@ import torch
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.loop import Run
 from mismatch_ext.metrics.names import MITIGATION_MEASURES
-from mismatch_ext.run import Run
 from mismatch_ext.run.doctor import RunDoctor, rows_within
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.rundata import read_run
@@ -154,5 +154,5 @@ def test_settings_that_would_do_nothing_are_refused(monitor: dict[str, Any], nam
 
 def test_a_loop_of_ones_own_is_refused_by_name(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    with pytest.raises(ConfigError, match="mismatch.monitor.doctor='first_batch': a loop of one's own"):
+    with pytest.raises(ConfigError, match="mismatch.monitor.doctor='first_batch': your own loop"):
         Run({"monitor": {"doctor": "first_batch"}}, trainer, rollout, tmp_path)

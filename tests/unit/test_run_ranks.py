@@ -1,4 +1,4 @@
-"""A loop of one's own on several ranks."""
+"""Your own loop on several ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.run.pending import findings_of_ranks
 from mismatch_ext.rundata import read_run
 from mismatch_ext.verdicts import Finding
 from tests.unit.loops import (
@@ -38,7 +37,7 @@ def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path)
                 run.measure(batch, run.score(batch))
             (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
             assert mine[2] == batch.response_mask.sum()
-            (entry,) = run._parts.stepper.rate._collected  # type: ignore[union-attr]
+            (entry,) = run._rate._collected  # type: ignore[union-attr]
             collected.append(entry)
             kl, f_tau, tokens = (mine + 8.0).tolist()
             assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
@@ -80,7 +79,7 @@ def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
                 run.measure(batch, run.score(batch))
             run.backward(run.score(batch).mean())
         run.step()
-        (entry,) = run._parts.stepper.rate.control.state.surge.history  # type: ignore[union-attr]
+        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
         assert entry.value == pytest.approx(sum(lengths) / len(lengths))
         assert run.log().metrics["length"] == pytest.approx(entry.value)
 
@@ -95,7 +94,7 @@ def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
                 run.measure(batch, run.score(batch))
             run.backward(run.score(batch).mean() / 2)
         run.step()
-        (entry,) = run._parts.stepper.rate.control.state.surge.history  # type: ignore[union-attr]
+        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
         assert entry.truncated is None
 
 
@@ -113,7 +112,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     ranks = Two()
     with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         ranks.said = [theirs]
-        findings_of_ranks(run._loop.verdicts, ranks)
+        run._verdicts.gather(ranks)
         ranks.said = None
     assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
 
@@ -126,7 +125,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
             run.measure(batch, old)
         run.log()
-        assert not run._loop.verdicts.kept
+        assert not run._verdicts.kept
         assert [
             asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
         ]
@@ -140,9 +139,9 @@ def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path)
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             run.measure(batch, run.score(batch), run.reference(batch))
-        assert run._parts.kl is not None and run._parts.kl.controller.state_dict()["steps"] == 0
+        assert run._kl is not None and run._kl.controller.state_dict()["steps"] == 0
         path = run.save(tmp_path)
-        assert run._parts.kl.controller.state_dict()["steps"] == 1
+        assert run._kl.controller.state_dict()["steps"] == 1
     assert path.exists() == (rank == 0)
 
 

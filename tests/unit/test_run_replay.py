@@ -1,4 +1,4 @@
-"""Routes, and what a mixture of experts needs, in a loop of one's own."""
+"""Routes, and what a mixture of experts needs, in your own loop."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_routes_are_replayed(mode: str, moe: Path, tmp_path: Path, monkeypatch: 
     block = {"routing": {"mode": mode, "measured": 1.0, "reference": True}, "kl": {"coef": 0.1}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
         logs = learn(run, 2)
-        assert run._parts.routes.replay is not None and run._parts.routes.replay.forwards == (6 if mode == "R3" else 4)
+        assert run._replay is not None and run._replay.forwards == (6 if mode == "R3" else 4)
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             old, native = run.score(batch), trainer.logprobs(batch)

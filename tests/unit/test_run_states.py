@@ -1,4 +1,4 @@
-"""State of a run of a loop of one's own: resumed, gone back to, ended, failed, and under observe."""
+"""State of a run of your own loop: resumed, gone back to, ended, failed, and under observe."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_running_loop_goes_back_to_a_state(tmp_path: Path) -> None:
         batch = run.batch(rollout.generate(PROMPTS))
         run.backward(run.score(batch).mean())
         run.load_state_dict(state)
-        assert "loss" not in run.log().metrics and not run._parts.stepper._parts  # nothing of the steps that are undone
+        assert "loss" not in run.log().metrics and not run._loss_parts  # nothing of the steps that are undone
 
 
 def test_a_run_that_has_ended_is_saved_with_its_rate(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_an_error_in_flight_is_the_one_that_is_raised(tmp_path: Path, monkeypatc
         raise OSError("no space left")
 
     with pytest.raises(ZeroDivisionError) as raised, Run(block, trainer, rollout, tmp_path).start() as run:
-        monkeypatch.setattr(run._parts.log, "end", full)
+        monkeypatch.setattr(run._log, "end", full)
         1 / 0  # noqa: B018
     assert "OSError: no space left" in raised.value.__notes__[0]
     Run(block, trainer, rollout, tmp_path / "again").start().end()  # nothing was left on the optimizer
@@ -167,4 +167,4 @@ def test_observe_stops_at_nothing(tmp_path: Path) -> None:
         run.measure(batch, old)
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
-    assert "observed" in found and {"records", "measure"} == set(run._loop.verdicts.counts)
+    assert "observed" in found and {"records", "measure"} == set(run._verdicts.counts)

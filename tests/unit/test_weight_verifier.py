@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import ConfigError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
-from mismatch_ext.run import RolloutSide, TrainerSide
+from mismatch_ext.sides import RolloutSide, TrainerSide
 from mismatch_ext.weight_sync import Decoded, TensorComparison
 from mismatch_ext.weight_sync.verifier import EVENT, WeightVerifier, draw_probes
 

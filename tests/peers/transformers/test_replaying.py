@@ -1,4 +1,4 @@
-"""A trainer's replay in a loop of one's own: what is refused, on one rank and on all, what is measured and what is counted."""
+"""A trainer's replay in your own loop: what is refused, on one rank and on all, what is measured and what is counted."""
 
 from __future__ import annotations
 

@@ -1,0 +1,913 @@
+"""`Run`: your own training loop as a third host; the loop calls its methods, which carry out the whole `mismatch` config.
+
+    run = Run(block, TrainedModel(model, optimizer, scheduler, reference=reference), rollout, "runs/mine")
+    with run.start():
+        for prompts in data:
+            batch = run.batch(rollout.generate(prompts))
+            with torch.no_grad():
+                old, ref = run.score(batch), run.reference(batch)
+            run.measure(batch, old, ref)
+            weights = run.correct(batch, old).as_multiplier()
+            logprobs = run.score(batch)
+            ratio = (logprobs - old).exp()
+            loss = (run.kl(batch, logprobs, ref) - weights * ratio * advantages)[batch.response_mask].mean()
+            run.step(loss, max_norm=1.0)
+            run.send()
+            if run.log(reward=rewards).stop:
+                break
+
+The loop is the same whatever the block asks for. If a section is absent, its method changes nothing: its weights are 1, its term
+is 0. If a section is present and the loop does not use it, the first step raises an error that names the section.
+`sides.py` has the protocols of `TrainedModel` and `rollout`.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.banner import Integration
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import Correction, correct, over_ranks, resolve
+from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
+from mismatch_ext.host_names import HostNames
+from mismatch_ext.kl import KlTerm
+from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
+from mismatch_ext.patching import active_patches
+from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
+from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.provenance import expect_present
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, together
+from mismatch_ext.recorder import PREFIX, run_folder
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rng import forked_rng
+from mismatch_ext.routing import align
+from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
+from mismatch_ext.run.batch import Batch, lay_out, routes_of
+from mismatch_ext.run.info import run_info
+from mismatch_ext.run.log import Logged, RunLog
+from mismatch_ext.sides import LoopRollout, LoopTrainer
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.weight_sync import SyncVerdict
+from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+
+HOST = "your own loop"
+INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
+PACKAGES = ("transformers", "vllm", "sglang")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stepped:
+    """What a step did: whether the optimizer took it, the gradient norm before clipping, and the learning rate it applied."""
+
+    taken: bool
+    grad_norm: float
+    learning_rate: float
+
+
+class Run:
+    """The `mismatch` config in your own training loop.
+
+    Args:
+        block: The config: a mapping, a JSON or YAML string, the path of a file, or a `MismatchConfig`; None is an empty one.
+        trainer: The model, its optimizer and its schedule.
+        rollout: The engine that samples from it, which holds the trainer's weights.
+        output: Folder of the run; `monitor.run_dir` takes precedence over it.
+        names: Names of the loop's own metrics.
+        seed: Seed of the random choice of the passes that are measured.
+        ranks: The processes that train together. Each gives its own rollouts; the loop itself must reduce the gradients.
+
+    Attributes:
+        steps: Number of finished optimizer steps.
+
+    Raises:
+        ConfigError: The config is malformed, or asks for something that your own loop cannot have.
+        RunDirectoryError: The folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        block: MismatchConfig | Mapping[str, Any] | str | Path | None,
+        trainer: LoopTrainer,
+        rollout: LoopRollout,
+        output: str | Path,
+        *,
+        names: HostNames | None = None,
+        seed: int = 0,
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        self.block = (MismatchConfig.parse(block) or MismatchConfig()).acting
+        self.trainer, self.rollout, self.ranks, self.seed = trainer, rollout, ranks, seed
+        self.names = HostNames() if names is None else names
+        self.steps = 0
+        self._verdicts = Verdicts(self.block.level, lambda: self.steps)
+        self._pending = _Pending()
+        self._required = _Required(self.block, measures=not self._verdicts.observes)
+        self._audit: AuditReport | None = None
+        with self._together():
+            with self._verdicts.checking("block"):
+                check_block(self.block)
+            self._log = RunLog(
+                self.block,
+                run_folder(self.block.monitor, Path(output)),
+                info=lambda: self._info(str(output)),
+                step=lambda: self.steps,
+                names=self.names,
+                ranks=ranks,
+                verdicts=self._verdicts,
+                tell=lambda message: warnings.warn(message, stacklevel=5),
+            )
+        kl, lr = self.block.kl, self.block.lr
+        self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
+        self._rate = None if lr is None else RateControl(lr)
+        self._detached_rate: dict[str, Any] | None = None  # the state of a control that has ended
+        self._replay: RouteReplay | None = None
+        self._verifier: WeightVerifier | None = None
+        self._loss_parts: list[float] = []
+        self._stepped = self._transfer_audited = self._started = self._ended = False
+
+    # Begin.
+
+    def start(self, *, resume: str | Path | None = None) -> Run:
+        """Check and set what the config asks for on both sides, and print what is active.
+
+        Args:
+            resume: Folder that `save` wrote to; the trainer's own state is loaded already. The engine then gets the weights.
+
+        Returns:
+            The run, as a context that ends it.
+
+        Raises:
+            MismatchError: Something that was asked for is not active; the message says what, and what to do.
+        """
+        if self._started:
+            raise LoopError("the run has been started already; build another Run for another training.")
+        try:
+            with self._together():
+                state = None if resume is None else _saved_state(Path(resume))
+            self._begin(state)
+        except BaseException as error:
+            self._end_after(error)
+            raise
+        self._started = True
+        return self
+
+    def _begin(self, state: dict[str, Any] | None) -> None:
+        readiness: str | None = None
+        initial_warnings: list[tuple[str, str]] = []
+        with self._together():
+            self._set_precision()
+            dtype = self.trainer.reading().compute_dtype
+            with self._verdicts.checking("engine"):
+                self.rollout.check(self.block, dtype)
+            with self._verdicts.checking("precision"):
+                self._audit = self._audited()
+            with self._verdicts.checking("readiness"):
+                readiness = check_readiness(self.trainer.named_parameters(), self.block.precision)
+            self._begin_replay()
+            self._log.sampled_with(self.rollout.sampling)
+            self._attach_rate(0 if state is None else state["run"]["step"])
+        self._begin_verifying(dtype, resumed=state is not None)
+        with self._together():
+            if state is not None:
+                self._load(state)
+            self._log.begin(None if state is None else self.steps)
+        with self._together():
+            with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
+                initial_warnings = self._initial_warnings(readiness)
+            for name, message in initial_warnings if self.ranks.rank == 0 else ():
+                self._warn(name, message)
+            self._log.announce(INTEGRATION, measured="at every run.measure")
+        if state is not None:
+            if (changed := changed_settings(state.get("config"), self.block.to_dict())) is not None:
+                self._warn("settings_changed", changed)
+            self._send()
+
+    def _set_precision(self) -> None:
+        precision = self.block.precision
+        if precision is not None:
+            policy = PrecisionPolicy.of(precision)
+            needs_scaler = policy.needs_scaler
+            scaler = LossScaler.of(precision.loss_scale, self.trainer.device.type) if needs_scaler else None
+            self.trainer.compute_in(policy.dtype, scaler)
+
+    def _audited(self, transfer: SyncReading | None = None) -> AuditReport | None:
+        """Compare the precision that both sides compute in with the config's; None without a `precision` section."""
+        if self.block.precision is None:
+            return None
+        policy = PrecisionPolicy.of(self.block.precision)
+        report = audit(policy, self.trainer.reading(), self.rollout.reading(), transfer)
+        report.raise_for_findings()
+        return report
+
+    def _begin_replay(self) -> None:
+        if (section := self.block.routing) is not None:
+            self._replay = RouteReplay(
+                section, self.trainer.routing, self.trainer.policy(), seed=self.seed, ranks=self.ranks
+            )
+            if section.mode == "R3":
+                self.rollout.record_routing(self._replay.layout.shape)
+
+    def _begin_verifying(self, trainer_dtype: str, *, resumed: bool) -> None:
+        monitor = self.block.monitor
+        if monitor.weight_sync == "off":
+            return
+
+        def bad_update(level: str, name: str, message: str) -> None:
+            self._log.event(level, name, message)
+            if monitor.weight_sync == "warn":
+                warnings.warn(message, stacklevel=6)
+
+        with self._together(), self._verdicts.checking("weight_sync"):
+            probes = draw_probes(self.trainer.vocabulary(), self.rollout.longest)
+            engine_dtype = self.rollout.reading().model_dtype
+            verifier = WeightVerifier(
+                self.trainer,
+                self.rollout,
+                monitor,
+                probes,
+                dtype=engine_dtype,
+                trainer_dtype=trainer_dtype,
+                event=bad_update,
+            )
+            if not resumed:  # else the engine does not hold the trainer's weights yet
+                verifier.begin()
+            self._verifier = verifier
+
+    def _initial_warnings(self, readiness: str | None) -> list[tuple[str, str]]:
+        surplus = self.trainer.surplus()
+        bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().renormalises)
+        messages = {
+            "readiness": readiness,
+            "vocabulary": None if surplus is None else str(surplus),
+            "ratio_bias": bias,
+        }
+        return [(name, message) for name, message in messages.items() if message is not None]
+
+    def _info(self, name: str) -> dict[str, Any]:
+        device = self.trainer.device.type
+        return run_info(
+            self.block,
+            self.names,
+            name=name,
+            host=HOST,
+            model=self.trainer.name,
+            model_type=self.trainer.family,
+            parameters=sum(parameter.numel() for _, parameter in self.trainer.named_parameters()),
+            device=f"{device} ({platform.processor() or platform.machine()})",
+            seed=self.seed,
+            trainer=self.trainer.reading(),
+            engine=self.rollout.reading(),
+            sampling=self.rollout.sampling,
+            patches=list({patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}.values()),
+            audit=self._audit,
+            packages=PACKAGES,
+        )
+
+    # One batch.
+
+    def batch(self, records: Sequence[RolloutRecord], split: str = "train") -> Batch:
+        """Lay rollouts out as tensors, after checking where they come from.
+
+        Args:
+            records: The records that `rollout.generate` returned; or records from elsewhere, with their provenance.
+            split: "train", or "eval/<name>" for rollouts that the model does not learn from.
+
+        Raises:
+            ProvenanceError: The records' provenance is missing, mixed, or names other weights than the engine has now.
+            RecordError: The records are malformed, or a KL baseline is over copies of one of them.
+            RoutingError: The records have no routes under R3.
+            LoopError: The trainer's weights have changed since they were last sent to the engine.
+        """
+        self._expect_started()
+        with self._together(split):
+            with self._verdicts.checking("records"):
+                if self._verifier is not None and self._verifier.moved():
+                    raise LoopError(
+                        f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() "
+                        "before the next rollouts, or set mismatch.monitor.weight_sync='off'."
+                    )
+            batch = lay_out(records, self.trainer.device, split, self._verdicts)
+            with self._verdicts.checking("records"):
+                expect_present(batch.provenance, self.rollout.weight_version)
+            if self.block.routing is not None and self.block.routing.mode == "R3" and batch.routing is None:
+                raise RoutingError(
+                    "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the "
+                    "run has been started."
+                )
+            copies = len(records) - len({id(record) for record in records})
+            if split == "train" and copies and self._kl is not None and self._kl.config.has_baseline:
+                raise RecordError(
+                    f"{copies} rows are the same rollout as another row, and mismatch.kl.baseline='leave_one_out' would subtract "
+                    "their own KL from it. Set mismatch.kl.baseline='none', or give each rollout once."
+                )
+        if split == "train":
+            self._required.begin_batch(batch)
+            if self._kl is not None:
+                self._kl.settle()
+                self._kl.begin()
+            self._measure_lengths(batch)
+        return batch
+
+    def score(self, batch: Batch) -> Tensor:
+        """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
+
+        Call it with gradients for the loss. Under R2 the first call for a batch without gradients records the batch's routes.
+        """
+        with self._under_routes(batch):
+            logprobs = self.trainer.logprobs(batch)
+        return self._required.watched("replay", logprobs)
+
+    def reference(self, batch: Batch) -> Tensor:
+        """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the config says so.
+
+        Without a `kl` section nothing needs them, and the result is zeros.
+
+        Raises:
+            ConfigError: The trainer's side has no reference.
+        """
+        if self._kl is None:
+            return torch.zeros_like(batch.rollout_logprobs)
+        with self._under_routes(batch, reference=True):
+            return self.trainer.logprobs(batch, reference=True)
+
+    @contextmanager
+    def replaying(self, batch: Batch) -> Iterator[None]:
+        """Run the trainer's forward pass of a batch, or of some rows of it, under its routes.
+
+        A checkpointed backward pass may come after the `with` block. Without a `routing` section this does nothing.
+
+        Raises:
+            RoutingError: The routes do not fit their tokens, or are not this model's.
+            ReplayError: The forward pass was over other tokens, or did not follow the routes.
+        """
+        learns = torch.is_grad_enabled()
+        with self._under_routes(batch):
+            yield
+        if learns:
+            self._required.note("replay")
+
+    @contextmanager
+    def _under_routes(self, batch: Batch, *, reference: bool = False) -> Iterator[None]:
+        replay, trainer = self._replay, self.trainer
+        if replay is None or (reference and not replay.config.reference):
+            yield
+            return
+        if batch.routing is None:
+            if reference or torch.is_grad_enabled():
+                raise RoutingError(
+                    "mismatch.routing.mode='R2' replays the routes of the old-logprob pass, and there was none of this batch: "
+                    "score it under torch.no_grad() first."
+                )
+            with trainer.routing.record_routing(trainer.policy(), version=self.steps) as recording:
+                yield
+            batch.routing = routes_of(recording.passes, batch)
+            return
+        trace, recorded = align(batch.routing, batch.attention_mask)
+        real, split, before = batch.attention_mask.flatten(), REFERENCE if reference else batch.split, replay.forwards
+        with replay.replaying(trainer.policy(reference=reference), trace, recorded, real=real, split=split):
+            yield
+        if replay.forwards == before:
+            raise RoutingError(
+                "no forward pass in this block was over the batch's tokens, so that nothing was replayed; pass batch.tokens and "
+                "batch.attention_mask as they are."
+            )
+
+    def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
+        """Measure the gap to the engine, and the KL divergence from the reference.
+
+        Args:
+            batch: The rollouts.
+            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats.
+            reference: The reference's `[B, T]`, for the `kl` section.
+
+        Raises:
+            NonFiniteLogprobError: A log-probability of a sampled token is not finite.
+            LoopError: There is a `kl` section, and no reference is given.
+        """
+        self._expect_started()
+        mask, measured = batch.response_mask, False
+        gap = (old.detach(), batch.rollout_logprobs, mask)
+        with self._together(batch.split):
+            with self._verdicts.checking("measure"):
+                self._log.observe(batch.split, *gap)
+                measured = True
+            if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
+                with torch.no_grad(), forked_rng(self.trainer.device):
+                    native = self.trainer.logprobs(batch)
+                self._log.observe(batch.split, native, *gap[1:], native=True)
+            if batch.split != "train":
+                return
+            self._required.note("measure", batch)
+            if self._kl is not None:
+                if reference is None:
+                    raise LoopError(
+                        "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
+                    )
+                kl_sums = self._kl.sums(old.detach(), reference, mask)
+        if self._kl is not None:
+            over_all_ranks = self.ranks.sum(kl_sums).tolist()
+            for name, value in self._kl.collect(over_all_ranks).items():
+                self._pending.note(PREFIX + name, value, over_all_ranks[-1])
+        if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau"):
+            if not measured:  # tokens that were refused lead nothing, and other ranks wait for this one's sums
+                gap = (torch.zeros_like(gap[0]), torch.zeros_like(gap[1]), torch.zeros_like(mask))
+            tokens, statistics = gap_statistics(*gap, reduce=None if self.ranks.size == 1 else self._sum)
+            self._rate.collect(tokens, **statistics)
+
+    def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
+        """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
+
+        Args:
+            batch: The rollouts; with `normalize` a whole batch, whose weights are divided by their mean over all ranks.
+            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
+                give the current policy's instead; the loss `ppo_clip` then takes `batch.rollout_logprobs` as the old ones.
+            advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
+        """
+        self._required.note("correct", batch)
+        mask, section = batch.response_mask, self.block.correction
+        correction = Correction(weights=mask.float(), mask=mask, metrics={})
+        if section is None:
+            return correction
+        with self._together():
+            settings = resolve(section)
+            if settings.normalize and (batch.part or (len(batch) == self.ranks.size == 1)):
+                raise LoopError(
+                    f"mismatch.correction.normalize with {len(batch)} rows of a batch: weights would be divided by their "
+                    "own mean only. Give run.correct whole batches of several responses, or set normalize: false."
+                )
+            if bool(mask.any()):
+                correction = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
+        metrics = over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
+        if settings.normalize and correction.metrics:
+            mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
+            correction = replace(correction, weights=correction.weights * (correction.metrics[mean] / metrics[mean]))
+        for name, value in metrics.items() if batch.split == "train" else ():
+            self._pending.note(PREFIX + name, value)
+        return correction
+
+    def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
+        """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
+
+        Args:
+            batch: The rollouts. A micro-batch should hold all responses of a prompt, otherwise the baseline is over fewer.
+            logprobs: The current policy's log-probabilities `[B, T]`, nats, with their autograd graph.
+            reference: The reference's log-probabilities `[B, T]`, nats.
+            old: The trainer's log-probabilities when the batch was sampled; under `ratio` they replace the engine's.
+        """
+        if self._kl is None:
+            return torch.zeros_like(logprobs)
+        term = self._kl.loss(
+            logprobs,
+            reference,
+            batch.response_mask,
+            rollout_logprobs=batch.rollout_logprobs if old is None else None,
+            old_logprobs=old,
+            groups=batch.groups,
+            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
+            temperature=batch.temperature,
+        )
+        return self._required.watched("kl", term)
+
+    def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
+        with self._under_routes(batch, reference=reference):
+            return self.trainer.logits(batch, reference=reference)
+
+    def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
+        """Return the amount to subtract from each token's reward `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
+        self._required.note("penalty", batch)
+        if self._kl is None or not self._kl.config.in_rewards:
+            return torch.zeros_like(old)
+        return self._kl.penalty(old, reference, batch.response_mask)
+
+    # A step.
+
+    def backward(self, loss: Tensor) -> None:
+        """Add the gradients of a micro-batch's loss, scaled in float16; call `step` without a loss after it."""
+        self._expect_started()
+        scaler = self.trainer.scaler
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        self._loss_parts.append(float(loss.detach()))
+
+    def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
+        """Step the optimizer as loss scaler and learning-rate control say, step the schedule, and clear the gradients.
+
+        Args:
+            loss: The loss; None if `backward` already got it in parts.
+            max_norm: Norm that gradients are clipped to; None does not clip.
+
+        Raises:
+            LoopError: The loop did not use a section that the config asks for.
+            LossScaleError: More steps in a row overflow than the loss scaler tolerates.
+        """
+        if loss is not None:
+            self.backward(loss)
+        with self._together():
+            self._required.check_step(self.steps)
+        if self._loss_parts:
+            self._pending.note(self.names.loss, sum(self._loss_parts))
+            self._loss_parts = []
+        stepped = self._step_optimizer(max_norm)
+        self._pending.note(self.names.grad_norm, stepped.grad_norm)  # one that is not finite raises its alarm
+        self._pending.note(self.names.learning_rate, stepped.learning_rate)
+        self.steps, self._stepped = self.steps + 1, True
+        return stepped
+
+    def _step_optimizer(self, max_norm: float | None) -> Stepped:
+        optimizer, scaler, rate, taken = self.trainer.optimizer, self.trainer.scaler, self._rate, True
+        if scaler is not None:
+            scaler.unscale_(optimizer)
+        norm = _grad_norm(optimizer, max_norm)
+        if rate is not None:
+            if rate.config.trigger == "grad_norm":
+                rate.collect(1.0, grad_norm=norm)
+            rate.before_step()
+        if scaler is None:
+            optimizer.step()
+        else:
+            overflows = scaler.overflow_steps
+            scaler.step(optimizer)
+            scaler.update()
+            taken = scaler.overflow_steps == overflows
+        applied = float(optimizer.param_groups[0]["lr"]) if rate is None else rate.rate
+        if rate is not None:
+            rate.after_step()
+        if self.trainer.scheduler is not None and taken:
+            self.trainer.scheduler.step()
+        optimizer.zero_grad()
+        return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
+
+    def _attach_rate(self, step: int) -> None:
+        """Begin to control the rate; the schedule may have moved already before the run's first step."""
+        if self._rate is not None:
+            joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
+            self._rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
+
+    def _measure_lengths(self, batch: Batch) -> None:
+        """Note a batch's lengths over all ranks, which give all of them one multiplier."""
+        with self._verdicts.checking("lengths"):
+            known = all(record.finish_reason is not None for record in batch.records)
+            if self.ranks.size > 1:
+                known = all(self.ranks.gather(known))
+            cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
+            lengths = length_statistics(batch.lengths, cut, reduce=self._sum)
+            if self._rate is not None and self._rate.config.trigger == "response_length":
+                self._rate.collect(1.0, **lengths.to_dict())
+            for name, value in (
+                (self.names.length, lengths.response_length),
+                ("truncated_fraction", lengths.truncated_fraction),
+            ):
+                if value is not None:
+                    self._pending.note(name, value, lengths.responses)
+
+    def _sum(self, values: Tensor, reduction: str) -> Tensor:
+        return self.ranks.sum(values)
+
+    # Weights.
+
+    def send(self) -> SyncVerdict | None:
+        """Send the trainer's weights to the engine, and verify that it computes with them.
+
+        Raises:
+            WeightSyncError: The engine does not compute with them.
+            LoopError: Something other than `step`, which applies the config's sections, changed the weights.
+        """
+        self._expect_started()
+        return self._send()
+
+    def _send(self) -> SyncVerdict | None:
+        self._check_stepped()
+        with self._together():
+            reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
+            if not self._transfer_audited:
+                self._transfer_audited = True
+                with self._verdicts.checking("precision"):
+                    self._audited(reading)
+        return self._verified(samples)
+
+    def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
+        """Verify an update that the loop made itself; its version is `rollout.weight_version`.
+
+        Args:
+            samples: Values that the engine should hold, for `rollout.compare`.
+
+        Raises:
+            WeightSyncError, LoopError: As `send`.
+        """
+        self._check_stepped()
+        return self._verified(samples)
+
+    def _check_stepped(self) -> None:
+        acts = self.block != MismatchConfig(level=self.block.level, monitor=self.block.monitor)
+        with self._together():
+            if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
+                raise LoopError(
+                    f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
+                    "config asks for; step by it."
+                )
+
+    def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
+        self._stepped = False
+        verdict: SyncVerdict | None = None
+        if self._verifier is not None:
+            with self._together(), self._verdicts.checking("weight_sync"):
+                verdict = self._verifier.verify(samples)
+        if verdict is not None:
+            self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
+        return verdict
+
+    # Logs.
+
+    def log(self, metrics: Mapping[str, Any] | None = None, *, split: str = "train", **more: Any) -> Logged:
+        """Write what was measured since the last log, with the loop's own metrics, and watch for alarms.
+
+        Args:
+            metrics: Numbers, or tensors, whose mean is logged; the report shows the one named `reward`.
+            split: "train" or "eval/<name>".
+            **more: More metrics, by keyword.
+
+        Returns:
+            All metrics of this log, and whether the run should stop.
+        """
+        self._expect_started()
+        with self._together():
+            own_metrics = {name: _number(value) for name, value in {**(metrics or {}), **more}.items()}
+        self._verdicts.gather(self.ranks)
+        with self._together():  # the main process alone writes
+            logged = self._log.measured(self.steps, split)
+        if split == "train":
+            logged |= self._pending.take()
+            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
+            parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
+            logged |= {PREFIX + name: value for part in parts for name, value in part.items()}
+        by_layer: dict[str, float] = {}
+        if self._replay is not None:
+            routes = self._replay.take_others(split, self.ranks)
+            agreement = self._replay.take_agreement(split, self.ranks)
+            if agreement is not None:
+                routes |= agreement.metrics()
+                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
+            logged |= {PREFIX + name: value for name, value in routes.items()}
+        logged |= own_metrics
+        with self._together():
+            self._log.write(self.steps, logged | by_layer, split)
+            stop = self._log.look(self.steps, logged) if split == "train" else None
+        return Logged(metrics=logged, stop=self._log.decided(stop) if split == "train" else None)
+
+    def _rank_means(self, metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
+        """Return the means over ranks of metrics that each rank measured on its own part of the batch."""
+        if self.ranks.size == 1:
+            return {}
+        by_rank = self.ranks.gather({name: metrics[name] for name in names if name in metrics})
+        values = {name: [rank[name] for rank in by_rank if name in rank] for name in names}
+        return {name: sum(present) / len(present) for name, present in values.items() if present}
+
+    # State.
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run needs, as JSON-able data, without that of model, optimizer and schedule."""
+        self._expect_started()
+        if self._kl is not None:
+            self._kl.settle()
+        state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
+        state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
+        parts = {
+            "kl": self._kl,
+            "routing": self._replay,
+            "weight_sync": self._verifier,
+            "scaler": self.trainer.scaler,
+        }
+        state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
+        if self._rate is not None:
+            state["lr"] = self._rate.state_dict() if self._rate.attached else self._detached_rate
+        return state
+
+    def save(self, folder: str | Path) -> Path:
+        """Write `state_dict` to a folder; call it after the loop has saved model, optimizer and schedule there.
+
+        Returns:
+            The file. If the process is killed, the file holds either the previous state or this one.
+        """
+        path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
+        with self._together():
+            if self.ranks.rank == 0:
+                write_state(path, state)
+        return path
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state_dict` returned; `start(resume=folder)` does the same from a file.
+
+        Raises:
+            RecordError: The state is damaged, or was saved with other settings.
+        """
+        self._expect_started()
+        with self._together():
+            self._load(state)
+
+    def _load(self, state: Mapping[str, Any]) -> None:
+        self.steps = int(state["run"]["step"])
+        self._pending.take()  # these metrics belong to steps that are undone
+        self._loss_parts = []
+        self._log.load_state_dict(state, step=self.steps)
+        for name, part in (("kl", self._kl), ("routing", self._replay), ("scaler", self.trainer.scaler)):
+            if part is not None and state.get(name) is not None:
+                part.load_state_dict(state[name])
+        if self._rate is not None:
+            if state.get("lr") is None:
+                self._attach_rate(self.steps)
+            self._rate.load_state_dict(state.get("lr"))
+        self._stepped = True  # by the run that saved it
+        self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
+        if self._verifier is not None and state.get("weight_sync") is not None:
+            begins_anew = self._verifier.load_state_dict(state["weight_sync"])
+            if begins_anew is not None:
+                self._warn("weight_sync", begins_anew)
+
+    # End.
+
+    def end(self, status: str = "completed", message: str = "") -> None:
+        """Remove learning-rate control, write how the run ended, and print what happened.
+
+        Args:
+            status: "completed" or "failed".
+            message: Why the run ended so.
+        """
+        if self._started and not self._ended:
+            self._ended = True
+            self._end(status, message)
+
+    def __enter__(self) -> Run:
+        self._expect_started()
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.end()
+        elif not self._ended:
+            self._ended = True
+            self._end_after(error)
+
+    def _end(self, status: str, message: str) -> None:
+        if self._rate is not None and self._rate.attached:
+            self._detached_rate = self._rate.state_dict()
+            self._rate.detach()
+        self._log.end(status, message)
+
+    def _end_after(self, error: BaseException) -> None:
+        """End the run as failed; if that fails too, the second error becomes a note of the first, which is still raised."""
+        try:
+            self._end("failed", f"{type(error).__name__}: {error}")
+        except Exception as second:  # noqa: BLE001  # whatever it is, the first error matters more
+            error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
+
+    # Helpers.
+
+    def _together(self, split: str = "train") -> AbstractContextManager[None]:
+        """Let an error of one rank end all ranks; in evaluations ranks may have different numbers of batches, and are alone."""
+        return together(self.ranks) if split == "train" else nullcontext()
+
+    def _expect_started(self) -> None:
+        if not self._started:
+            raise LoopError("the run has not been started: `with run.start():` around the loop.")
+
+    def _warn(self, name: str, message: str) -> None:
+        warnings.warn(message, stacklevel=4)
+        self._log.event("warning", name, message)
+
+
+class _Required:
+    """Notes which sections of the config the loop has used for each step, and names those that it leaves out.
+
+    Args:
+        block: The config.
+        measures: Whether each batch has to be measured.
+    """
+
+    def __init__(self, block: MismatchConfig, *, measures: bool) -> None:
+        kl, leave_out = block.kl, "or leave the section out of the config"
+        in_loss = kl is not None and not (kl.in_rewards and kl.placement == "reward")
+        self._per_batch = {
+            "measure": measures
+            and "the gap of each batch is measured by run.measure(batch, old): call it before the step.",
+            "correct": block.correction is not None
+            and "mismatch.correction is on, and run.correct(batch, old) was not called for this batch: multiply the policy "
+            f"loss by its weights, {leave_out}.",
+            "penalty": kl is not None
+            and kl.in_rewards
+            and "mismatch.kl.reward_path='rewards', and run.penalty(batch, old, reference) was not called for this batch: take "
+            f"it off the rewards, {leave_out}.",
+        }
+        self._per_step = {
+            "kl": in_loss
+            and "mismatch.kl is on, and no gradient went through a term of run.kl(batch, logprobs, reference) since the step "
+            f"before: add it to the loss of each step, {leave_out}.",
+            "replay": block.routing is not None
+            and f"mismatch.routing.mode={block.routing.mode!r}, and no forward pass of this step was replayed: take its "
+            f"log-probabilities from run.score(batch), or run it under run.replaying(batch), {leave_out}.",
+        }
+        self._of_step: set[str] = set()
+        self._of_batches: dict[object, set[str]] = {}  # by the origin of each batch that this step learns from
+        self._step_done = False
+
+    def begin_batch(self, batch: Batch) -> None:
+        """Begin to follow a batch, and forget the batches of the step before."""
+        if self._step_done:
+            self._of_batches, self._step_done = {}, False
+        self._of_batches[batch.origin] = set()
+
+    def note(self, what: str, batch: Batch | None = None) -> None:
+        """Note that something was used on a batch or on rows of it, or, without a batch, in this step."""
+        (self._of_step if batch is None else self._of_batches.get(batch.origin, set())).add(what)
+
+    def watched(self, what: str, term: Tensor) -> Tensor:
+        """Note that something was used once a gradient reaches its term; return the term itself if no step has to use it."""
+        if not term.requires_grad or not self._per_step[what]:
+            return term
+        watched = term * 1.0  # the same bits, whatever is made of the term elsewhere
+        watched.register_hook(lambda gradient: self.note(what))
+        return watched
+
+    def check_step(self, step: int) -> None:
+        """Refuse a step that leaves out something that the config asks for.
+
+        Raises:
+            LoopError: Something is missing; the message names it, and what to call.
+        """
+        used = self._of_step | (set.intersection(*self._of_batches.values()) if self._of_batches else set())
+        for what, message in (self._per_batch | self._per_step).items():
+            if message and what not in used:
+                raise LoopError(f"step {step + 1}: {message}")
+        self._of_step, self._step_done = set(), True
+
+
+class _Pending:
+    """The metrics of a training split until they are logged."""
+
+    def __init__(self) -> None:
+        self._values: dict[str, list[tuple[float, float]]] = {}
+
+    def note(self, name: str, value: float, weight: float = 1.0) -> None:
+        """Keep a value of a metric; the weight is the number of things it is a mean over."""
+        self._values.setdefault(name, []).append((value, weight))
+
+    def take(self) -> dict[str, float]:
+        """Return one value per metric and begin anew: the extreme for a name in `_max` or `_min`, otherwise the weighted mean."""
+        values, self._values = self._values, {}
+        return {name: self._merged(name, entries) for name, entries in values.items()}
+
+    @staticmethod
+    def _merged(name: str, entries: Sequence[tuple[float, float]]) -> float:
+        values = [value for value, _ in entries]
+        if name.endswith(("_max", "_min")):
+            return max(values) if name.endswith("_max") else min(values)
+        total = sum(weight for _, weight in entries)
+        return sum(value * weight for value, weight in entries) / total if total else sum(values) / len(values)
+
+
+def check_block(block: MismatchConfig) -> None:
+    """Refuse a config that asks for something that your own loop cannot have."""
+    if block.monitor.doctor is not None:
+        raise ConfigError(
+            f"mismatch.monitor.doctor={block.monitor.doctor!r}: your own loop is not asked for its model's class and "
+            "configuration; allowed: none. Write its rollouts with mismatch_ext.rollouts.write_rollouts, and give them to "
+            "`mismatch-ext doctor --rollouts`."
+        )
+    if block.sampling_mask is not None:
+        raise ConfigError(
+            "mismatch.sampling_mask in your own loop, which scores its batches itself: it takes log-probabilities over the "
+            "masks with mismatch_ext.support_logprobs (docs/sampling-mask.md); remove the section."
+        )
+    if block.kl is not None and block.kl.coef is None:
+        raise ConfigError("mismatch.kl.coef is not given, and your own loop has no coefficient of a host; set it.")
+
+
+def _saved_state(folder: Path) -> dict[str, Any]:
+    path = folder / STATE_FILE
+    state = read_state(path)
+    if state is None or not isinstance((state.get("run") or {}).get("step"), int):
+        raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
+    return state
+
+
+def _grad_norm(optimizer: Any, max_norm: float | None) -> float:
+    """Return the norm of an optimizer's gradients, and clip them if that is asked for."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    if max_norm is not None:
+        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
+    norms = [parameter.grad.detach().norm().cpu() for parameter in parameters] or [torch.zeros(())]
+    return float(torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def _number(value: Any) -> float:
+    return float(value.detach().float().mean()) if isinstance(value, Tensor) else float(value)
