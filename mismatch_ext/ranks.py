@@ -28,7 +28,7 @@ class Ranks(Protocol):
         """Return every process's value, in the order of their ranks; all of them must call it."""
 
     def sum(self, values: Tensor) -> Tensor:
-        """Return the sum of a tensor over all processes; all of them must call it."""
+        """Return the sum of a tensor, which may be on the CPU, over all processes; all of them must call it."""
 
 
 class OneProcess:
@@ -77,10 +77,12 @@ class WorldRanks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes; all of them must call it."""
-        total = values.clone()
-        if self.size > 1:
-            dist.all_reduce(total)
-        return total
+        if self.size == 1:
+            return values
+        # NCCL takes no tensors of the CPU.
+        total = (values.cuda() if dist.get_backend() == "nccl" else values).clone()
+        dist.all_reduce(total)
+        return total.to(values.device)
 
 
 WORLD = WorldRanks()

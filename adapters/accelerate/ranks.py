@@ -35,5 +35,7 @@ class AcceleratorRanks:
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the sum of a tensor over all processes; all of them must call it."""
-        total: Tensor = reduce(values, reduction="sum")
-        return total
+        if self.size == 1:
+            return values
+        total: Tensor = reduce(values.to(self._accelerator.device), reduction="sum")
+        return total.to(values.device)
