@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from mismatch_ext.presets import resolve
 from mismatch_ext.strict import settle
 
 
@@ -40,7 +41,4 @@ class CorrectionConfig:
 
     def __post_init__(self) -> None:
         settle(self, "mismatch.correction")
-        # Imports torch, which `mismatch-ext compat` and other commands without a block do without.
-        from mismatch_ext.correction.settings import resolve
-
         resolve(self)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, RuleSums, bounds_of, low_mark
-from mismatch_ext.correction.settings import ResolvedCorrection
 from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.presets import ResolvedCorrection
 
 Array = np.ndarray[Any, Any]
 # Beyond this ratio, a row is summed again after bounding; otherwise its sums are corrected for the few tokens beyond the bounds.

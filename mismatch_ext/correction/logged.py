@@ -10,7 +10,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from mismatch_ext.correction.settings import ResolvedCorrection
+from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks
 
 LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {

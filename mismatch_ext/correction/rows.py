@@ -15,9 +15,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction.settings import ResolvedCorrection, Rule
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.presets import ResolvedCorrection, Rule
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0

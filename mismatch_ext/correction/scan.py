@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mismatch_ext.correction.cpu import scan_cpu
 from mismatch_ext.correction.rows import Rows, offender, scan_blocks
-from mismatch_ext.correction.settings import ResolvedCorrection
+from mismatch_ext.presets import ResolvedCorrection
 
 
 def scan(

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, low_mark
-from mismatch_ext.correction.settings import ResolvedCorrection, Rule
 from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.presets import ResolvedCorrection, Rule
 
 
 def _filled(rows: Rows, settings: ResolvedCorrection) -> Tensor:

@@ -1,4 +1,4 @@
-"""Settings of an importance correction: level, bounds, rejection rules; and the named presets of verl, TRL and slime."""
+"""The settings of an importance correction: level, bounds, rejection rules, and the presets of verl, TRL and slime (no torch)."""
 
 from __future__ import annotations
 
