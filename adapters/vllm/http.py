@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,7 @@ class ServerHttp:
 
     Args:
         url: The address, such as "http://127.0.0.1:8000".
-        session: A session of the `requests` library.
+        session: A session of the `requests` library; each request is made by a copy, because threads may ask at the same time.
         timeout: Seconds that the server's engine may be silent.
     """
 
@@ -56,7 +57,7 @@ class ServerHttp:
             EngineError: The server cannot be reached, or is silent.
             Refused: It answers with an error.
         """
-        return self._ask(self._session, "GET", path, self.timeout, params=query)
+        return self._ask(self._session_of_request(), "GET", path, self.timeout, params=query)
 
     def post(self, path: str, body: Any = None) -> Any:
         """Return the answer to a request.
@@ -66,7 +67,7 @@ class ServerHttp:
             Refused: It answers with an error.
             NonFiniteLogprobError: A log-probability of the answer is not finite.
         """
-        return self._ask(self._session, "POST", path, self.timeout, json=body)
+        return self._ask(self._session_of_request(), "POST", path, self.timeout, json=body)
 
     def generate(self, path: str, body: Any) -> Any:
         """Return the answer to a request that may take any time, as long as the engine answers other requests meanwhile.
@@ -78,12 +79,13 @@ class ServerHttp:
         """
         import requests
 
+        session = self._session_of_request()
         answers: list[Any] = []
         ended = threading.Event()
 
         def ask() -> None:
             try:
-                answers.append(self._ask(self._session, "POST", path, None, json=body))
+                answers.append(self._ask(session, "POST", path, None, json=body))
             except Exception as error:  # noqa: BLE001  # raised again in the caller's thread
                 answers.append(error)
             ended.set()
@@ -123,6 +125,12 @@ class ServerHttp:
                 "hold blocks of it, whose keys, values and routes are of the weights before. Give the trainer a server of its "
                 "own."
             )
+
+    def _session_of_request(self) -> Session:
+        """Return a copy with cookies of its own: a session's cookies must not change while another thread reads them."""
+        session = copy.copy(self._session)
+        session.cookies = self._session.cookies.copy()  # type: ignore[no-untyped-call]
+        return session
 
     def _ask(self, session: Session, method: str, path: str, timeout: float | None, **sent: Any) -> Any:
         from requests import RequestException, Timeout

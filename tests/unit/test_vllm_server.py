@@ -7,6 +7,7 @@ import hashlib
 import json
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from types import SimpleNamespace
@@ -101,6 +102,31 @@ class TestRequests:
             http = _http(url, 0.3)
             assert http.generate("/v1/completions", [1, 2]) == {"choices": [1, 2]}
         assert len(asked) >= 3
+
+    def test_threads_that_ask_at_the_same_time_share_no_session(self) -> None:
+        meeting, sessions = threading.Barrier(3), []
+
+        class Watched(requests.Session):
+            def request(self, *args: Any, **kwargs: Any) -> Any:
+                sessions.append(self)
+                return super().request(*args, **kwargs)
+
+        def answer(body: Any) -> Any:
+            meeting.wait(30)
+            return body
+
+        shared = Watched()
+        shared.headers["Authorization"] = "Bearer mine"
+        shared.cookies.set("route", "a")
+        with answering({"/v1/completions": answer, "/render": answer}) as url:
+            http = ServerHttp(url, shared, 30.0)
+            with ThreadPoolExecutor(3) as pool:
+                asked = [pool.submit(http.generate, "/v1/completions", n) for n in range(2)]
+                asked.append(pool.submit(http.post, "/render", 2))
+                assert [one.result() for one in asked] == [0, 1, 2]
+        assert len({id(session) for session in sessions} | {id(session.cookies) for session in sessions}) == 6
+        for session in sessions:
+            assert session.headers["Authorization"] == "Bearer mine" and session.cookies["route"] == "a"
 
     def test_what_fails_is_said_in_the_servers_words(self) -> None:
         bad = (400, {"error": {"message": "Out of range float values are not JSON compliant: nan"}})

@@ -9,8 +9,9 @@ serve non-reentrant checkpoints only. A checkpoint function that is not found is
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from types import FrameType
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from types import CellType, FrameType
 from typing import Any
 
 import torch
@@ -24,12 +25,19 @@ def checkpoint_functions(decoder: nn.Module) -> Iterator[tuple[Any, str]]:
     for module in decoder.modules():
         # verl's activation offload keeps its function on an object that a layer's new forward closes over.
         cells = getattr(vars(module).get("forward"), "__closure__", None) or ()
-        for owner in (module, *(cell.cell_contents for cell in cells)):
+        for owner in (module, *_contents(cells)):
             # transformers' name, and that of the wrappers by which accelerate checkpoints FSDP1 and FSDP2.
             for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
                 if name in getattr(owner, "__dict__", ()) and id(owner) not in found:
                     found.add(id(owner))
                     yield owner, name
+
+
+def _contents(cells: Iterable[CellType]) -> Iterator[Any]:
+    """Yield what a function closes over, apart from variables that have no value."""
+    for cell in cells:
+        with suppress(ValueError):
+            yield cell.cell_contents
 
 
 def in_backward() -> bool:

@@ -2,7 +2,7 @@
 
 A replacement is hidden from torch.compile, which would otherwise compile it for every layer, and again for every trace. A
 replacement finds the original method through the object that it is called on, because a copy of the model has a copy of the
-replacement.
+replacement, and a copy of what was there before.
 """
 
 from __future__ import annotations
@@ -75,8 +75,11 @@ def shadow(stack: ExitStack, module: Any, name: str, by: Around | Instead | Hand
             f"{type(module).__name__}.{name} is already part of a context that records or replays routing, and the model was "
             "wrapped or changed since; leave that context first."
         )
+    if name in attributes.get(_BEFORE, ()):
+        _put_back(attributes, name)  # the module is a copy that was made while another context was open
     _SHADOWS[key] = by, getattr(module, name)
-    stack.callback(_restore, key, attributes, attributes.get(name, _ABSENT))
+    stack.callback(_restore, key, attributes)
+    attributes.setdefault(_BEFORE, {})[name] = attributes.get(name)
     kind: type = type(by)
     attributes[name] = MethodType(_stand_in(name, kind), module)
 
@@ -127,18 +130,31 @@ def _stand_in(name: str, kind: type) -> Call:
     return uncompiled(run, inside=True)
 
 
-def _found(module: nn.Module, name: str) -> tuple[Any, Call]:
-    # A copy of the model that was made while the context was open has stand-ins, but does not belong to the context.
-    return _SHADOWS.get((id(module), name)) or (None, getattr(type(module), name).__get__(module))
-
-
-_ABSENT = object()
+_BEFORE = "_mismatch_before"
+"""Attribute with what the object had under the names that are replaced, None for nothing; a copy of the object copies it."""
 _SHADOWS: dict[tuple[int, str], tuple[Around | Instead | Handed, Call]] = {}
 
 
-def _restore(key: tuple[int, str], attributes: dict[str, Any], before: Any) -> None:
+def _found(module: Any, name: str) -> tuple[Any, Call]:
+    # A copy of the model that was made while the context was open has stand-ins, but does not belong to the context.
+    return _SHADOWS.get((id(module), name)) or (None, _before(module, name))
+
+
+def _before(module: Any, name: str) -> Call:
+    own: Call | None = vars(module)[_BEFORE][name]
+    return getattr(type(module), name).__get__(module) if own is None else own  # type: ignore[no-any-return]
+
+
+def _restore(key: tuple[int, str], attributes: dict[str, Any]) -> None:
     del _SHADOWS[key]
-    if before is _ABSENT:
-        attributes.pop(key[1], None)
+    _put_back(attributes, key[1])
+
+
+def _put_back(attributes: dict[str, Any], name: str) -> None:
+    before = attributes[_BEFORE].pop(name)
+    if not attributes[_BEFORE]:
+        del attributes[_BEFORE]
+    if before is None:
+        del attributes[name]
     else:
-        attributes[key[1]] = before
+        attributes[name] = before

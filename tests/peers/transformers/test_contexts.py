@@ -239,6 +239,45 @@ def test_a_copy_made_in_a_context_is_no_part_of_it() -> None:
         assert run(reference).same(plain)
         forward(model)
     assert run(reference).same(plain)
+    with record_routing(reference) as recording:
+        assert run(reference).same(plain)
+    assert recording.trace.same_as(own)
+
+
+def test_a_copy_made_in_a_context_keeps_its_checkpoints_and_wrapped_methods() -> None:
+    model, own, plain = FAMILIES[QWEN].build(), *case(QWEN)[1:]
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    counted = []
+    decoder = model.model
+    unwrapped = type(decoder).forward
+
+    def wrapped(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        counted.append(self)
+        return unwrapped(self, *args, **kwargs)
+
+    decoder.forward = MethodType(wrapped, decoder)
+    with replay_routing(model, another(own)):
+        reference = copy.deepcopy(model)
+        forward(model)
+    reference.train()
+    counted.clear()
+    assert run(reference).same(plain) and counted == [reference.model]
+
+
+def test_a_closure_over_a_variable_without_a_value_holds_no_checkpoint() -> None:
+    model, (_, own, plain) = FAMILIES[QWEN].build(), case(QWEN)
+    layer = model.model.layers[0]
+
+    def wrapping() -> Callable[..., Any]:
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            return type(layer).forward(layer, *args, **kwargs) if args else later
+
+        if not layer:
+            later = None
+        return forward
+
+    layer.forward = wrapping()
+    assert replayed(model, own).same(plain)
 
 
 # Nothing stays behind.
