@@ -37,7 +37,7 @@ from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset, reward
 from mismatch_ext import MismatchConfig, Run
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.weight_sync import SyncVerdict
+from mismatch_ext.weights import SyncVerdict
 
 BLOCK = {
     "routing": {"mode": "R3", "measured": 1.0},

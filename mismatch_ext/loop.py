@@ -59,8 +59,7 @@ from mismatch_ext.run.info import run_info
 from mismatch_ext.run.log import Logged, RunLog
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
 
 HOST = "your own loop"
 INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")

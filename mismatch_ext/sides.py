@@ -13,26 +13,20 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run.batch import Batch
-from mismatch_ext.weight_sync.checker import TensorComparison
-from mismatch_ext.weight_sync.decoding import Decoded
-from mismatch_ext.weight_sync.updates import NamedTensors
+from mismatch_ext.weights import NamedTensors, Sampled, Trained, fingerprint
 
 
 @runtime_checkable
-class TrainerSide(Protocol):
+class TrainerSide(Trained, Protocol):
     """The model being trained, as its host holds it."""
 
     def reading(self) -> TrainerReading:
         """Return the dtypes that the trainer computes with, read back from the model."""
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities `[N, T-1]` at temperature 1, in nats, of all but the first of tokens `[N, T]` (int64)."""
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the current weights; may be called again."""
@@ -43,24 +37,11 @@ class TrainerSide(Protocol):
 
 
 @runtime_checkable
-class RolloutSide(Protocol):
+class RolloutSide(Sampled, Protocol):
     """The engine that samples, in this process or behind a transport."""
 
     def reading(self) -> EngineReading:
         """Return the dtypes and modes that the engine computes with, read back from it."""
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
-
-    def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode `count` tokens after each prompt of `[N, P]`; the same weights give the same tokens.
-
-        Log-probabilities are at temperature 1, without truncation. Decoding does not stop at an end token, and does not change
-        the random numbers that the engine samples with.
-        """
-
-    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare samples of the tensors just sent, and of those sent before, with the engine's; empty if they cannot be read."""
 
 
 @runtime_checkable

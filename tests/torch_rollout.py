@@ -17,8 +17,7 @@ from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.run.batch import Batch, batch_of, routes_of
-from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.updates import NamedTensors
+from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 
 VOCABULARY = 12
 

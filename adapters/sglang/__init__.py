@@ -10,7 +10,6 @@ from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, rea
 from mismatch_ext.adapters.sglang.server_checks import ServerProblem
 from mismatch_ext.adapters.sglang.side import Rollout
 from mismatch_ext.adapters.sglang.transport import Transport
-from mismatch_ext.adapters.sglang.verified import VerifiedWeights
 from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 
 from mismatch_ext.provenance import to_provenance
@@ -24,7 +23,6 @@ __all__ = [
     "ServerProblem",
     "ServerVerdict",
     "Transport",
-    "VerifiedWeights",
     "check_server",
     "checkpoint_parameters",
     "decode_routes",

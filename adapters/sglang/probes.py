@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.weight_sync import Decoded
+from mismatch_ext.weights import Decoded
 
 FIELD = "meta_info.input_token_logprobs"
 # Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.

@@ -7,13 +7,14 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.sglang.engine import EngineTransport
+from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.response import to_records
 from mismatch_ext.adapters.sglang.server import check_server, read_server
 from mismatch_ext.adapters.sglang.server_checks import routing_problems
 from mismatch_ext.adapters.sglang.transport import Transport
-from mismatch_ext.adapters.sglang.verified import Remote
 from mismatch_ext.adapters.sglang.weights import update_weights
+from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RoutingError
@@ -22,7 +23,7 @@ from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.weight_sync.updates import NamedTensors
+from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 
 ON_CPU: dict[str, Any] = {
     "device": "cpu",
@@ -38,7 +39,7 @@ ON_CPU: dict[str, Any] = {
 """Arguments with which SGLang runs on a CPU."""
 
 
-class Rollout(Remote):
+class Rollout:
     """`RolloutSide` of SGLang.
 
     Args:
@@ -69,7 +70,7 @@ class Rollout(Remote):
         n: int = 1,
         stop_token_ids: Sequence[int] = (),
     ) -> None:
-        super().__init__(transport)
+        self.transport = transport
         self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
         self.stop_token_ids = tuple(stop_token_ids)
         self.weight_version = 0
@@ -132,6 +133,18 @@ class Rollout(Remote):
     def reading(self) -> EngineReading:
         """Return the dtypes and modes that the engine computes with, from its own report."""
         return self._reading
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities `[N, T-1]`, float64, that prefill gives to all tokens of `[N, T]` except the first."""
+        return score_tokens(self.transport, tokens.tolist())
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Decode `count` tokens, always the likeliest, after each prompt of `[N, P]`."""
+        return decode_tokens(self.transport, tokens.tolist(), count)
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Return no comparisons, because SGLang's weights cannot be read."""
+        return ()
 
     def record_routing(self, shape: RoutingShape) -> None:
         """Ask for the routes of all rollouts from now on.

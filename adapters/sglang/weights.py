@@ -19,7 +19,7 @@ from torch import Tensor
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
-from mismatch_ext.weight_sync.updates import NamedTensors, in_parts
+from mismatch_ext.weights import NamedTensors, in_parts
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -64,7 +64,7 @@ def update_weights(
     """Send weights in the engine's dtype, and flush the engine's cache, because the previous weights computed it.
 
     The engine must be drained: between two buckets it would serve requests with a mixture of weights. `HttpTransport` pauses its
-    server during an update. SGLang may accept weights and not compute with them; `VerifiedWeights` checks that too.
+    server during an update. SGLang may accept weights and not compute with them; `Run.send` checks that too.
 
     Args:
         transport: The engine.

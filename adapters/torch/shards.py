@@ -9,7 +9,7 @@ from torch.distributed.fsdp import FlatParameter, FSDPModule, FullyShardedDataPa
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from mismatch_ext.weight_sync.sums import Piece
+from mismatch_ext.weights import Piece
 
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.run.batch import Batch
+from mismatch_ext.weights import fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

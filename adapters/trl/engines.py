@@ -11,7 +11,7 @@ from mismatch_ext.adapters.vllm.engine import is_cpu
 from torch import Tensor
 
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import Decoded, TensorComparison
+from mismatch_ext.weights import Decoded, TensorComparison
 
 if TYPE_CHECKING:
     from vllm import LLM

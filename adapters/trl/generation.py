@@ -18,12 +18,11 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.patching import swapped
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.weights import WeightVerifier, draw_probes, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +184,7 @@ class CheckedGeneration:
     def _begin_later(self) -> None:
         """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
         begins, self._begins_later = self._begins_later and self.verifies and self.trainer.step() == 0, False
-        if begins and not self.verifier.checker.begun:
+        if begins and not self.verifier.begun:
             with self.verdicts.checking("weight_sync"):
                 self.verifier.begin()
 

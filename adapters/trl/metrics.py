@@ -16,7 +16,7 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.routing.agreement import Agreement
-from mismatch_ext.weight_sync import SyncVerdict
+from mismatch_ext.weights import SyncVerdict
 
 
 class LoggingMixin(SidesMixin):

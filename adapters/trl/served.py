@@ -22,7 +22,7 @@ from torch import Tensor
 from mismatch_ext import errors
 from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import Decoded, TensorComparison
+from mismatch_ext.weights import Decoded, TensorComparison
 
 Answer = TypeVar("Answer")
 

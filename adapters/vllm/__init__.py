@@ -5,8 +5,7 @@ from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import captured_outputs, require_routing, reset_prefix_cache, to_traces
-from mismatch_ext.adapters.vllm.side import Rollout
-from mismatch_ext.adapters.vllm.verified import InProcess, VerifiedWeights
+from mismatch_ext.adapters.vllm.side import InProcess, Rollout
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, is_comparable, sample_rows, update_weights
 
 from mismatch_ext.provenance import to_provenance
@@ -15,7 +14,6 @@ __all__ = [
     "InProcess",
     "Rollout",
     "Sending",
-    "VerifiedWeights",
     "attach_cpu_routes",
     "captured_outputs",
     "compare_tensors",

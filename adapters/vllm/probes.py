@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.weight_sync import Decoded
+from mismatch_ext.weights import Decoded
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

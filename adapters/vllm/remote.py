@@ -16,8 +16,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.updates import in_parts
+from mismatch_ext.weights import Decoded, TensorComparison, in_parts
 
 REQUEST_BYTES = 1 << 26
 """Most bytes of weights in one request, before base64; a larger tensor has a request of its own."""

@@ -9,25 +9,53 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.engine import asked_of, is_cpu, read_engine, shutdown
+from mismatch_ext.adapters.vllm.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
-from mismatch_ext.adapters.vllm.verified import InProcess
-from mismatch_ext.adapters.vllm.weights import Sending, SentTensor, update_weights
+from mismatch_ext.adapters.vllm.weights import Sending, SentTensor, compare_tensors, update_weights
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.patching import applied, described, digest_of
-from mismatch_ext.precision.audit import SyncReading
+from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.weight_sync.updates import NamedTensors
+from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 
 if TYPE_CHECKING:
     from vllm import LLM
     from vllm.inputs import TokensPrompt
+
+
+class InProcess:
+    """The rollout side of an engine in this process.
+
+    Args:
+        llm: The engine.
+    """
+
+    def __init__(self, llm: LLM) -> None:
+        self.llm = llm
+
+    def reading(self) -> EngineReading:
+        """Return what the engine computes with."""
+        return read_engine(self.llm)
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first."""
+        return score_tokens(self.llm, tokens.tolist())
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample `count` tokens after each prompt of `[N, P]`, with seeds of their own."""
+        return decode_tokens(self.llm, tokens.tolist(), count)
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare the engine's embeddings and norms with what was sent: `Sending.samples` of this update and the one before."""
+        return compare_tensors(self.llm, sent, before)
 
 
 class Rollout(InProcess):

@@ -14,7 +14,7 @@ from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from torch import Tensor
 
 from mismatch_ext.patching import swapped
-from mismatch_ext.weight_sync import TensorComparison
+from mismatch_ext.weights import TensorComparison
 
 if TYPE_CHECKING:
     from vllm import LLM

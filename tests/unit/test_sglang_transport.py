@@ -17,7 +17,7 @@ import requests
 import torch
 from mismatch_ext.adapters.sglang import (
     HttpTransport,
-    VerifiedWeights,
+    Rollout,
     checkpoint_parameters,
     score_tokens,
     update_weights,
@@ -31,6 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, ReadinessError, RecordError
+from mismatch_ext.records import SamplingSettings
 from tests.models import tiny_model
 
 OK = {"success": True, "message": "Success"}
@@ -439,23 +440,15 @@ def test_a_sharded_tensor_is_refused(server: Server) -> None:
 
 
 def test_no_stamp_is_used_for_two_sets_of_weights(server: Server) -> None:
-    server.answers["/generate"] = (200, [scores([None, 3, None], [-1.5, 15, None], [-0.5, 4, None])])
-    verified = VerifiedWeights(
-        HttpTransport(server.url),
-        lambda: tensors(2),
-        lambda ids: torch.tensor([[-1.5, -0.5]]),
-        probes=torch.tensor([[3, 15, 4]]),
-        dtype="float32",
-        version=6,
-        decode_tokens=0,
-    )
+    server.answers["/server_info"] = (200, {**INFO, "dtype": "float32", "kv_cache_dtype": "float32"})
+    rollout = Rollout(HttpTransport(server.url), SamplingSettings(), max_new_tokens=1)
     server.answers[END] = (400, {"success": False, "message": "late"})
     with pytest.raises(EngineError, match="late"):
-        verified.update()
+        rollout.update(tensors(2))
     server.answers[END] = (200, OK)
-    verified.update()
-    assert verified.version == 8
-    assert [body["weight_version"] for path, body in server.asked if path == UPDATE] == ["7", "8"]
+    rollout.update(tensors(2))
+    assert rollout.weight_version == 2
+    assert [body["weight_version"] for path, body in server.asked if path == UPDATE] == ["1", "2"]
 
 
 def test_experts_in_one_tensor_are_refused_unless_asked_for(server: Server) -> None:

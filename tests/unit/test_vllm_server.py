@@ -26,7 +26,7 @@ from mismatch_ext.adapters.vllm.weights import Sending
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError
 from mismatch_ext.versions import installed
-from mismatch_ext.weight_sync.updates import in_parts
+from mismatch_ext.weights import in_parts
 
 SILENT = "/silent"
 Answers = dict[str, Any]

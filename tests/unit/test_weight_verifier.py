@@ -12,11 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import ConfigError, WeightSyncError
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.sides import RolloutSide, TrainerSide
-from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.verifier import EVENT, WeightVerifier, draw_probes
+from mismatch_ext.weights import EVENT, Decoded, TensorComparison, WeightVerifier, draw_probes
 
 PROBES = draw_probes(torch.arange(64))
 
@@ -164,13 +163,6 @@ def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_
     assert verdict.gap_mean < verdict.threshold
 
 
-def test_judging_raises_nothing_and_writes_nothing() -> None:
-    trainer, _, verifier, said = started()
-    for _ in range(10):
-        trainer.train()
-    assert verifier.judge().status == "stale" and said == []
-
-
 def test_a_trainer_that_was_asked_before_gives_the_verdict_of_one_asked_now() -> None:
     trainer, engine, verifier, _ = started()
     twin = copy.deepcopy(verifier)
@@ -199,24 +191,20 @@ def test_a_resumed_run_judges_alike() -> None:
     assert found == expected and found.status == "stale"
 
 
-def test_what_other_settings_make_nonsense_of_begins_anew_and_is_said() -> None:
+def test_the_state_of_other_settings_is_not_used() -> None:
     trainer, engine, verifier, _ = started()
     state = verifier.state_dict()
-    half = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="bfloat16")
-    half.begin()
-    own = half.state_dict()
-    said = half.load_state_dict(state)
-    assert said == (
-        "the check of weight updates begins anew: it was kept for float16, and the sides compute in bfloat16."
-    )
-    assert half.state_dict() == own
-    fewer = WeightVerifier(trainer, engine, MonitorConfig(), PROBES[:3, :7], dtype="float16", decode_tokens=4)
-    fewer.begin()
-    said = fewer.load_state_dict(state)
-    assert said == (
-        "the check of weight updates begins anew: it was kept of 8 probes of 32 tokens, and there are 3 of 7."
-    )
-    assert fewer.judge().status == "unchanged"
+    for probes, dtype, decoded, change in (
+        (PROBES, "bfloat16", 8, "kept for float16 and float16, and the sides compute in bfloat16 and bfloat16"),
+        (PROBES[:3, :7], "float16", 4, "[[8, 31], [8, 7]], and there are [[3, 6], [3, 3]]"),
+        (PROBES, "float16", 4, "[[8, 31], [8, 7]], and there are [[8, 31], [8, 3]]"),
+    ):
+        other = WeightVerifier(trainer, engine, MonitorConfig(), probes, dtype=dtype, decode_tokens=decoded)
+        other.begin()
+        begun = other.state_dict()
+        message = other.load_state_dict(state)
+        assert message is not None and "begins anew" in message and change in message
+        assert other.state_dict() == begun and other.judge().status == "unchanged"
 
 
 def test_a_decode_with_the_weights_of_the_start_is_named_and_prefill_is_not_accused() -> None:
@@ -260,8 +248,27 @@ def test_the_state_of_a_run_that_verified_nothing_leaves_the_baseline() -> None:
     begun = verifier.state_dict()
     off = WeightVerifier(trainer, engine, MonitorConfig(weight_sync="off"), PROBES, dtype="float16").state_dict()
     assert verifier.load_state_dict(off) is None and verifier.state_dict() == begun
-    with pytest.raises(WeightSyncError, match="version 7"):
-        verifier.load_state_dict({**off, "version": 7})
+    with pytest.raises(RecordError, match="weight_sync.prefill.updates: not an integer"):
+        verifier.load_state_dict({**begun, "prefill": {"updates": "two"}})
+
+
+def test_answers_that_cannot_be_judged_are_refused() -> None:
+    trainer, engine, verifier, _ = started()
+    twin = copy.deepcopy(verifier)
+    twin.rollout.score = lambda tokens: engine.score(tokens)[:, 1:]  # type: ignore[method-assign]
+    with pytest.raises(RecordError, match=r"\(8, 30\) \(engine\) and \(8, 31\) \(trainer\)"):
+        twin.judge()
+    with torch.no_grad():
+        trainer.model.mix[2].bias[:] = torch.nan
+    with pytest.raises(NonFiniteLogprobError, match=r"probe \(0, 0\) \(row, position\) is nan"):
+        verifier.judge()
+
+
+def test_the_coarser_side_sets_the_limits() -> None:
+    trainer = Trainer()
+    engine = Engine(trainer.model)
+    verifier = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float32", trainer_dtype="bf16")
+    assert verifier.state.dtypes == ("bfloat16", "float32")
 
 
 def test_probes_are_the_same_in_every_run_and_fit_the_engine() -> None:

@@ -50,8 +50,7 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.staleness.gap import ENOUGH
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync import SyncVerdict
-from mismatch_ext.weight_sync.verifier import WeightVerifier, draw_probes
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOTrainer as _Host

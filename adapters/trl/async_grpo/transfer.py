@@ -13,7 +13,7 @@ from mismatch_ext.adapters.vllm.stamps import Stamps, is_fresh
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, WeightSyncError
-from mismatch_ext.weight_sync.verifier import WeightVerifier
+from mismatch_ext.weights import WeightVerifier
 
 AGAIN = 0.1
 """Seconds between two pauses while requests are still under way to the server."""

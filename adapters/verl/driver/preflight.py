@@ -28,7 +28,7 @@ from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weight_sync.verifier import draw_probes
+from mismatch_ext.weights import draw_probes
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host

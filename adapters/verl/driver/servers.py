@@ -14,8 +14,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import EngineError
 from mismatch_ext.versions import on_cpu_build
-from mismatch_ext.weight_sync import Decoded
-from mismatch_ext.weight_sync.sums import Sums
+from mismatch_ext.weights import BitSums, Decoded
 
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 DECODE = {"logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
@@ -107,7 +106,7 @@ def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) 
     return [] if _is_sglang(replica) else _ask_workers(replica, timeout, "mismatch_sums", dict(shapes))
 
 
-def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, Sums]]:
+def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, BitSums]]:
     """Return what each worker holds, by name.
 
     Raises:

@@ -22,9 +22,16 @@ from mismatch_ext.adapters.verl.driver.servers import (
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.weight_sync import Decoded, TensorComparison
-from mismatch_ext.weight_sync.sums import Shape, Sums, added, compare_sums
-from mismatch_ext.weight_sync.verifier import Look, WeightVerifier
+from mismatch_ext.weights import (
+    BitSums,
+    Decoded,
+    Shape,
+    TensorComparison,
+    TrainerLook,
+    WeightVerifier,
+    added,
+    compare_sums,
+)
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
@@ -61,9 +68,9 @@ class Actor:
     def __init__(self, workers: Any, dtype: str) -> None:
         self._workers, self._dtype = workers, dtype
         self.shapes: dict[str, Shape] = {}
-        self.sums: dict[str, Sums] = {}
+        self.sums: dict[str, BitSums] = {}
 
-    def look(self, tokens: Tensor) -> Look:
+    def look(self, tokens: Tensor) -> TrainerLook:
         """Return what all ranks say of the actor's present weights.
 
         To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
@@ -72,7 +79,7 @@ class Actor:
         self.shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
         self.sums = added(answer["sums"] for answer in found)
         logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
-        return Look(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
+        return TrainerLook(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return log-probabilities `[N, T-1]`, float64."""
@@ -99,7 +106,7 @@ class Engine:
         self._actor = actor
         self.decoded: Decoded | None = None
         self.probes: Sequence[Any] = ()
-        self.sums: Mapping[str, Sums] = {}
+        self.sums: Mapping[str, BitSums] = {}
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return the answer to the tokens that were last asked `[N, T-1]`, float64.
@@ -116,7 +123,7 @@ class Engine:
         assert self.decoded is not None  # `RolloutWeights` asks the engine before the verifier calls this
         return self.decoded
 
-    def compare(self, sent: Mapping[str, Sums], before: Mapping[str, Sums]) -> Sequence[TensorComparison]:
+    def compare(self, sent: Mapping[str, BitSums], before: Mapping[str, BitSums]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms by the sums of their bits; SGLang's servers report none."""
         return compare_sums(self.sums, sent, before, self._actor.shapes)
 
@@ -147,7 +154,7 @@ class RolloutWeights:
     ) -> None:
         self._replicas, self._probes = replicas, probes
         self._actor = Actor(workers, dtype)
-        self._looked: Look | None = None
+        self._looked: TrainerLook | None = None
         self._verifiers: list[tuple[WeightVerifier, Engine]] = []
         for server in range(len(replicas)):
             engine = Engine(self._actor)

@@ -15,7 +15,7 @@ from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
 from mismatch_ext.errors import EngineError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.versions import on_cpu_build
-from mismatch_ext.weight_sync.sums import Piece, Sums, sums_of
+from mismatch_ext.weights import BitSums, Piece, sums_of
 
 
 class RolloutExtension(vLLMColocateWorkerExtension):
@@ -91,7 +91,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         super()._apply_buffer_updates_all_models(self._buffers_aside, buffers)
         self._buffers_aside = []
 
-    def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, Sums]:
+    def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, BitSums]:
         """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, whole or a range of rows.
 
         Args:

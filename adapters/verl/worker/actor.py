@@ -30,14 +30,13 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.fingerprint import fingerprint
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
-from mismatch_ext.weight_sync.sums import sums_of
+from mismatch_ext.weights import fingerprint, sums_of
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine

@@ -7,15 +7,18 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.records import RolloutRecord, SamplingSettings, collate
 from mismatch_ext.routing import RoutingShape
+from mismatch_ext.weights import NamedTensors, SyncVerdict, WeightVerifier, fingerprint
 
 
 def described(record: RolloutRecord) -> dict[str, Any]:
@@ -78,9 +81,8 @@ def vllm(model: str, sampling: dict[str, Any], rows: list[list[int]], count: int
     parameters = SamplingParams(max_tokens=count, logprobs=0, **sampling, **options)
     outputs = llm.generate([{"prompt_token_ids": row} for row in rows], parameters, use_tqdm=False)
     records = turned(engine, outputs, rows, engine.read_engine(llm), settings, layout.shape)
-    verified = engine.VerifiedWeights(
-        llm, trained.named_parameters, lambda ids: score_tokens(trained, ids), probes=PROBES, dtype="float32"
-    )
+    rollout = engine.Rollout(llm, settings, max_new_tokens=count)
+    verified = Verified(rollout, trained.named_parameters, lambda ids: score_tokens(trained, ids), PROBES, "float32")
     updates = updated(verified, trained)
     engine.shutdown(llm)
     return {"records": records, "updates": updates}
@@ -91,7 +93,35 @@ LEAST = "model.norm.weight"
 """A tensor that is compared where tensors can be."""
 
 
-def updated(verified: Any, model: nn.Module) -> dict[str, Any]:
+class Verified:
+    """A model whose weights are sent to an engine, each update verified: both score the same probes `[N, T]`."""
+
+    def __init__(
+        self,
+        rollout: Any,
+        parameters: Callable[[], NamedTensors],
+        score: Callable[[Tensor], Tensor],
+        probes: Tensor,
+        dtype: str,
+    ) -> None:
+        self.rollout, self.parameters, self.score = rollout, parameters, score
+        self.verifier = WeightVerifier(self, rollout, MonitorConfig(), probes, dtype=dtype)
+        self.verifier.begin()
+
+    def fingerprint(self) -> str:
+        return fingerprint(self.parameters())
+
+    def update(self) -> SyncVerdict:
+        """Send the weights and verify them; a bad verdict raises."""
+        _, samples = self.rollout.update(self.parameters())
+        return self.verifier.verify(samples)
+
+    def verify(self) -> SyncVerdict:
+        """Judge whether the engine holds the present weights, whoever sent them."""
+        return self.verifier.judge()
+
+
+def updated(verified: Verified, model: nn.Module) -> dict[str, Any]:
     """Train a model and update an engine, rightly and wrongly; return the verdicts, or what was raised."""
     verdicts = {}
 
@@ -121,6 +151,6 @@ def updated(verified: Any, model: nn.Module) -> dict[str, Any]:
         "statuses": {name: verdict.status for name, verdict in verdicts.items()},
         "messages": {name: verdict.message for name, verdict in verdicts.items()},
         "a part sent": refused,
-        "version": verified.version,
+        "version": verified.rollout.weight_version,
         "saved": sorted(verified.verifier.state_dict()),
     }

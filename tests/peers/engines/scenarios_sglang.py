@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -31,8 +31,8 @@ from mismatch_ext.adapters.sglang import (
 from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.http import HttpTransport
 from mismatch_ext.adapters.sglang.probes import score_tokens
+from mismatch_ext.adapters.sglang.side import Rollout
 from mismatch_ext.adapters.sglang.transport import Transport
-from mismatch_ext.adapters.sglang.verified import VerifiedWeights
 from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 from mismatch_ext.adapters.transformers import scoring
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
@@ -43,8 +43,9 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.records import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
+from mismatch_ext.weights import NamedTensors
 from tests.oracle import float32_error
-from tests.peers.engines.scenarios_conformance import PROBES, turned, updated
+from tests.peers.engines.scenarios_conformance import PROBES, Verified, turned, updated
 
 # The share of memory is no reservation, max_total_tokens is; a small one fails when others take memory during the start.
 OPTIONS: dict[str, Any] = {
@@ -258,13 +259,18 @@ def train(model: nn.Module, seed: int) -> None:
         parameter += 0.03 * torch.randn(parameter.shape, generator=generator, dtype=torch.float32).to(parameter.dtype)
 
 
+def verified_by(
+    engine: Transport, parameters: Callable[[], NamedTensors], model: nn.Module, probes: Tensor, dtype: str
+) -> Verified:
+    """Return an engine whose updates are verified by what a model scores."""
+    rollout = Rollout(engine, PLAIN, max_new_tokens=1)
+    return Verified(rollout, parameters, lambda ids: scoring.score_tokens(model, ids), probes, dtype)
+
+
 def updates(rollouts: Rollouts) -> dict[str, Any]:
     """Return the verdicts on the updates that every engine is held to, and leave the engine with the weights it had."""
     model = copy.deepcopy(rollouts.model)
-    verified = VerifiedWeights(
-        rollouts.engine, lambda: checkpoint_parameters(model), lambda ids: scoring.score_tokens(model, ids), probes=PROBES,
-        dtype="float32",
-    )  # fmt: skip
+    verified = verified_by(rollouts.engine, lambda: checkpoint_parameters(model), model, PROBES, "float32")
     found = updated(verified, model)
     update_weights(
         rollouts.engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version=rollouts.version
@@ -276,13 +282,7 @@ def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
     """Update an engine's weights in right and wrong ways, and see what is noticed."""
     engine, model = rollouts.engine, rollouts.model
     probes = torch.randint(2, 16, (8, 24), generator=torch.Generator().manual_seed(9))
-    verified = VerifiedWeights(
-        engine,
-        lambda: checkpoint_parameters(model),
-        lambda ids: scoring.score_tokens(model, ids),
-        probes=probes,
-        dtype=dtype,
-    )
+    verified = verified_by(engine, lambda: checkpoint_parameters(model), model, probes, dtype)
     found: dict[str, Any] = {"statuses": []}
     before = copy.deepcopy(model)
 
@@ -292,7 +292,7 @@ def weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
 
     train(model, 1)
     judged(verified.update())
-    rollouts.version = verified.version
+    rollouts.version = verified.rollout.weight_version
     records = rollouts.check("after an update", prompts(8, 90, seed=2), 60, ignore_eos=True)
     found["moved"] = max(float(gap.abs().max()) for gap in gaps(before, records))
     train(model, 2)
@@ -479,9 +479,7 @@ def half_weights(rollouts: Rollouts, dtype: str) -> dict[str, Any]:
         return checkpoint_parameters(masters)
 
     probes = torch.randint(2, model.config.vocab_size, (8, 24), generator=torch.Generator().manual_seed(9))
-    verified = VerifiedWeights(
-        engine, parameters, lambda ids: scoring.score_tokens(model, ids), probes=probes, dtype=dtype
-    )
+    verified = verified_by(engine, parameters, model, probes, dtype)
     train(masters, 4)
     model.load_state_dict(masters.state_dict())
     verdict = verified.update()

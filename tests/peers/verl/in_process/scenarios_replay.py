@@ -30,7 +30,7 @@ from verl.workers.utils.padding import response_from_nested
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import UntestedVersionWarning
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
-from mismatch_ext.weight_sync.sums import Piece, added, compare_sums, sums_of
+from mismatch_ext.weights import Piece, added, compare_sums, sums_of
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
 from tests.peers.verl.in_process.scenarios_training import overflowing

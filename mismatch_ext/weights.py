@@ -1,0 +1,795 @@
+"""Proves after each weight update that the engine computes with the trainer's weights.
+
+Both sides score fixed probe tokens: the trainer, and the engine by prefill. The engine also decodes a few tokens, which
+its own prefill then scores. Each check compares scores of the engine with a reference: prefill with the trainer, decode
+with prefill. Both remember the same things (`History`) and look at the same evidence, strongest first. N sequences, T
+tokens.
+
+1. A score of the engine is not finite: garbled. Rounding cannot make one from finite weights.
+2. Prefill only: tensors that both sides hold under one name and layout (embeddings, norms) are compared bit by bit
+   after rounding to the engine's dtype. A tensor that differs but equals the trainer's previous version is stale,
+   because that does not happen by chance. Any other difference is stale if rule 3 or 4 holds, or if the engine's scores
+   have not changed in a bit although the trainer's weights have; otherwise it is garbled.
+3. The engine's scores have not changed in a bit while the reference moved by more than the movement floor: stale.
+   Movement is counted from when the engine's scores last changed, so that small steps add up.
+4. The engine's scores are nearer than half the gap to an older reference that lies beyond the movement floor: stale.
+   Unlike rule 3, this also catches engines whose numerics are not reproducible. Decoded tokens are compared as far as
+   they agree with the older ones, because a token's score depends on the tokens before it.
+5. The gap exceeds `max(FACTOR * baseline, floor)`, or the ceiling: garbled, or stale if the engine's scores have not
+   changed in a bit although the trainer's weights have. The baseline is this model's own gap between two sides with the
+   same weights: the smaller of the gap before the first update and the gap after it. The gap before is wrong if the
+   trainer's model is not the one on disk, the gap after if the first update garbles. Rounding errors grow with the
+   logits, so the baseline grows with the spread of the reference. The baseline of decode is at most that of prefill:
+   two passes of one engine differ by no more than two engines do, and a decode that was wrong from the start must not
+   be its own measure.
+
+The trainer is compared with prefill, which computes each sequence anew. If captured graphs, packed copies of weights or
+a prefix cache are stale, prefill is still right, and only decode is wrong. Gaps of decode are means without the largest
+tenth of the tokens: a token that took another expert in one of the two passes is no sign of a stale copy, because a
+stale copy moves most tokens. Each sequence's first sampled token is left out, because the pass over the prompt computed
+it. Seeds and prompts are the same each time.
+
+The floors and ceilings come from measured gaps (one vLLM, seven models, dense and MoE, same weights): float32 1e-7 to
+7e-6, float16 9e-5 to 2e-2, bfloat16 7e-4 to 0.2. The floor is one unit in the last place of a log-probability of size 1
+for the half dtypes, and 14 times the largest gap for float32; the ceilings are far above the largest gap. Within one
+dtype the gaps of models differ by a factor of 200, so each model has a baseline of its own instead of one threshold.
+The errors to be caught: an update that left MoE weights unpacked, 1.1e-2 on a model with gaps of 1e-7 (float32) to 8e-4
+(bfloat16); a sleep mode that loses weights, 0.201 after 0.015 (bfloat16). Both exceed the factor of 10.
+
+Known limits: a change of the weights that moves the probes by less than the movement floor cannot be told from numerics
+by log-probabilities. Rule 3 sees such changes once they have added up; until then only the comparison of tensors sees
+them. A copy for decode that is stale in part, such as one expert's, passes until it moves enough tokens. Code that runs
+only for other shapes, such as graphs captured for larger batches, is not tested.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.precision.dtypes import canonical, coarser
+from mismatch_ext.states import from_json, state, to_json
+
+NamedTensors = Iterable[tuple[str, Tensor]]
+Rows = list[list[float]]
+Status = Literal["in_sync", "unchanged", "stale", "garbled", "stale_decode"]
+
+FACTOR = 10.0
+FLOOR = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
+CEILING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
+# Every step changes some bit of float32 weights, so in float32 even a small movement should have reached the engine.
+MOVEMENT_FLOOR = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
+HISTORY = 8
+LEFT_OUT = 0.1
+"""A mean over decoded tokens leaves out this share of them: those that differ most."""
+COMPARABLE = 0.25
+"""Decoded tokens are compared with older ones if at least this share of them is the same."""
+
+# Choices: enough positions for the rules above, and 256 tokens are scored in one batch.
+PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
+EVENT = "weight_sync"
+"""Name of the event that says that an update went wrong."""
+
+REMEDIES = {
+    "stale": "The update did not reach the weights that the engine computes with: check that the weights are sent after each "
+    "optimizer step, that the engine reloads its packed or captured copies, that it was awake, and that its prefix cache was "
+    "reset.",
+    "garbled": "Weights arrived, but wrong: check names and layouts (fused, packed or expert weights that the engine must repack "
+    "after an update), casts on the way, and truncated transfers.",
+    "stale_decode": "The engine's decode path does not compute with the weights that its prefill has. Captured graphs and packed "
+    "copies of weights have to be made again after each update, and the prefix cache to be reset: let it run without captured "
+    "graphs (enforce_eager), and check that whatever updates its weights resets the cache.",
+    "decodes_nan": "Its prefill's are: an engine that has computed with NaN may still read it from its KV cache. Start the run "
+    "again, or the engine.",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorComparison:
+    """A tensor that both sides hold in one layout, compared after rounding to the engine's dtype; None is unknown."""
+
+    name: str
+    equal: bool
+    max_abs_diff: float | None
+    matches_previous: bool | None = None
+    """Whether the engine's tensor equals the trainer's before this update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoded:
+    """Tokens that an engine sampled: prompts and samples `[N, P+L]`, int64; log-probabilities of the samples `[N, L]`, in nats.
+
+    Sampling is one token after the other, at temperature 1 over the whole vocabulary.
+    """
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncVerdict:
+    """Judgment of one weight update.
+
+    Args:
+        status: "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale"; "garbled";
+            "stale_decode" (prefill is in sync, but the engine decodes with older weights).
+        gap_mean: Mean |engine - trainer| over the probes, nats per token; infinity if a value of the engine is not
+        finite.
+        gap_max: Largest |engine - trainer| over the probes.
+        baseline: Gap between two sides with the same weights, scaled to the present spread of the probes.
+        threshold: Gap above which the weights count as garbled.
+        movement: Mean change of the trainer's probes since the engine's probes last changed.
+        message: The figures, and what to do when the status is bad.
+        decode_gap: Mean |decode - prefill| of tokens that the engine sampled, nats; None when the engine did not
+        decode.
+    """
+
+    status: Status
+    gap_mean: float
+    gap_max: float
+    baseline: float
+    threshold: float
+    movement: float
+    message: str
+    decode_gap: float | None = None
+
+    @property
+    def ok(self) -> bool:
+        """Whether the engine computes with the trainer's weights, as far as can be seen."""
+        return self.status in ("in_sync", "unchanged")
+
+
+# What a check remembers, and what it sees.
+
+
+@state
+class Version:
+    """The reference's scores of one look `[N, T]`, and the tokens if the engine chose them."""
+
+    reference: Rows
+    tokens: list[list[int]] | None = None
+
+
+@state
+class History:
+    """What a check remembers of earlier updates."""
+
+    baseline: tuple[float, float] | None = None
+    """Smallest gap of two sides with the same weights, and the spread of the reference then."""
+    updates: int = 0
+    engine: Rows | None = None
+    """The engine's scores."""
+    since: Version | None = None
+    """The reference when the engine's scores last changed."""
+    versions: tuple[Version, ...] = ()
+    """The first reference, which an engine that never got an update stays near, and the latest few."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Look:
+    """Scores of one look `[N, T]` as tensors, float64 on the CPU; tokens if the engine chose them."""
+
+    engine: Tensor
+    reference: Tensor
+    tokens: Tensor | None = None
+    left_out: float = 0.0
+
+    @cached_property
+    def gap(self) -> float:
+        """Mean difference of engine and reference; infinity if a score is not finite."""
+        return self.mean(self.engine - self.reference)
+
+    @property
+    def spread(self) -> float:
+        """Standard deviation of the reference."""
+        return float(self.reference.std(correction=0))
+
+    def mean(self, difference: Tensor) -> float:
+        """Return the mean absolute difference without the share that is left out; infinity if one is not finite."""
+        sizes = difference.abs().flatten()
+        if not bool(torch.isfinite(sizes).all()):
+            return math.inf
+        if self.left_out:
+            sizes = sizes.sort().values[: len(sizes) - int(self.left_out * len(sizes))]
+        return float(sizes.mean())
+
+    def movement(self, version: Version, where: Tensor | None = None) -> float:
+        """Return how far the reference is from an older one."""
+        difference = self.reference - torch.tensor(version.reference, dtype=torch.float64)
+        return self.mean(difference if where is None else difference[where])
+
+    def common(self, version: Version) -> Tensor:
+        """Return True where a token and all tokens before it are those of an older version `[N, T]`."""
+        if self.tokens is None:
+            return torch.ones_like(self.engine, dtype=torch.bool)
+        return (self.tokens == torch.tensor(version.tokens)).long().cumprod(1).bool()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """One look beside the history."""
+
+    gap: float
+    baseline: float
+    threshold: float
+    frozen: bool
+    """Whether the engine's scores have not changed in a bit."""
+    movement: float
+    """Mean change of the reference since the engine's scores last changed; 0 if they just did."""
+    moved: bool
+    """Whether the engine's scores are the same while the reference moved by more than the movement floor."""
+    older: float | None
+    """Distance to the nearest older version, if it is so small that the engine must hold that version."""
+
+
+def with_baseline(history: History, now: Look) -> History:
+    """Take the gap of a look as the baseline if it is the smallest so far."""
+    if math.isfinite(now.gap) and (history.baseline is None or now.gap < history.baseline[0]):
+        return replace(history, baseline=(now.gap, now.spread))
+    return history
+
+
+def began(history: History, now: Look) -> History:
+    """Take a look before the first update, when the engine holds the weights that training starts from."""
+    history = replace(with_baseline(history, now), engine=None, since=None, versions=())
+    return remembered(history, now, frozen=False, new=math.isfinite(now.gap))
+
+
+def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.inf, noise: float = 1) -> Evidence:
+    """Compare a look with the history; the baseline is at most `most`, and a version's own noise is `noise` baselines."""
+    gap, spread = history.baseline or (math.inf, 0.0)
+    baseline = min(gap * max(1.0, now.spread / spread) if spread > 0 else gap, most)
+    floor = max(MOVEMENT_FLOOR[dtype], noise * baseline)
+    movement, frozen = 0.0, False
+    if history.engine is not None and history.since is not None:
+        frozen = now.engine.tolist() == history.engine and bool(now.common(history.since).all())
+        movement = now.movement(history.since) if frozen else 0.0
+    distances = []
+    for version in history.versions:
+        common = now.common(version)
+        if common.double().mean() < COMPARABLE or now.movement(version, common) <= floor:
+            continue
+        distance = now.mean((now.engine - torch.tensor(version.reference, dtype=torch.float64))[common])
+        if distance < now.mean((now.engine - now.reference)[common]) / 2:
+            distances.append(distance)
+    return Evidence(
+        gap=now.gap,
+        baseline=baseline,
+        threshold=min(max(FACTOR * baseline, FLOOR[dtype]), CEILING[dtype]),
+        frozen=frozen,
+        movement=movement,
+        moved=frozen and movement > floor,
+        older=min(distances, default=None),
+    )
+
+
+def remembered(history: History, now: Look, *, frozen: bool, new: bool) -> History:
+    """Add a look to the history: as the last change of the engine unless it is frozen, as a version of the reference if `new`."""
+    if not new and (frozen or math.isinf(now.gap)):
+        return history
+    version = Version(reference=now.reference.tolist(), tokens=None if now.tokens is None else now.tokens.tolist())
+    if not frozen and math.isfinite(now.gap):
+        history = replace(history, engine=now.engine.tolist(), since=version)
+    if new:
+        history = replace(history, versions=history.versions[:1] + (*history.versions[1:], version)[-HISTORY:])
+    return history
+
+
+# Prefill.
+
+
+def judge_prefill(
+    history: History, now: Look, dtype: str, *, changed: bool, comparisons: Sequence[TensorComparison] = ()
+) -> tuple[History, SyncVerdict]:
+    """Judge one update by the engine's prefill; `changed` says whether the trainer's weights differ from those before."""
+    if not history.updates or history.baseline is None:
+        history = with_baseline(history, now)
+    seen = evidence_of(history, now, dtype)
+    status, why = _prefill_status(now, seen, changed, comparisons)
+    history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
+    history = replace(history, updates=history.updates + 1)
+    gap_max = float((now.engine - now.reference).abs().max()) if math.isfinite(seen.gap) else math.inf
+    message = (
+        f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {gap_max:.3g}; {dtype} "
+        f"baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(status, '')}"
+    )
+    return history, SyncVerdict(
+        status=status,
+        gap_mean=seen.gap,
+        gap_max=gap_max,
+        baseline=seen.baseline,
+        threshold=seen.threshold,
+        movement=seen.movement,
+        message=message.rstrip(),
+    )
+
+
+def _prefill_status(
+    now: Look, seen: Evidence, changed: bool, comparisons: Sequence[TensorComparison]
+) -> tuple[Status, str]:
+    """Apply the rules at the top of the file in their order."""
+    if not math.isfinite(seen.gap):
+        count = int((~torch.isfinite(now.engine)).sum())
+        return "garbled", f"{count} of {now.engine.numel()} engine log-probabilities are not finite."
+    stale = ""
+    if seen.moved:
+        stale = f"The trainer's log-probabilities moved by {seen.movement:.3g}, the engine's not in a bit."
+    elif seen.older is not None:
+        stale = f"The engine is at {seen.older:.3g} from the probes of an older trainer version."
+    elif seen.frozen and changed:
+        stale = "The trainer's weights changed, the engine's log-probabilities not in a bit."
+    differing = [comparison for comparison in comparisons if not comparison.equal]
+    if differing:
+        previous = [comparison.name for comparison in differing if comparison.matches_previous]
+        if previous:
+            stale = f"{len(previous)} are the trainer's previous version, such as {previous[0]}."
+        largest = max(differing, key=lambda c: math.inf if c.max_abs_diff != c.max_abs_diff else c.max_abs_diff or 0.0)
+        size = "" if largest.max_abs_diff is None else f" by {largest.max_abs_diff:.3g}"
+        text = (
+            f"{len(differing)} of {len(comparisons)} tensors differ from the trainer's, such as {largest.name}{size}."
+        )
+        return "stale" if stale else "garbled", f"{text} {stale}".rstrip()
+    if seen.moved or seen.older is not None:
+        return "stale", stale
+    if seen.gap > seen.threshold:
+        return (
+            ("stale", stale) if stale else ("garbled", "The weights are neither the trainer's nor an older version's.")
+        )
+    if not changed:
+        return "unchanged", "The trainer's weights are those of the previous update."
+    exact = f", {len(comparisons)} tensors are equal bit by bit" if comparisons else ""
+    return "in_sync", f"The gap of prefill is within numerics{exact}."
+
+
+# Decode.
+
+
+def decode_look(decoded: Decoded, prefill: Tensor) -> Look:
+    """Return decoded tokens beside prefill's scores of them `[N, L]`, without each row's first token."""
+    count = decoded.logprobs.shape[1]
+    sampled = decoded.tokens[:, decoded.tokens.shape[1] - count :]
+    if not (sampled.shape == decoded.logprobs.shape == prefill.shape) or count < 2:
+        raise RecordError(
+            f"decoded tokens {tuple(sampled.shape)}, their log-probabilities {tuple(decoded.logprobs.shape)} and prefill's "
+            f"{tuple(prefill.shape)}; allowed: the same shape, at least two tokens per sequence."
+        )
+    engine, reference = (x.detach().to("cpu", torch.float64)[:, 1:] for x in (decoded.logprobs, prefill))
+    return Look(engine=engine, reference=reference, tokens=sampled.detach().cpu()[:, 1:], left_out=LEFT_OUT)
+
+
+def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tuple[History, SyncVerdict]:
+    """Judge the decode after one update; `numerics` is the baseline of prefill, nats per token."""
+    if not history.updates or history.baseline is None:
+        history = with_baseline(history, now)
+    # Two passes of prefill, each with its own noise, differ by less than two baselines.
+    seen = evidence_of(history, now, dtype, most=numerics, noise=2)
+    why, remedy = "", "stale_decode"
+    if math.isinf(seen.gap):
+        why, remedy = "Log-probabilities of decoded tokens are not finite.", "decodes_nan"
+    elif seen.moved:
+        why = f"Decoded tokens have not changed in a bit, while prefill's scores of them moved by {seen.movement:.3g}."
+    elif seen.older is not None:
+        why = f"The engine decodes at {seen.older:.3g} from its prefill before an earlier update."
+    elif seen.gap > seen.threshold:
+        why = "The engine's decode differs from its prefill of the same tokens."
+    new = not seen.frozen and math.isfinite(seen.gap)
+    history = replace(remembered(history, now, frozen=seen.frozen, new=new), updates=history.updates + 1)
+    figures = (
+        f"Mean gap between decode and prefill {seen.gap:.3g}, {dtype} noise {seen.baseline:.3g}, threshold {seen.threshold:.3g} "
+        f"({now.engine.numel()} tokens)."
+    )
+    return history, SyncVerdict(
+        status="stale_decode" if why else "in_sync",
+        gap_mean=seen.gap,
+        gap_max=float((now.engine - now.reference).abs().max()),
+        baseline=seen.baseline,
+        threshold=seen.threshold,
+        movement=seen.movement,
+        message=f"{why} {figures} {REMEDIES[remedy]}"
+        if why
+        else f"The engine decodes as its prefill scores. {figures}",
+    )
+
+
+# Both sides, asked after each update.
+
+
+class Trained(Protocol):
+    """The methods that are called on the trainer."""
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return log-probabilities `[N, T-1]` at temperature 1, in nats, of all but the first of tokens `[N, T]` (int64)."""
+
+    def fingerprint(self) -> str:
+        """Return a digest of the current weights, which changes when the weights change."""
+
+
+class Sampled(Protocol):
+    """The methods that are called on the engine."""
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Decode `count` tokens after each prompt of `[N, P]`; the same weights give the same tokens.
+
+        Log-probabilities are at temperature 1, without truncation. Decoding does not stop at an end token, and does not change
+        the random numbers that the engine samples with.
+        """
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare samples of the tensors just sent, and of those sent before, with the engine's; empty if they cannot be read."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerLook:
+    """The trainer's weights at one moment: log-probabilities of the probes `[N, T-1]`, and a digest."""
+
+    logprobs: Tensor
+    fingerprint: str
+
+
+@state
+class VerifierState:
+    """What a checkpoint holds of a verifier: the dtypes of both checks, and their histories."""
+
+    dtypes: tuple[str, str]
+    prefill: History = field(default_factory=History)
+    decode: History = field(default_factory=History)
+
+
+def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
+    """Draw the probe sequences `[N, T]`, int64, the same in every run; all ids are equally likely, to probe rare embeddings too.
+
+    Args:
+        vocabulary: Token ids `[V]` that probes may use, int64; the probes lie on its device.
+        longest: The most tokens that the engine can score in one sequence; None for no limit.
+    """
+    length = PROBE_LENGTH if longest is None else min(PROBE_LENGTH, longest)
+    generator = torch.Generator().manual_seed(0)
+    rows = torch.randint(len(vocabulary), (PROBES, length), generator=generator)
+    return vocabulary[rows.to(vocabulary.device)]
+
+
+class WeightVerifier:
+    """Verifies every weight update of one engine: both sides score the same probe tokens.
+
+        verifier = WeightVerifier(trainer, engine, monitor, draw_probes(vocabulary), dtype="bfloat16")
+        verifier.begin()                      # the engine holds the weights that training starts from
+        ...                                   # an optimizer step; the weights are sent
+        verdict = verifier.verify()
+
+    Args:
+        trainer: The trainer.
+        rollout: The engine.
+        monitor: The `monitor` section; `weight_sync` says what a bad verdict leads to.
+        probes: Probe tokens `[N, T]`, int64.
+        dtype: The engine's compute dtype.
+        trainer_dtype: The trainer's compute dtype; None if it is the engine's or finer. The coarser of the two sets the
+            limits, because it sets the gap.
+        event: Called with level, name and message when an update went wrong; None writes nothing.
+        name: The engine's name in that message, when there are several engines.
+        decode_tokens: The engine decodes this many tokens instead of each probe's last ones, and they are compared with
+            its prefill; 0 for none. Captured graphs, packed copies and caches with old weights show there alone.
+
+    Attributes:
+        decoded: Number of tokens that the engine decodes after each prompt.
+        verdict: The last verdict; None before the first.
+        state: What a checkpoint holds.
+
+    Raises:
+        PrecisionError: A name is not a compute dtype.
+        ConfigError: The engine has no `decode`, and `decode_tokens` is not 0.
+    """
+
+    def __init__(
+        self,
+        trainer: Trained,
+        rollout: Sampled,
+        monitor: MonitorConfig,
+        probes: Tensor,
+        *,
+        dtype: str | torch.dtype,
+        trainer_dtype: str | torch.dtype | None = None,
+        event: Callable[[str, str, str], None] | None = None,
+        name: str = "",
+        decode_tokens: int = DECODE_TOKENS,
+    ) -> None:
+        self.trainer, self.rollout, self.monitor, self.probes = trainer, rollout, monitor, probes
+        engine = canonical(dtype)
+        self.state = VerifierState(dtypes=(coarser(engine, engine if trainer_dtype is None else trainer_dtype), engine))
+        self.decoded = min(decode_tokens, probes.shape[1] - 1)
+        self.verdict: SyncVerdict | None = None
+        self._event, self._name = event, name
+        self._fingerprint: str | None = None
+        self._before: Mapping[str, Any] = {}
+        if self.decoded and not callable(getattr(rollout, "decode", None)):
+            raise ConfigError(
+                f"mismatch.monitor.weight_sync={monitor.weight_sync!r}: {type(rollout).__name__} cannot be asked to decode; give "
+                "it the method `decode` of mismatch_ext.run.RolloutSide, or set weight_sync to 'off'."
+            )
+
+    @property
+    def begun(self) -> bool:
+        """Whether a baseline or an update is known, by which the next update can be judged."""
+        return bool(self.state.prefill.versions)
+
+    @property
+    def prompts(self) -> Tensor:
+        """Prompts `[N, P]` after which the engine decodes: the probes without their last `decoded` tokens."""
+        return self.probes[:, : self.probes.shape[1] - self.decoded]
+
+    def begin(self) -> None:
+        """Note the gap before the first update, while the engine holds the weights that training starts from.
+
+        Do not call this if the engine's weights are random until the first update. The first update's gap is then the
+        only baseline, and garbled weights go unnoticed up to the ceiling.
+
+        Raises:
+            RecordError: The sides' answers differ in shape.
+            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        """
+        engine, decode = self._ask()
+        state = replace(
+            self.state, prefill=began(self.state.prefill, self._look(engine, self.trainer.score(self.probes)))
+        )
+        self.state = state if decode is None else replace(state, decode=began(state.decode, decode))
+        self._fingerprint = self.trainer.fingerprint()
+
+    def look(self) -> TrainerLook:
+        """Ask only the trainer; when the sides take turns on a device, pass the result to `verify` once the engine is awake."""
+        return TrainerLook(fingerprint=self.trainer.fingerprint(), logprobs=self.trainer.score(self.probes))
+
+    def moved(self) -> bool:
+        """Tell whether the trainer's weights differ from those at the last verdict."""
+        return self.trainer.fingerprint() != self._fingerprint
+
+    def judge(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
+        """Judge whether the engine holds the trainer's present weights, whoever sent them; a bad verdict is only returned.
+
+        Args:
+            sent: Samples of the tensors that the last update sent, for the engine's `compare`; None compares none.
+            look: What `look` returned for the present weights; None asks the trainer now.
+
+        Raises:
+            RecordError: The sides' answers differ in shape.
+            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        """
+        sent = {} if sent is None else sent
+        engine, decode_now = self._ask()
+        comparisons = self.rollout.compare(sent, self._before)
+        look = self.look() if look is None else look
+        dtype, engine_dtype = self.state.dtypes
+        prefill, verdict = judge_prefill(
+            self.state.prefill,
+            self._look(engine, look.logprobs),
+            dtype,
+            changed=look.fingerprint != self._fingerprint,
+            comparisons=comparisons,
+        )
+        self.state = replace(self.state, prefill=prefill)
+        if decode_now is not None:
+            decode, decode_verdict = judge_decode(self.state.decode, decode_now, engine_dtype, verdict.baseline)
+            self.state = replace(self.state, decode=decode)
+            # If prefill is wrong too, that is the cause to name.
+            worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
+            verdict = replace(verdict, status=worse.status, message=worse.message, decode_gap=decode_verdict.gap_mean)
+        self._before, self._fingerprint, self.verdict = sent, look.fingerprint, verdict
+        return verdict
+
+    def verify(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise if the block says so.
+
+        Raises:
+            WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
+            RecordError: The sides' answers differ in shape.
+            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        """
+        verdict = self.judge(sent, look)
+        if not verdict.ok:
+            if self._event is not None:
+                self._event("error", EVENT, f"{self._name}: {verdict.message}" if self._name else verdict.message)
+            if self.monitor.weight_sync == "error":
+                raise WeightSyncError(verdict.message)
+        return verdict
+
+    def _ask(self) -> tuple[Tensor, Look | None]:
+        """Return prefill's scores of the probes, and the decoded tokens with prefill's scores of them."""
+        count = self.decoded
+        if count == 0:
+            return self.rollout.score(self.probes), None
+        # Decode before anything is scored, so that decoding meets whatever a cache still holds for these prompts.
+        decoded = self.rollout.decode(self.prompts, count)
+        scores = self.rollout.score(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
+        return scores[: len(self.probes)], decode_look(decoded, scores[len(self.probes) :, -count:])
+
+    def _look(self, engine: Tensor, trainer: Tensor) -> Look:
+        shape = (len(self.probes), self.probes.shape[1] - 1)
+        if not (tuple(engine.shape) == tuple(trainer.shape) == shape):
+            raise RecordError(
+                f"probe log-probabilities of shape {tuple(engine.shape)} (engine) and {tuple(trainer.shape)} (trainer); allowed: "
+                f"{shape}. Score the same probe tokens on both sides."
+            )
+        engine, trainer = (x.detach().to("cpu", torch.float64, copy=True) for x in (engine, trainer))
+        bad = (~torch.isfinite(trainer)).nonzero()
+        if len(bad):
+            place = tuple(int(i) for i in bad[0])
+            raise NonFiniteLogprobError(
+                f"the trainer's log-probability of probe {place} (row, position) is {float(trainer[place])}; its own forward "
+                "pass is broken, so the engine's weights cannot be judged."
+            )
+        return Look(engine=engine, reference=trainer)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state that a resumed run continues from, as JSON-able data."""
+        return to_json(self.state)
+
+    def load_state_dict(self, saved: Mapping[str, Any]) -> str | None:
+        """Continue from what `state_dict` returned, if it was kept under the same settings.
+
+        Returns:
+            A sentence that says why the check begins anew, when the settings differ; None when it continues.
+        """
+        state = from_json(VerifierState, saved, "weight_sync")
+        if not state.prefill.versions:
+            return None  # a run that verified nothing left this state
+        shapes = [
+            [len(rows := v.reference), len(rows[0])] for v in (*state.prefill.versions[:1], *state.decode.versions[:1])
+        ]
+        present = [[len(self.probes), self.probes.shape[1] - 1], [len(self.probes), self.decoded - 1]]
+        if state.dtypes != self.state.dtypes:
+            changed = f"it was kept for {' and '.join(state.dtypes)}, and the sides compute in {' and '.join(self.state.dtypes)}"
+        elif shapes != present[: len(shapes)]:
+            changed = f"it was kept of probes and decoded tokens {shapes}, and there are {present}"
+        else:
+            self.state = state
+            return None
+        return f"the check of weight updates begins anew: {changed}."
+
+
+# Sums of bits, modulo 2^64: integer sums do not depend on their order, so equal weights have equal sums on all devices.
+
+
+BitSums = tuple[int, int, int]
+"""Number of elements, the sum of their bits, and that sum weighted by position."""
+Shape = tuple[int, ...]
+FINGERPRINT_SAMPLES = 1 << 16
+SAMPLED_ROWS = 1024
+"""About this many rows of a tensor enter the sums by which two sides are compared."""
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_MODULUS = 1 << 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Piece:
+    """A stretch of a tensor that a process holds: its elements, flat, from index `start` on of a tensor of this shape."""
+
+    values: Tensor
+    start: int
+    shape: Shape
+
+
+def fingerprint(named_tensors: NamedTensors) -> str:
+    """Return a digest of weights, to tell whether they changed; of sharded tensors, it is that of this rank's shards.
+
+    The digest contains each tensor's name, shape, dtype and sums of bits: of all elements if there are fewer than
+    131,072, otherwise of 43,000 to 88,000 elements at a regular stride. An optimizer step changes nearly all elements
+    of a tensor and cannot be missed, even at a learning rate of 1e-6. A change of a few single elements of a large
+    tensor can be missed.
+
+    Args:
+        named_tensors: Names and tensors, for example `model.named_parameters()`.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    sums: dict[torch.device, list[Tensor]] = {}
+    for name, tensor in named_tensors:
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        digest.update(f"{name}|{tuple(tensor.shape)}|{tensor.dtype}\n".encode())
+        flat = local.detach().reshape(-1)
+        # The stride is odd, so that it visits all columns of a matrix whose width is a power of two.
+        sampled = flat[:: (flat.numel() // FINGERPRINT_SAMPLES) | 1]
+        sums.setdefault(flat.device, []).append(_bit_sums(sampled, torch.arange(len(sampled), device=flat.device)))
+    for device in sorted(sums, key=str):
+        # One transfer per device, not one per tensor.
+        digest.update(torch.stack(sums[device]).cpu().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def sums_of(piece: Piece, dtype: torch.dtype) -> BitSums:
+    """Add up the bits of a piece after rounding to the engine's dtype; about a thousand rows of a matrix enter the sums.
+
+    The sums of all pieces add up to those of the whole tensor, however it is cut. If each of k processes holds the
+    whole tensor, the sums are k times as large.
+    """
+    rows, columns = _sampled(piece.shape)
+    start, end, device = piece.start, piece.start + piece.values.numel(), piece.values.device
+    stretches = [(max(row * columns, start), min((row + 1) * columns, end)) for row in rows]
+    stretches = [(first, last) for first, last in stretches if first < last]
+    if not stretches:
+        return 0, 0, 0
+    values = torch.cat([piece.values[first - start : last - start] for first, last in stretches])
+    places = torch.cat([torch.arange(first, last, device=device) for first, last in stretches])
+    plain, weighted = _bit_sums(values.detach().to(dtype), places).tolist()
+    return len(places), plain % _MODULUS, weighted % _MODULUS
+
+
+def added(parts: Iterable[Mapping[str, BitSums]]) -> dict[str, BitSums]:
+    """Add up the sums of several processes, by name."""
+    total: dict[str, BitSums] = {}
+    for sums in parts:
+        for name, (count, plain, weighted) in sums.items():
+            before = total.get(name, (0, 0, 0))
+            total[name] = (before[0] + count, (before[1] + plain) % _MODULUS, (before[2] + weighted) % _MODULUS)
+    return total
+
+
+def compare_sums(
+    held: Mapping[str, BitSums], sent: Mapping[str, BitSums], before: Mapping[str, BitSums], shapes: Mapping[str, Shape]
+) -> list[TensorComparison]:
+    """Compare the tensors that both sides hold whole, once or several times; the size of a difference is not known.
+
+    Args:
+        held: Sums over all of the engine's processes.
+        sent: Sums over all of the trainer's processes, for the weights that the last update sent.
+        before: Sums for the weights that the update before sent.
+        shapes: Shapes of the whole tensors.
+    """
+    compared = []
+    for name in sent:
+        if name not in held or name not in shapes:
+            continue
+        rows, columns = _sampled(shapes[name])
+        elements = len(rows) * columns
+        if not elements or not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (held, sent)):
+            continue
+        equal = _equal(held[name], sent[name], elements)
+        compared.append(
+            TensorComparison(
+                name=name,
+                equal=equal,
+                max_abs_diff=0.0 if equal else None,
+                matches_previous=_equal(held[name], before[name], elements) if name in before else None,
+            )
+        )
+    return compared
+
+
+@torch.no_grad()
+def _bit_sums(values: Tensor, places: Tensor) -> Tensor:
+    """Return the sum of the bits of values `[n]`, and that sum weighted by place `[2]`, int64 modulo 2^64."""
+    values = values.contiguous()
+    bits = values.view(_BITS[values.element_size()]).to(torch.int64)
+    return torch.stack([bits.sum(), (bits * (2 * places + 1)).sum()])  # an odd weight loses no bit
+
+
+def _sampled(shape: Shape) -> tuple[range, int]:
+    """Return the rows of a tensor that enter the sums, and its number of columns; a vector is one row."""
+    rows, columns = (shape[0], math.prod(shape[1:])) if len(shape) > 1 else (1, math.prod(shape))
+    return range(0, rows, max(1, rows // SAMPLED_ROWS)), columns
+
+
+def _equal(sums: BitSums, others: BitSums, elements: int) -> bool:
+    """Whether two tensors, each held as often as its count says, are the same."""
+    copies, other_copies = sums[0] // elements, others[0] // elements
+    return all((a * other_copies - b * copies) % _MODULUS == 0 for a, b in zip(sums[1:], others[1:], strict=True))
+
+
+def in_parts(tensors: NamedTensors, most: int) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield tensors in order, in parts of at most `most` bytes; a larger tensor is a part of its own."""
+    part: list[tuple[str, Tensor]] = []
+    for name, tensor in tensors:
+        if part and sum(x.nbytes for _, x in part) + tensor.nbytes > most:
+            yield part
+            part = []
+        part.append((name, tensor))
+    if part:
+        yield part
