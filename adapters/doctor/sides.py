@@ -87,8 +87,7 @@ class Run:
         # An adapter is merged into a temporary folder, which is removed after the engine has loaded it.
         with served(self.engine_model or self.model, option) as folder:
             if self.engine == "sglang":
-                from mismatch_ext.adapters.sglang.doctor import SglangEngine
-                from mismatch_ext.adapters.sglang.doctor_requests import SEED
+                from mismatch_ext.adapters.sglang.doctor import SEED, SglangEngine
 
                 seed = int(self.sampling.get(SEED, 0))
                 return SglangEngine(folder, dtype=self.dtype, shape=shape, arguments=self.arguments, seed=seed)

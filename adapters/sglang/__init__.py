@@ -1,15 +1,11 @@
 """SGLang over HTTP or in the trainer's process: requests, responses as records with routes, server checks, weight updates."""
 
-from mismatch_ext.adapters.sglang.engine import EngineTransport
-from mismatch_ext.adapters.sglang.http import HttpTransport
+from mismatch_ext.adapters.sglang.answers import decode_routes, parse_response, to_records, to_traces
+from mismatch_ext.adapters.sglang.engine import EngineTransport, HttpTransport, Transport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
-from mismatch_ext.adapters.sglang.response import parse_response, to_records, to_traces
-from mismatch_ext.adapters.sglang.routes import decode_routes, to_trace
-from mismatch_ext.adapters.sglang.server import ServerVerdict, check_server, read_server
-from mismatch_ext.adapters.sglang.server_checks import ServerProblem
+from mismatch_ext.adapters.sglang.server import ServerProblem, ServerVerdict, check_server, read_server
 from mismatch_ext.adapters.sglang.side import Rollout
-from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 
 from mismatch_ext.provenance import to_provenance
@@ -32,7 +28,6 @@ __all__ = [
     "score_tokens",
     "to_provenance",
     "to_records",
-    "to_trace",
     "to_traces",
     "update_weights",
 ]

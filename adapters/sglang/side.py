@@ -6,18 +6,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.sglang.engine import EngineTransport
+from mismatch_ext.adapters.sglang.answers import to_records
+from mismatch_ext.adapters.sglang.engine import EngineTransport, Transport
 from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
-from mismatch_ext.adapters.sglang.response import to_records
-from mismatch_ext.adapters.sglang.server import check_server, read_server
-from mismatch_ext.adapters.sglang.server_checks import routing_problems
-from mismatch_ext.adapters.sglang.transport import Transport
+from mismatch_ext.adapters.sglang.server import check_server, read_server, routing_problems
 from mismatch_ext.adapters.sglang.weights import update_weights
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import RoutingError
+from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.placeholders import placeholders_at, refuse_placeholders
 from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
@@ -129,6 +127,11 @@ class Rollout:
             EngineError: A setting does not fit; names each such setting, and what to give instead.
         """
         check_server(self._info, config=block, trainer_dtype=trainer_dtype).raise_for_problems()
+        if self.n > 1 and self._info.get("enable_deterministic_inference") is True:
+            raise EngineError(
+                f"n={self.n} with --enable-deterministic-inference: SGLang then returns the same response n times. Leave out the "
+                "flag, or sample one response per prompt."
+            )
 
     def reading(self) -> EngineReading:
         """Return the dtypes and modes that the engine computes with, from its own report."""

@@ -13,7 +13,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING
 
 import torch
-from mismatch_ext.adapters.sglang.transport import Transport
+from mismatch_ext.adapters.sglang.engine import Transport
 from torch import Tensor
 
 from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError

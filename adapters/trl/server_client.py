@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
-from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp, without_repeating
+from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.stamps import Stamps, is_fresh
@@ -46,7 +46,7 @@ class CheckedClient(_Base):
     @cached_property
     def http(self) -> ServerHttp:
         """The server; TRL asks it before its constructor has ended."""
-        return ServerHttp(self.base_url, without_repeating(self.session), self._silence)
+        return ServerHttp(self.base_url, self.session, self._silence)
 
     def _get(self, url: str, **kwargs: Any) -> Any:
         return self.http.get(url.removeprefix(self.base_url), **kwargs.get("params", {}))

@@ -7,7 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.vllm.http import COMPLETIONS, Refused, ServerHttp
+from mismatch_ext.adapters.http import Refused
+from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ

@@ -5,7 +5,7 @@ from transformers import Qwen3Config
 
 PEER = "sglang"
 REPORTED = "not reported"
-WORKAROUND = "`precision_problems` (adapters/sglang/server_checks.py) names a server's `auto`, and the flag"
+WORKAROUND = "`check_server` (adapters/sglang/server.py) names a server's `auto`, and the flag"
 EXPECTED = "torch.float32"
 
 
@@ -16,17 +16,16 @@ def seen() -> str:
 
 def with_workaround() -> str:
     """Ask this package for its verdict on a server that was started so."""
-    from mismatch_ext.adapters.sglang.server_checks import precision_problems
+    import sglang
+    from mismatch_ext.adapters.sglang import check_server
 
+    from mismatch_ext.config import MismatchConfig
     from mismatch_ext.errors import PrecisionError
-    from mismatch_ext.precision.audit import EngineReading
-    from mismatch_ext.precision.policy import PrecisionPolicy
 
-    read = {"model_dtype": "auto", "kv_cache_dtype": "auto", "logprobs_mode": "processed_logprobs"}
-    reading = EngineReading(engine="sglang", version="0", parameter_dtypes={}, quantization=None, **read)
-    problems = precision_problems(reading, PrecisionPolicy("float32"))
-    if any(problem.field == "dtype" for problem in problems):
-        raise PrecisionError(str(problems[0]))
+    report = {"version": sglang.__version__, "dtype": "auto", "kv_cache_dtype": "auto"}
+    for problem in check_server(report, config=MismatchConfig(), trainer_dtype="float32").problems:
+        if problem.field == "dtype":
+            raise PrecisionError(str(problem))
     return seen()
 
 

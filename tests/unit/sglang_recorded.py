@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -75,10 +74,3 @@ def response(drop: str | None = None, **meta: Any) -> dict[str, Any]:
     if drop is not None:
         del made["meta_info"][drop]  # type: ignore[attr-defined]
     return made
-
-
-WRONG: list[Any] = [
-    None, True, -1, 0, 8, 2**31, 1.5, math.nan, -math.inf, "", "stop", "AAAA", "v8", [], [None], [[None, None, None]], {},
-    {"type": "abort"}, {"version": 5},
-]  # fmt: skip
-"""What a field of an answer may wrongly hold."""

@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
-from mismatch_ext.adapters.sglang import response as parsing
 
-from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.records import RolloutRecord, collate
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
@@ -48,17 +47,6 @@ def test_every_recording_is_accepted_and_collates(name: str) -> None:
     assert all(r.routing is not None and r.routing.rows == len(r.prompt_ids) + len(r.response_ids) - 1 for r in records)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_what_is_read_all_at_once_is_what_is_read_token_by_token(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    prompts, outputs = recorded(name)
-    for output in outputs:
-        assert parsing._usual(output["meta_info"]["output_token_logprobs"], tuple(output["output_ids"])) is not None
-    usual = to_records(outputs, prompt_ids=prompts, provenance=provenance())
-    monkeypatch.setattr(parsing, "_usual", lambda *_: None)
-    single = to_records(outputs, prompt_ids=prompts, provenance=provenance())
-    assert [record.rollout_logprobs for record in single] == [record.rollout_logprobs for record in usual]
-
-
 def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
     trace = RoutingTrace.ingest(
         routes(6), num_experts=8, layers=(0, 1), tokens=7, version=3, request="0", top_k=2, last_row=False
@@ -93,8 +81,6 @@ def test_several_responses_per_prompt_stay_beside_each_other() -> None:
     other = [1, 2, 3, 4]
     records = to_records([response()] * 4, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
     assert [r.prompt_ids for r in records] == [tuple(PROMPT)] * 2 + [tuple(other)] * 2
-    (single,) = to_records(response(), prompt_ids=[PROMPT], provenance=provenance())
-    assert single.response_ids == (21, 22, 23)
     with pytest.raises(RecordError, match="3 responses for 2 prompts with n=2; allowed: 4"):
         to_records([response()] * 3, prompt_ids=[PROMPT, other], provenance=provenance(), n=2)
 
@@ -117,84 +103,49 @@ def test_an_answer_that_is_an_error_says_so() -> None:
         parse({"error": {"message": "the prompt is too long"}}, request_id="7")
 
 
-# Change of the response, the class of the error, and what its message must name.
-MALFORMED: list[tuple[dict[str, Any], type[MismatchError], str]] = [
-    ({"finish_reason": None}, RecordError, "finish_reason: found None; allowed: .*last chunk"),
-    ({"finish_reason": {"type": None}}, RecordError, "finish_reason: found .*'stop', 'length' or 'abort'"),
-    ({"finish_reason": {"kind": "stop"}}, RecordError, "finish_reason: found .*'stop', 'length' or 'abort'"),
-    ({"finish_reason": 3}, RecordError, "finish_reason: found 3"),
-    ({"prompt_tokens": 5}, RecordError, "prompt_tokens: found 5; allowed: 4, .*another one"),
-    ({"prompt_tokens": True}, RecordError, "prompt_tokens: found True"),
-    ({"completion_tokens": 2}, RecordError, "completion_tokens: found 2; allowed: 3, .*--incremental-streaming-output"),
-    ({"completion_tokens": None}, RecordError, "completion_tokens: found None; allowed: an integer"),
-    ({"output_token_logprobs_length": 9}, RecordError, "output_token_logprobs_length: found 9; allowed: 3"),
-    ({"output_token_logprobs": None}, RecordError, "output_token_logprobs: found None; .*return_logprob=true"),
-    ({"output_token_logprobs": "abc"}, RecordError, "output_token_logprobs: found 'abc'; allowed: a list"),
-    ({"output_token_logprobs": [[-0.5, 21, None]]}, RecordError, "allowed: 3 entries, .*not 1"),
-    ({"output_token_logprobs": [[-1, 21], [-1, 22], [-1, 23], [-1, 23]]}, RecordError, "allowed: 3 entries, .*not 4"),
-    ({"output_token_logprobs": [[-1, 21], [-1, 22], -1]}, RecordError, r"logprobs\[2\]: found -1; allowed: \[log"),
-    ({"output_token_logprobs": [[-1, 21], [-1, 99], [-1, 23]]}, RecordError, r"\[1\]\[1\]: found 99; allowed: 22"),
-    ({"output_token_logprobs": [[-1.0, 21], [-1.0, 99], [-1.0, 23]]}, RecordError, r"\[1\]\[1\]: found 99; allowed: 22"),
-    ({"output_token_logprobs": [[-1.0, 21], [0.5, 22], [-1.0, 23]]}, RecordError, r"\[1\]\[0\]: found 0.5; .*<= 0"),
-    ({"output_token_logprobs": [[-1, 21.0], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[1\]: found 21.0; allowed: 21"),
-    ({"output_token_logprobs": [["-1", 21], [-1, 22], [-1, 23]]}, RecordError, r"\[0\]\[0\]: found '-1'; .*a number"),
-    ({"output_token_logprobs": [[-1, 21], [0.5, 22], [-1, 23]]}, RecordError, r"\[1\]\[0\]: found 0.5; allowed: .*<= 0"),
-    ({"output_token_logprobs": [[-1, 21], [False, 22], [-1, 23]]}, RecordError, r"\[1\]\[0\]: found False; .*a number"),
-    ({"weight_version": 4}, RecordError, "weight_version: found 4; allowed: text"),
-    ({"weight_versions": [4]}, RecordError, r"weight_versions\[0\]: found 4; allowed: an object"),
-    ({"weight_versions": [{"version": 4}]}, RecordError, r"weight_versions\[0\].version: found 4"),
-    ({"weight_versions": [{"version": "v6", "start": 0, "end": 3}]}, RecordError, "weight_version: found 'v7'.*'v6'"),
+# Change of the response, and what the message must name.
+MALFORMED: list[tuple[dict[str, Any], str]] = [
+    ({"finish_reason": None}, "finish_reason: found None; allowed: .*last chunk"),
+    ({"finish_reason": {"type": None}}, "finish_reason: found .*'stop', 'length' or 'abort'"),
+    ({"prompt_tokens": 5}, "prompt_tokens: found 5; allowed: 4, .*another one"),
+    ({"completion_tokens": 2}, "completion_tokens: found 2; allowed: 3, .*--incremental-streaming-output"),
+    ({"output_token_logprobs_length": 9}, "output_token_logprobs_length: found 9; allowed: 3"),
+    ({"output_token_logprobs": None}, "output_token_logprobs: found None; .*return_logprob=true"),
+    ({"output_token_logprobs": [[-0.5, 21, None]]}, "allowed: 3 entries, .*not 1"),
+    ({"output_token_logprobs": [[-1, 21], [-1, 22], -1]}, r"output_token_logprobs: .*allowed: \[log"),
+    ({"output_token_logprobs": [[-1, 21], [-1, 99], [-1, 23]]}, r"logprobs\[1\]: found \[-1, 99\]; allowed: .*token 22"),
+    ({"output_token_logprobs": [[-1.0, 21], [0.5, 22], [-1.0, 23]]}, r"logprobs\[1\]: found \[0.5, 22\]; .*<= 0"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("change", "kind", "message"), MALFORMED)
-def test_a_malformed_response_is_refused_by_name(
-    change: dict[str, Any], kind: type[MismatchError], message: str
-) -> None:
-    with pytest.raises(kind, match=message) as error:
+@pytest.mark.parametrize(("change", "message"), MALFORMED)
+def test_a_malformed_response_is_refused_by_name(change: dict[str, Any], message: str) -> None:
+    with pytest.raises(RecordError, match=message) as error:
         parse(response(**change))
     assert "request a1, meta_info." in str(error.value)
 
 
-@pytest.mark.parametrize(
-    ("ids", "message"),
-    [
-        ([21, 22, 2**31], r"output_ids\[2\]: found 2147483648; allowed: a token id from 0 to 2147483647"),
-        ([21, -1, 23], r"output_ids\[1\]: found -1"),
-        ([21, True, 23], r"output_ids\[1\]: found True"),
-        ([21, 22.0, 23], r"output_ids\[1\]: found 22.0"),
-        ([21, [22], 23], r"output_ids\[1\]: found \[22\]"),
-        ("abc", "output_ids: found 'abc'; allowed: a list"),
-    ],
-)
-def test_token_ids_are_integers_in_range(ids: Any, message: str) -> None:
-    with pytest.raises(RecordError, match=message):
+@pytest.mark.parametrize("ids", [[21, 22, 2**31], [21, -1, 23], [21, True, 23], [21, [22], 23], "abc"])
+def test_token_ids_are_integers_in_range(ids: Any) -> None:
+    with pytest.raises(RecordError, match="output_ids: found .*; allowed: a list of token ids from 0 to 2147483647"):
         parse(response() | {"output_ids": ids})
 
 
-@pytest.mark.parametrize("output", [None, [], "text", 3, {"output_ids": [1]}, {"meta_info": []}])
+@pytest.mark.parametrize("output", [None, [], "text", {"output_ids": [1]}, {"meta_info": []}])
 def test_what_is_no_response_is_refused(output: Any) -> None:
-    with pytest.raises(RecordError, match="request r5, (response|meta_info): found .*allowed: an object"):
+    with pytest.raises(RecordError, match="request r5, response: found .*allowed: one with meta_info"):
         parse(output, request_id="r5")
 
 
 @pytest.mark.parametrize("value", [None, math.nan, math.inf, -math.inf, -65504.0, -3.4028234663852886e38])
 def test_a_logprob_that_is_not_finite_is_refused_in_every_form(value: Any) -> None:
-    with pytest.raises(NonFiniteLogprobError, match=r"request a1, meta_info.output_token_logprobs\[1\]\[0\]: .*id 22"):
+    with pytest.raises(NonFiniteLogprobError, match=r"request a1, meta_info.output_token_logprobs\[1\]: "):
         parse(response(output_token_logprobs=[[-1, 21], [value, 22], [-1, 23]]))
 
 
 def test_rounding_above_zero_is_no_fault() -> None:
     entries = [[1e-7, 21], [0, 22], [-103.5, 23]]
     assert parse(response(output_token_logprobs=entries)).rollout_logprobs == (1e-7, 0.0, -103.5)
-
-
-def test_prompt_logprobs_do_not_mix_with_another_temperature() -> None:
-    scored = response(input_token_logprobs=[[None, 11, None], [-2.0, 12, None]])
-    assert parse(scored).response_ids == (21, 22, 23)
-    with pytest.raises(RecordError, match="request a1, meta_info.input_token_logprobs: .*none at temperature 0.5"):
-        parse(scored, provenance=provenance(0.5))
-    assert parse(response(input_token_logprobs=[]), provenance=provenance(0.5)).provenance.sampling.temperature == 0.5
 
 
 def test_weights_that_change_within_a_response_are_refused() -> None:

@@ -12,7 +12,7 @@ from mismatch_ext.adapters.sglang import EngineTransport, check_server, read_ser
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, PrecisionError, ProvenanceError
 from mismatch_ext.records import SamplingSettings
-from tests.unit.sglang_recorded import FOLDER, WRONG
+from tests.unit.sglang_recorded import FOLDER
 
 FIELDS: dict[str, dict[str, list[str]]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))
 GOOD: dict[str, Any] = {
@@ -63,14 +63,14 @@ def test_the_fields_that_are_read_are_the_servers(version: str) -> None:
 
 def test_a_server_that_fits_passes() -> None:
     found = verdict({})
-    assert found.ok and not found.problems and not found.flags
+    assert not found.problems
     found.raise_for_problems()
     assert str(found) == "sglang 0.5.23: runs as the trainer needs it."
 
 
 @pytest.mark.parametrize("spelling", ["half", "float16", "fp16", "torch.float16"])
 def test_every_spelling_of_a_dtype_is_known(spelling: str) -> None:
-    assert verdict({"dtype": spelling}).ok
+    assert not verdict({"dtype": spelling}).problems
 
 
 INSTALL = "pip install sglang==0.5.23"
@@ -120,8 +120,8 @@ def test_each_problem_is_found_alone_and_names_the_flag(
 ) -> None:
     found = verdict(change)
     (problem,) = found.problems
-    assert (problem.field, found.flags) == (field, (flag,))
-    assert why in problem.why and f"Fix: {flag}." in str(found) and not found.ok
+    assert (problem.field, problem.flag) == (field, flag)
+    assert why in problem.why and f"Fix: {flag}." in str(found)
     with pytest.raises(EngineError, match="does not run as the trainer needs it, 1 problems"):
         found.raise_for_problems()
 
@@ -130,52 +130,44 @@ def test_all_problems_come_in_one_verdict() -> None:
     changes: dict[str, Any] = {}
     for change, field, _, _ in PROBLEMS:
         changes |= {} if field in ("quantization", "version") and changes.get(field) else change
-    found = verdict(changes, deterministic=True, original_logprobs=True)
+    found = verdict(changes, original_logprobs=True)
     fields = [problem.field for problem in found.problems]
     assert fields == [
         "version", "dtype", "kv_cache_dtype", "quantization", "SGLANG_RETURN_ORIGINAL_LOGPROB", "preferred_sampling_params",
         "json_model_override_args", "load_format", "enable_lora", "dp_size", "rl_on_policy_target",
-        "enable_deterministic_inference", "speculative_algorithm", "enable_decoder_swa_bounded_replay",
+        "speculative_algorithm", "enable_decoder_swa_bounded_replay",
         "enable_return_routed_experts", "moe_runner_backend", "enable_two_batch_overlap",
         "enable_hierarchical_cache", "enable_lmcache",
         "disaggregation_mode", "pp_size",
     ]  # fmt: skip
-    assert len(found.flags) == len(fields)
     with pytest.raises(EngineError) as error:
         found.raise_for_problems()
-    assert all(flag in str(error.value) for flag in found.flags)
+    assert all(problem.flag in str(error.value) for problem in found.problems)
 
 
 def test_routing_is_checked_only_where_it_is_replayed() -> None:
     off = {"enable_return_routed_experts": False, "moe_runner_backend": "flashinfer_trtllm", "pp_size": 4}
-    assert verdict(off, config=PLAIN).ok
+    assert not verdict(off, config=PLAIN).problems
     assert len(verdict(off, config=PLAIN, needs_routing=True).problems) == 3
-    assert verdict(off, needs_routing=False).ok
+    assert not verdict(off, needs_routing=False).problems
     own = MismatchConfig.parse({"routing": {"mode": "R2"}})
-    assert verdict(off, config=own).ok
+    assert not verdict(off, config=own).problems
 
 
 def test_the_on_policy_mode_is_refused_with_all_but_bfloat16() -> None:
     mode = {"rl_on_policy_target": "fsdp", "enable_deterministic_inference": True}
-    assert verdict(mode | {"dtype": "bfloat16"}, config=PLAIN, dtype="bfloat16").ok
+    assert not verdict(mode | {"dtype": "bfloat16"}, config=PLAIN, dtype="bfloat16").problems
     for dtype in ("float16", "float32"):
         (problem,) = verdict(mode | {"dtype": dtype}, config=PLAIN, dtype=dtype).problems
         assert problem.field == "rl_on_policy_target" and f"the trainer computes in {dtype}" in problem.why
 
 
 def test_the_blocks_dtype_comes_before_the_trainers() -> None:
-    assert verdict({}, dtype="bfloat16").ok
+    assert not verdict({}, dtype="bfloat16").problems
     (problem,) = verdict({}, config=PLAIN, dtype="bfloat16").problems
     assert (problem.field, problem.found, problem.allowed) == ("dtype", "float16", "bfloat16")
     with pytest.raises(PrecisionError, match="'int8' is not a compute dtype"):
         verdict({}, config=PLAIN, dtype="int8")
-
-
-def test_determinism_is_asked_for_only_where_it_was_promised() -> None:
-    assert verdict({}).ok
-    assert verdict({}, deterministic=True).flags == ("--enable-deterministic-inference",)
-    found = verdict({"enable_deterministic_inference": True}, deterministic=True)
-    assert found.ok and len(found.notes) == 1 and "note: n > 1 is not allowed on a deterministic server" in str(found)
 
 
 @pytest.mark.parametrize(
@@ -184,7 +176,7 @@ def test_determinism_is_asked_for_only_where_it_was_promised() -> None:
      {"enable_lora": False}, {"lora_paths": []}],
 )  # fmt: skip
 def test_what_is_empty_is_no_problem(change: dict[str, Any]) -> None:
-    assert verdict(change).ok
+    assert not verdict(change).problems
 
 
 def test_adapters_that_are_loaded_are_a_problem_however_they_came() -> None:
@@ -204,10 +196,10 @@ def test_raw_logprobs_are_those_of_the_server_and_not_of_this_process(monkeypatc
     # A server elsewhere: what was not said is assumed, and the verdict says so.
     assert read_server(GOOD).logprobs_mode == "processed_logprobs"
     found = verdict({}, original_logprobs=None)
-    assert found.ok and len(found.notes) == 1
+    assert not found.problems and len(found.notes) == 1
     assert "note: SGLANG_RETURN_ORIGINAL_LOGPROB is assumed to be unset" in str(found)
     assert not verdict({}).notes and not verdict({}, original_logprobs=True).notes
-    assert not verdict({}, original_logprobs=True).ok
+    assert verdict({}, original_logprobs=True).problems
 
 
 class InProcess:
@@ -227,7 +219,7 @@ def test_an_engine_in_this_process_has_its_environment(monkeypatch: pytest.Monke
     assert read_server(info).logprobs_mode == f"{mode}_logprobs"
     assert read_server(info, original_logprobs=mode != "raw").logprobs_mode != f"{mode}_logprobs"
     found = check_server(info, config=R3, trainer_dtype="float16")
-    assert found.ok == (mode == "processed") and not found.notes
+    assert not found.problems == (mode == "processed") and not found.notes
 
 
 def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> None:
@@ -266,18 +258,7 @@ def test_a_provenance_has_what_was_read_and_the_temperature() -> None:
         to_provenance(read_server(GOOD | {"dtype": "auto"}), sampling=SamplingSettings(), weight_version=0)
 
 
-@pytest.mark.parametrize("info", [None, [], "text", {}, {"version": 5}, {"version": "0.5.18"}, GOOD | {"dtype": None}])
+@pytest.mark.parametrize("info", [{}, {"version": 5}, {"version": "0.5.18"}, GOOD | {"dtype": None}])
 def test_what_is_no_report_is_refused(info: Any) -> None:
-    with pytest.raises(EngineError, match="the report of the SGLang server (is|has) .*allowed: "):
+    with pytest.raises(EngineError, match="the report of the SGLang server has .*allowed: "):
         check_server(info, config=R3, trainer_dtype="float16")
-
-
-@pytest.mark.parametrize("field", sorted(GOOD))
-def test_every_field_of_a_report_may_be_wrong(field: str) -> None:
-    for value in WRONG:
-        try:
-            found = verdict({field: value}, needs_routing=True)
-        except EngineError as error:
-            assert f"{field}=" in str(error) and len(str(error)) < 1000
-        else:
-            assert all(problem.field in (field, "quantization", "enable_lora") for problem in found.problems)

@@ -22,7 +22,7 @@ from mismatch_ext.adapters.sglang import (
     score_tokens,
     update_weights,
 )
-from mismatch_ext.adapters.sglang import transport as transports
+from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.probes import decode_tokens
 from safetensors.torch import load_file
 from torch import distributed
@@ -139,10 +139,9 @@ def test_an_older_route_of_the_report(server: Server) -> None:
 @pytest.mark.parametrize(
     ("status", "content", "words"),
     [
-        (500, b"out of memory", "answered with status 500: 'out of memory'"),
-        (400, {"error": {"message": "token id 99"}}, "answered with status 400: "),
-        (200, b"<html>", "answered no JSON but '<html>'"),
-        (200, [1], "a response is 1; allowed: an object"),
+        (500, b"out of memory", "answered /generate with status 500: out of memory"),
+        (400, {"error": {"message": "token id 99"}}, "with status 400: token id 99"),
+        (200, b"<html>", "with no JSON but '<html>'"),
     ],
 )
 def test_answers_that_are_no_response(server: Server, status: int, content: Any, words: str) -> None:
@@ -174,77 +173,23 @@ def test_a_token_that_the_model_does_not_have_is_not_sent(
     assert server.paths() == ["/generate"]
 
 
-def test_a_server_that_does_not_say_how_large_its_vocabulary_is(server: Server) -> None:
-    server.answers["/generate"], server.vocabulary = (200, {}), (200, {"text": "well"})
-    with pytest.raises(
-        EngineError, match=r"does not say how many tokens .* status 200, .*HttpTransport\(\.\.\., vocabulary="
-    ):
-        HttpTransport(server.url).generate({"input_ids": [1]})
-    assert server.paths() == []
-    HttpTransport(server.url, vocabulary=8).generate({"input_ids": [7]})
-    assert server.paths() == ["/generate"]
-
-
 def test_a_server_that_is_not_there() -> None:
-    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9/server_info was not reached: ConnectionError"):
+    with pytest.raises(EngineError, match=r"http://127\.0\.0\.1:9 cannot be reached at /server_info"):
         HttpTransport("http://127.0.0.1:9").generate({"input_ids": [1]})
 
 
-def events(*chunks: Any) -> bytes:
-    """Return chunks as SGLang streams them."""
-    return b"".join(b"data: " + json.dumps(chunk).encode() + b"\n\n" for chunk in chunks) + b"data: [DONE]\n\n"
-
-
-def test_of_a_stream_the_last_chunk_of_each_response(server: Server) -> None:
-    chunks = [{"index": 1, "output_ids": [4]}, {"index": 0, "output_ids": [7]}, {"index": 0, "output_ids": [7, 8]}]
-    server.answers["/generate"] = (200, events(*chunks))
-    found = HttpTransport(server.url).generate({"input_ids": [[1], [2]], "stream": True})
-    assert [one["output_ids"] for one in found] == [[7, 8], [4]]
-
-
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (events({"output_ids": [1]}, {"error": {"message": "aborted"}}), "ended a stream: {'message': 'aborted'}"),
-        (b"data: {broken\n\n", "broke off a stream: JSONDecodeError"),
-        (events(5), "a response is 5; allowed: an object"),
-    ],
-)
-def test_streams_that_end_badly(server: Server, content: bytes, words: str) -> None:
-    server.answers["/generate"] = (200, content)
-    with pytest.raises(EngineError) as raised:
-        HttpTransport(server.url).generate({"input_ids": [1], "stream": True})
-    assert words in str(raised.value)
-
-
-@pytest.mark.parametrize("status", [200, 500])
-def test_an_answer_that_breaks_off_is_one_of_our_errors(server: Server, status: int) -> None:
+def test_an_answer_that_breaks_off_is_one_of_our_errors(server: Server) -> None:
     transport = HttpTransport(server.url)
     assert transport.version == "0.5.23"
-    server.answers["/generate"], server.withheld = (status, events({"output_ids": [1]})), 100
-    for stream in (True, False):
-        with pytest.raises(EngineError, match="(was not reached|broke off a stream): ChunkedEncodingError"):
-            transport.generate({"input_ids": [1], "stream": stream})
+    server.answers["/generate"], server.withheld = (200, b"{"), 100
+    with pytest.raises(EngineError, match="cannot be reached at /generate .*ChunkedEncodingError"):
+        transport.generate({"input_ids": [1]})
 
 
 def test_a_server_that_is_silent_for_longer_than_it_may(server: Server) -> None:
     server.silent = 1.0
-    with pytest.raises(EngineError, match=r"/server_info was silent for 0\.1 s .* needs a longer timeout"):
+    with pytest.raises(EngineError, match=r"did not answer /server_info within 0\.1 s; .* needs a longer timeout"):
         HttpTransport(server.url, timeout=0.1).server_info()
-
-
-def test_no_redirect_is_followed(server: Server) -> None:
-    server.answers |= {"/generate": (307, b""), "/elsewhere": (200, {})}
-    server.headers = {"Location": f"{server.url}/elsewhere"}
-    with pytest.raises(EngineError, match="status 307, a redirect to .*/elsewhere'; redirects are not followed"):
-        HttpTransport(server.url).generate({"input_ids": [1]})
-    assert server.paths() == ["/generate"]
-
-
-def test_a_connection_serves_one_request(server: Server) -> None:
-    """One that the server closed between two steps would fail in the middle of the next."""
-    HttpTransport(server.url).server_info()
-    assert server.connections == {"close"}
 
 
 @pytest.mark.parametrize(
@@ -254,20 +199,12 @@ def test_a_connection_serves_one_request(server: Server) -> None:
         ("127.0.0.1:30000", "allowed: an address such as"),
         ("http://", "allowed: an address such as"),
         ("http://127.0.0.1/?a=b", "allowed: an address such as"),
-        (None, "allowed: an address such as"),
     ],
 )
 def test_addresses_that_are_refused(url: Any, words: str) -> None:
     with pytest.raises(EngineError, match=words) as raised:
         HttpTransport(url)
     assert "secret" not in str(raised.value)
-
-
-@pytest.mark.parametrize("option", ["timeout", "update_timeout", "vocabulary"])
-@pytest.mark.parametrize("value", [0, -1, float("nan"), "5"])
-def test_limits_that_are_none(option: str, value: Any) -> None:
-    with pytest.raises(EngineError, match=f"{option}="):
-        HttpTransport("http://127.0.0.1:1", **{option: value})
 
 
 def test_the_environment_does_not_redirect_requests(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,8 +214,8 @@ def test_the_environment_does_not_redirect_requests(server: Server, monkeypatch:
         monkeypatch.delenv(name, raising=False)
     assert HttpTransport(server.url).version == "0.5.23"
     own = requests.Session()
-    assert HttpTransport(server.url, own).session is own and own.trust_env
-    with pytest.raises(EngineError, match="was not reached: ProxyError"):
+    assert HttpTransport(server.url, own).http.session is own and own.trust_env
+    with pytest.raises(EngineError, match="cannot be reached .*ProxyError"):
         HttpTransport(server.url, own).server_info()
 
 
@@ -334,7 +271,7 @@ def test_an_update_that_is_refused(server: Server, path: str, what: str, asked: 
 
 def test_a_server_that_cannot_be_paused_is_not_updated(server: Server) -> None:
     server.answers[PAUSE] = (403, {"error": "no"})
-    with pytest.raises(EngineError, match="pause_generation answered with status 403"):
+    with pytest.raises(EngineError, match="answered /pause_generation with status 403"):
         update_weights(HttpTransport(server.url), tensors(2), dtype="float32")
     assert server.paths() == [PAUSE, RESUME]
 
@@ -375,7 +312,7 @@ def test_the_first_failure_is_the_one_that_is_raised(server: Server, monkeypatch
         update_weights(HttpTransport(server.url), bad, dtype="float32", bucket_bytes=1)
     notes = raised.value.__notes__
     assert [words in note for words, note in zip(("ending", "flushing", "resuming"), notes, strict=True)] == [True] * 3
-    assert "status 500: 'gone'" in notes[0] and all(note.startswith("Beside this, ") for note in notes)
+    assert "status 500: gone" in notes[0] and all(note.startswith("In addition, ") for note in notes)
 
 
 def test_a_cache_that_is_not_flushed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -518,9 +455,6 @@ def test_scores_of_a_prompt(server: Server) -> None:
         ([scores([None, 3, None], [-1.0], [-1.0, 4, None])], r"\[1\]: found \[-1.0\]"),
         # 0 stands for the last id of the vocabulary, and 4 is not the largest here.
         ([scores([None, 3, None], [-1.0, 15, None], [-1.0, 0, None])], r"\[2\]: found \[-1.0, 0, None\]"),
-        ([scores([None, 3, None], [-1.0, False, None], [-1.0, 4, None])], r"\[1\]: found \[-1.0, False, None\]"),
-        ([scores([None, 3, None], [-1.0, 15.0, None], [-1.0, 4, None])], r"\[1\]: found \[-1.0, 15.0, None\]"),
-        ([scores([None, 3, None], [2e-6, 15, None], [-1.0, 4, None])], r"\[1\]: found 2e-06; allowed: a log-prob"),
         ([scores([None, 3, None], [1e30, 15, None], [-1.0, 4, None])], r"\[1\]: found 1e\+30; allowed"),
     ],
 )

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 import requests
 import torch
-from mismatch_ext.adapters.vllm.http import ALIVE, Refused, ServerHttp
+from mismatch_ext.adapters.http import Refused
+from mismatch_ext.adapters.vllm.http import ALIVE, ServerHttp
 from mismatch_ext.adapters.vllm.remote import REQUEST_BYTES, RemoteEngine
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, METHODS, READ
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
@@ -82,7 +83,7 @@ class TestRequests:
                 lambda: http.rpc(READ),
                 lambda: http.generate("/v1/completions", {}),
             ):
-                with pytest.raises(EngineError, match="did not answer .* within 0.2 s: its engine hangs"):
+                with pytest.raises(EngineError, match="did not answer .* within 0.2 s; its engine hangs"):
                     ask()
 
     def test_a_generation_may_take_any_time_while_the_engine_answers(self) -> None:
@@ -132,7 +133,7 @@ class TestRequests:
         bad = (400, {"error": {"message": "Out of range float values are not JSON compliant: nan"}})
         with answering({"/bad": bad, "/worse": (500, {"error": {"message": "no weights"}})}) as url:
             http = _http(url)
-            with pytest.raises(NonFiniteLogprobError, match="not finite: its weights are garbled"):
+            with pytest.raises(NonFiniteLogprobError, match="not finite: its weights are corrupted"):
                 http.post("/bad")
             with pytest.raises(NonFiniteLogprobError):
                 http.generate("/bad", {})

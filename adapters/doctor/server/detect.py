@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mismatch_ext.adapters.doctor.server.client import Client
-from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.http import brief
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.names import NAMES, spelled

@@ -11,8 +11,8 @@ from typing import Any
 
 from mismatch_ext.adapters.doctor.server.detect import Server
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
-from mismatch_ext.adapters.sglang.doctor_requests import sampled, scored
-from mismatch_ext.adapters.sglang.fields import brief
+from mismatch_ext.adapters.http import brief
+from mismatch_ext.adapters.sglang.doctor import sampled, scored
 from mismatch_ext.adapters.sglang.server import read_server
 
 from mismatch_ext.doctor import Sample

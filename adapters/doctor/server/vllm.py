@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine, whole
-from mismatch_ext.adapters.sglang.fields import brief, is_integer, number
+from mismatch_ext.adapters.http import brief
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.doctor.asking import ToSample, sequences
@@ -142,7 +142,7 @@ def _choice(choice: Mapping[str, Any], prompt: list[int], place: int) -> Choice:
             f"{where} ended with finish_reason {brief(choice.get('finish_reason'))}; allowed: stop, length. Does a trainer use "
             "the server, too, and abort its requests? Ask it between two steps."
         )
-    if not isinstance(tokens, list) or not all(is_integer(token) for token in tokens):
+    if not isinstance(tokens, list) or not all(type(token) is int for token in tokens):
         raise RecordError(
             f"{where}.token_ids is {brief(tokens)}; allowed: a list of ids, which vLLM sends since {SINCE}: is the server older?"
         )
@@ -191,8 +191,7 @@ def _of_prompt(entries: Any, prompt: list[int], where: str) -> tuple[float, ...]
 
 def _finite(value: Any) -> float:
     """Return a log-probability, or NaN if the value is missing or minus infinity; a `Sample` reports the place of a NaN."""
-    found = number(value)
-    return float("nan") if found is None or found <= LOWEST else found
+    return float(value) if isinstance(value, (int, float)) and value > LOWEST else float("nan")
 
 
 def _routes(value: Any, where: str) -> Any:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
-from mismatch_ext.adapters.answers import NOT_FINITE, words
+from mismatch_ext.adapters.http import NOT_FINITE, words
 from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
-from mismatch_ext.adapters.vllm.http import COMPLETIONS, SHOWN
+from mismatch_ext.adapters.vllm.http import COMPLETIONS
 from mismatch_ext.adapters.vllm.routing import unpacked
 from trl.experimental.async_grpo.async_rollout_worker import RolloutGroup, RolloutSample, _AsyncRolloutLoop
 
@@ -115,11 +115,11 @@ class VersionedLoop(_AsyncRolloutLoop):
         limit = aiohttp.ClientTimeout(total=timeout)
         async with self._opened().post(self.vllm_server_url + path, json=body, timeout=limit) as response:
             if 400 <= response.status < 500:
-                said = words(await response.text(), SHOWN)
+                said = words(await response.text())
                 if NOT_FINITE in said:
                     raise NonFiniteLogprobError(
                         f"log-probabilities of the vLLM server at {self.vllm_server_url} are not finite: its weights are "
-                        "garbled, or its dtype overflows."
+                        "corrupted, or its dtype overflows."
                     )
                 raise EngineError(
                     f"the vLLM server at {self.vllm_server_url} answered {path} with status {response.status}: {said}"

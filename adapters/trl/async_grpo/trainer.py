@@ -31,7 +31,7 @@ from mismatch_ext.adapters.trl.metrics import LoggingMixin, of_agreement
 from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
-from mismatch_ext.adapters.vllm.http import ServerHttp, without_repeating
+from mismatch_ext.adapters.vllm.http import ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck, unchecked
@@ -136,8 +136,8 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         """Wait for the server as TRL does, and refuse one that does not run as the block needs it."""
         client: Any = self.vllm_client  # TRL's, on the main process
         client.wait_for_server_ready()
-        session = without_repeating(requests.Session())
-        remote = RemoteEngine(ServerHttp(client.server_url, session, config.vllm_server_timeout))
+        http = ServerHttp(client.server_url, requests.Session(), config.vllm_server_timeout)
+        remote = RemoteEngine(http)
         ServerCheck(self._config)(remote, self.accelerator.device.type)
         return remote
 

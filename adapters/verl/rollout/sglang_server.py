@@ -19,8 +19,8 @@ import ray
 import sglang
 import torch
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
-from mismatch_ext.adapters.sglang.routes import decode_routes
-from mismatch_ext.adapters.sglang.server_checks import ORIGINAL_LOGPROB
+from mismatch_ext.adapters.sglang.answers import decode_routes
+from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import active_block, digest
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
@@ -128,7 +128,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         routes = meta.get("routed_experts")
         if self.config.enable_rollout_routing_replay and not (routes is None and not ids):
             rows, shape = max(len(prompt) + len(ids) - 1, 0), self._shape()
-            experts = decode_routes(routes, rows=rows, full_rows=rows, shape=shape, request=name)
+            experts = decode_routes(routes, rows=rows, shape=shape, request=name)
             if experts.size and not 0 <= experts.min() <= experts.max() < shape.num_experts:
                 raise RoutingError(
                     f"request {name}: expert ids from {experts.min()} to {experts.max()}; allowed: 0 to {shape.num_experts - 1}."

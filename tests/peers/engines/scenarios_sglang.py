@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -26,13 +27,11 @@ from mismatch_ext.adapters.sglang import (
     read_server,
     to_provenance,
     to_records,
-    transport,
 )
-from mismatch_ext.adapters.sglang.engine import EngineTransport
-from mismatch_ext.adapters.sglang.http import HttpTransport
+from mismatch_ext.adapters.sglang import engine as transports
+from mismatch_ext.adapters.sglang.engine import EngineTransport, HttpTransport, Transport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.side import Rollout
-from mismatch_ext.adapters.sglang.transport import Transport
 from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 from mismatch_ext.adapters.transformers import scoring
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
@@ -104,7 +103,7 @@ def _reached(http: HttpTransport, server: subprocess.Popen[bytes], log: Path) ->
         if server.poll() is not None:
             raise RuntimeError(f"the server ended with {server.returncode}: {log.read_text()[-3000:]}")
         try:
-            if requests.get(f"{http.url}/health", timeout=5).ok:
+            if requests.get(f"{http.http.url}/health", timeout=5).ok:
                 return http
         except requests.RequestException:
             pass
@@ -183,19 +182,17 @@ class Rollouts:
         count: int,
         *,
         sampling: SamplingSettings = PLAIN,
-        start: int = 0,
         n: int = 1,
         **options: Any,
     ) -> tuple[list[RolloutRecord], list[dict[str, Any]]]:
         """Sample, and return records and the engine's own responses."""
         request = generate_request(
-            rows, sampling, max_new_tokens=count, routing=True, routed_experts_start=start, n=n,
-            version=self.engine.version, **options,
+            rows, sampling, max_new_tokens=count, routing=True, n=n, **options,
         )  # fmt: skip
         outputs = self.engine.generate(request)
         provenance = to_provenance(self.reading, sampling=sampling, weight_version=self.version)
         stamp = str(self.version) if self.version else None
-        parts = {"provenance": provenance, "shape": self.shape, "routed_experts_start": start, "n": n}
+        parts = {"provenance": provenance, "shape": self.shape, "n": n}
         return to_records(outputs, prompt_ids=rows, weight_version=stamp, **parts), outputs
 
     def check(self, name: str, rows: list[list[int]], count: int, **options: Any) -> list[RolloutRecord]:
@@ -210,7 +207,6 @@ class Rollouts:
             "float32_error": error_of(self.model, records),
             "routed": sum(tokens for tokens, _ in routed),
             "differing": sum(count for _, count in routed),
-            "starts": sorted({r.routing.start for r in records}),
             "rows": [r.routing.rows for r in records] if len(records) < 4 else None,
             "reasons": sorted({str(r.finish_reason) for r in records}),
             "cached": sum(out["meta_info"]["cached_tokens"] for out in outputs),
@@ -231,9 +227,6 @@ def ways(rollouts: Rollouts) -> None:
     check("stop tokens", prompts(12, 40, seed=4), 40, stop_token_ids=[5, 6])
     check("temperature", prompts(4, 40, seed=5), 20, sampling=SamplingSettings(temperature=0.6, top_p=0.9))
     check("one token", prompts(4, 40, seed=6), 1)
-    check("start", [whole[:90]], 8, start=70, ignore_eos=True)
-    check("stream", [whole[:50]], 10, stream=True, ignore_eos=True)
-    check("streams", prompts(4, 30, seed=7), 10, stream=True)
     [begun] = prompts(1, 20, seed=8, shortest=20)
     [first], _ = rollouts.records([begun], 8, ignore_eos=True)
     conversation = [*begun, *first.response_ids]
@@ -329,13 +322,15 @@ def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dic
 
 
 def paused(rollouts: Rollouts) -> dict[str, Any]:
-    """Update weights while a client streams: its request is aborted, and one that came later is served afterwards."""
+    """Update weights while another client generates: its request is aborted, and a later one is served afterwards."""
     engine = rollouts.engine
-    long = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True, stream=True)
-    chunks = engine._stream(long)
-    next(chunks)
-    update_weights(engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version="paused")
-    last = transport.last_chunks(chunks)[0]["meta_info"]
+    assert isinstance(engine, HttpTransport)
+    long = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True)
+    with ThreadPoolExecutor(1) as other:
+        answer = other.submit(HttpTransport(engine.http.url).generate, long)
+        time.sleep(1.0)  # 450 tokens take several seconds
+        update_weights(engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version="paused")
+        last = answer.result()[0]["meta_info"]
     [after] = engine.generate(generate_request([[3, 4, 5]], PLAIN, max_new_tokens=4))
     return {
         "reason": last["finish_reason"]["type"],
@@ -379,10 +374,10 @@ def refusals(rollouts: Rollouts) -> dict[str, Any]:
     found["unknown token"] = message_of(engine.generate, generate_request(unknown, PLAIN, max_new_tokens=2))
     if isinstance(engine, EngineTransport):
         # A request in flight: the cache must not be flushed under it.
-        request = generate_request([3, 4, 5], PLAIN, max_new_tokens=300, ignore_eos=True, stream=True)
-        stream = engine.engine.generate(**request)
+        request = generate_request([3, 4, 5], PLAIN, max_new_tokens=300, ignore_eos=True)
+        stream = engine.engine.generate(**request, stream=True)
         next(stream)
-        with mock.patch.object(transport, "FLUSH_SECONDS", 0.3):
+        with mock.patch.object(transports, "FLUSH_SECONDS", 0.3):
             found["flush"] = message_of(engine.flush_cache)
         for _ in stream:
             pass
