@@ -11,7 +11,7 @@ from mismatch_ext.adapters.trl.kl import prompt_groups
 from torch import Tensor
 
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
-from mismatch_ext.ranks import Ranks
+from mismatch_ext.ranks import Ranks, together
 
 # TRL's bound where the weights are our own: it never binds, so that TRL's metrics show the plain ratios.
 UNBOUNDED = 1.0e30
@@ -74,10 +74,13 @@ class CorrectionTerm:
             mask: 1 for tokens that are trained on `[B, T]`.
         """
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
-        if not bool(chosen.any()):
+        found = None
+        with together(self._ranks):
+            if bool(chosen.any()):
+                found = correct(rollout, old_logprobs, chosen, self.settings)
+        if found is None:
             # Other ranks may have tokens, and wait for this one's metrics.
             return over_ranks({}, chosen, self.settings, self._ranks)
-        found = correct(rollout, old_logprobs, chosen, self.settings)
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
             output["old_per_token_logps"] = torch.where(chosen, rollout, 0.0)

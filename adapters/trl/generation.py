@@ -19,10 +19,11 @@ from torch import Tensor
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.patching import swapped
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weights import WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import Look, WeightVerifier, draw_probes, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +40,7 @@ class TrainerSide:
         examines: Returns whether the next batch is examined in this process, so that what is sent has to be copied.
         everywhere: Joins the digests of all ranks into one, where each rank holds a part of the weights.
         prepared: Whether the model can score before training has begun, and scores as it does from then on.
+        ranks: The processes that train together.
     """
 
     named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
@@ -50,6 +52,7 @@ class TrainerSide:
     examines: Callable[[], bool] = lambda: False
     everywhere: Callable[[str], str] = str
     prepared: bool = True
+    ranks: Ranks = ONE_PROCESS
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same on every rank."""
@@ -108,7 +111,8 @@ class CheckedGeneration:
         if masks is not None:
             inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
-        self._looked = False
+        self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
+        self._sent_at: int | None = None  # step of the last weight update
         self.sent: SentWeights | None = None
         self.inner = inner  # from here on, a name of TRL's is set on TRL's object
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
@@ -123,7 +127,7 @@ class CheckedGeneration:
         self.verifies = False
         self._begins_later = rollout.fresh and not trainer.prepared
         if monitor.weight_sync != "off":
-            with self.verdicts.checking("weight_sync"):
+            with self.verdicts.checking("weight_sync"), together(trainer.ranks):
                 if rollout.fresh and trainer.prepared:
                     self.verifier.begin()
                 self.verifies = True
@@ -165,21 +169,49 @@ class CheckedGeneration:
             ) from error
 
     def sync_weights(self) -> None:
-        """Update the engine's weights and verify that it computes with them.
+        """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together.
 
         Raises:
             EngineError: The engine failed.
             WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
         """
+        self._sync(self.trainer.ranks)
+
+    def _sync(self, ranks: Ranks) -> None:
         self._begin_later()
-        with self._engine_failures_named("updating weights"):
-            self.engine.update(self._plain_sync, self._sent_parameters)
-        self.weight_version += 1
-        with self.verdicts.checking("precision"):
-            self.trainer.on_sent(frozenset(self._sending.dtypes))
+        # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
+        # trainer has the device's memory to itself until the update.
+        scores = None
         if self.verifies:
+            with self.verdicts.checking("weight_sync"), together(ranks):
+                scores = self.trainer.score(self.verifier.probes)
+        with together(ranks), self._engine_failures_named("updating weights"), self._to_the_end():
+            self.engine.update(self._sent_by_trl, self._sent_parameters)
+        self.weight_version += 1
+        self._sent_at = self.trainer.step()
+        with self.verdicts.checking("precision"), together(ranks):
+            self.trainer.on_sent(frozenset(self._sending.dtypes))
+        if scores is not None:
             with self.verdicts.checking("weight_sync"):
-                self.verifier.verify(self._sending.samples)
+                look = Look(logprobs=scores, fingerprint=self.trainer.fingerprint())
+                alone = nullcontext() if ranks is self.trainer.ranks else self._refusing()
+                with together(ranks), alone:
+                    self.verifier.verify(self._sending.samples, look)
+
+    def _sent_by_trl(self) -> None:
+        with self._to_the_end():
+            self._plain_sync()
+
+    @contextmanager
+    def _to_the_end(self) -> Iterator[None]:
+        """If sending fails here, go on gathering weights, because other ranks wait for this one's parts."""
+        self._parameters: Iterator[tuple[str, Tensor]] = iter(())
+        try:
+            yield
+        except Exception:
+            for _ in self._parameters:
+                pass
+            raise
 
     def _begin_later(self) -> None:
         """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
@@ -189,6 +221,11 @@ class CheckedGeneration:
                 self.verifier.begin()
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+        """Return an iterator over what TRL sends to the engine."""
+        self._parameters = self._noted_parameters()
+        return self._parameters
+
+    def _noted_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.
 
         One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out
@@ -213,13 +250,14 @@ class CheckedGeneration:
             patch_digest=self.patch_digest,
         )
 
-    def send_moved(self) -> None:
+    def send_moved(self, ranks: Ranks = ONE_PROCESS) -> None:
         """Update the engine if the weights changed without a step, which TRL does not notice because it counts steps.
 
         This happens for example when the best checkpoint is loaded at the end, or when training begins anew.
         """
-        if self.verifies and not self.verdicts.observes and self.verifier.moved():
-            self.sync_weights()
+        if self.verifies and not self.verdicts.observes and any(ranks.gather(self.verifier.moved())):
+            self._sync(ranks)
+        self._sent_at = self.trainer.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records.
@@ -228,12 +266,13 @@ class CheckedGeneration:
             EngineError: The engine failed.
             RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
         """
-        if not self._looked:
-            # Once a batch: ranks whose completions have more turns generate more often, and all must look equally often.
+        # A rank may generate by itself, also in a batch: with more turns than other ranks, or in a `rollout_func`.
+        if self._kept is None:
             self.send_moved()
-            self._looked = self._kept is not None
+        elif self._sent_at != self.trainer.step():
+            self.send_moved(self.trainer.ranks)  # a subclass generates without TRL's update
         if getattr(self.inner, "_llm_weights_sleeping", False):
-            self.sync_weights()  # TRL would from inside of its own `generate`, where outputs are captured that are not probes'
+            self._sync(ONE_PROCESS)  # TRL would in its own `generate`, where outputs are captured that are not probes'
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
@@ -246,7 +285,7 @@ class CheckedGeneration:
         supports = None
         if self.masks is not None:
             supports, result = self.masks.of(result, (outputs or []) if patches else None)
-        with self.verdicts.checking("records"):
+        with self.verdicts.checking("records"), self._refusing():
             prompt_ids, completion_ids, logprobs, _ = result
             records = to_records(
                 prompt_ids,
@@ -274,13 +313,29 @@ class CheckedGeneration:
 
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
-        """Add to a list what is generated in a block.
+        """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused.
 
         Args:
             records: Takes the rollouts, in their order.
         """
-        with overridden(self, _kept=records, _looked=False):
+        if self._sent_at == self.trainer.step():
+            self.send_moved(self.trainer.ranks)  # otherwise TRL sends the weights before it generates
+        with overridden(self, _kept=records, _refused=None):
             yield
+
+    @contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """Keep an error of this rank's rollouts until all ranks have generated, because TRL lets them wait for each other."""
+        try:
+            yield
+        except MismatchError as error:
+            if self._kept is None or self.trainer.ranks.size == 1:
+                raise
+            self._refused = self._refused or error
+
+    def agree(self) -> None:
+        """Raise on every rank if rollouts of one rank are refused; all ranks call it once they have generated."""
+        agree(self._refused, self.trainer.ranks)
 
 
 def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[str] | None:

@@ -7,11 +7,15 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.kl.term import Logits
+from mismatch_ext.ranks import Ranks, together
+
+Prompt = tuple[int, ...]
 
 BASELINE = "kl_baseline"
 """Key of TRL's inputs under which the leave-one-out baseline of each token travels."""
@@ -36,8 +40,11 @@ def batch_baseline(
     mask: Tensor,
     generated: Iterable[tuple[Sequence[int], Sequence[int]]],
     pad: int,
+    ranks: Ranks,
 ) -> Tensor:
-    """Return the leave-one-out baseline of each token of this rank's generation batch `[B, T]`.
+    """Return the leave-one-out baseline of each token of this rank's generation batch `[B, T]`; every rank must call it.
+
+    TRL cuts a generation batch into equal parts, so that the completions of a prompt may be on several ranks.
 
     A completion that was sampled once and stands in several rows, as in best-of-n, is no other sample of its own: its copies
     would subtract the whole KL.
@@ -49,6 +56,7 @@ def batch_baseline(
         mask: 1 for tokens that are trained on `[B, T]`.
         generated: Prompt and completion of each sample.
         pad: Token that completions are padded with.
+        ranks: The processes that each hold a part of the generation batch.
     """
     length = mask.size(1)
     sampled = Counter(
@@ -67,15 +75,43 @@ def batch_baseline(
         of_row.append(samples[key][-1])
     rows = sorted(row for found in samples.values() for row in found)
     place = {row: index for index, row in enumerate(rows)}
-    rollout = output.get("sampling_per_token_logps")
-    found = term.baseline(
-        old[rows],
-        output["ref_per_token_logps"][rows],
-        mask[rows],
-        prompt_groups(output)[rows],
-        None if rollout is None else rollout[rows],
-    )
-    return found[[place[row] for row in of_row]]
+    logprobs = [old, output["ref_per_token_logps"], output.get("sampling_per_token_logps")]
+    values = torch.stack([mask.to(old), *(one.to(old) for one in logprobs if one is not None)], dim=1)
+    prompt_of = [keys[row][0] for row in rows]
+    others = _of_other_ranks(prompt_of, values[rows], ranks)
+    with together(ranks):
+        widest = max([length, *(other.size(1) for _, other in others)])
+        padded = [F.pad(one, (0, widest - one.size(1))) for one in (*values[rows], *(other for _, other in others))]
+        chosen, *scores = torch.stack(padded).unbind(1)
+        numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
+        of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
+        found = term.baseline(*scores[:2], chosen, of_prompt.to(old.device), *scores[2:])
+    return found[[place[row] for row in of_row], :length]
+
+
+def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> list[tuple[Prompt, Tensor]]:
+    """Return prompt and values `[V, T]` of other ranks' samples of the same prompts; every rank must call it.
+
+    Args:
+        prompts: The prompt of each of this rank's samples.
+        values: Their values `[B, V, T]`.
+        ranks: The processes that each hold a part of the batch.
+    """
+    if ranks.size == 1:
+        return []
+    holders = Counter(digest for found in ranks.gather({hash(prompt) for prompt in prompts}) for digest in found)
+    shared = {digest for digest, count in holders.items() if count > 1}
+    if not shared:
+        return []
+    mine = [(prompt, one.cpu()) for prompt, one in zip(prompts, values, strict=True) if hash(prompt) in shared]
+    here = set(prompts)
+    return [
+        (prompt, one.to(values))
+        for rank, found in enumerate(ranks.gather(mine))
+        if rank != ranks.rank
+        for prompt, one in found
+        if prompt in here
+    ]
 
 
 def kl_loss(

@@ -130,9 +130,7 @@ class Served:
         failed: Exception | None = None
         try:
             plain()
-        except Exception as error:  # raised below
-            if not self._accelerator.is_main_process:
-                raise
+        except Exception as error:  # noqa: BLE001  # raised below
             failed = error
 
         def check() -> None:
@@ -146,6 +144,8 @@ class Served:
 
         # On every rank: the others would go on, and wait for this one until their launcher ends them.
         self._everywhere(check)
+        if failed is not None:
+            raise failed
 
     @property
     def _unnamed(self) -> bool:

@@ -151,6 +151,7 @@ class SidesMixin(_Host):
             on_sent=self._on_sent,
             event=self._on_event,
             compute_dtype=self._compute_dtype(),
+            ranks=self._ranks,
             examines=lambda: self._log.doctor is not None and self._log.doctor.due,
         )
 

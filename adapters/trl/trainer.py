@@ -118,13 +118,6 @@ class MismatchTrainerMixin(
         self._masking = self._block.sampling_mask
         if self._block.kl is not None:
             self._kl = KlTerm(self._block.kl, config.beta)
-            if self._block.kl.has_baseline and config.per_device_train_batch_size * config.steps_per_generation == 1:
-                warnings.warn(
-                    "mismatch.kl.baseline='leave_one_out' with one completion per process and generation: there are no others "
-                    "for a baseline; the KL term is right but spreads more. Raise per_device_train_batch_size or "
-                    "steps_per_generation.",
-                    stacklevel=3,
-                )
         patched = self._verdicts.around("patches", applied(*self._construction_patches(config)))
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._block):
@@ -190,7 +183,7 @@ class MismatchTrainerMixin(
         if self._kl is not None:
             self._begin_kl(self._kl)
         if self.use_vllm:
-            with self._verdicts.checking("sampling"):
+            with self._verdicts.checking("sampling"), together(self._ranks):
                 self._follow_sampling()
         rewarded = self._kl_reward is not None
         # RLOO does not return its log-probabilities at sampling time.
@@ -198,17 +191,20 @@ class MismatchTrainerMixin(
         passes = self._masked_passes
         with watched_batch(self, batch) if watched else contextlib.nullcontext():
             output = super()._generate_and_score_completions(inputs)
-        if self._routing is not None:
-            output[KEY] = self._batch_routes(batch, output)
+        with together(self._ranks):
+            if self._routing is not None:
+                output[KEY] = self._batch_routes(batch, output)
+            if self._masking is not None:
+                output[MASKS] = self._batch_masks(batch, output)
+                if output.get(OLD) is not None and self._masked_passes == passes:
+                    raise RecordError(
+                        f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
+                        "whole vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes "
+                        "less memory."
+                    )
         if self._masking is not None:
-            output[MASKS] = masks = self._batch_masks(batch, output)
-            if output.get(OLD) is not None and self._masked_passes == passes:
-                raise RecordError(
-                    f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the whole "
-                    "vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes less memory."
-                )
             self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(
-                mean_size(masks, self._ranks, output["completion_ids"].device)
+                mean_size(output[MASKS], self._ranks, output["completion_ids"].device)
             )
         mask = output["completion_mask"]
         if "tool_mask" in output:
@@ -228,13 +224,15 @@ class MismatchTrainerMixin(
                     found = (old_logprobs, output[ROLLOUT], mask.bool())
                     self._log.observe(split, *found)
                 gap = found
-                self._examine(output, found, None if records is None else batch.records)
+                with together(self._ranks):
+                    self._examine(output, found, None if records is None else batch.records)
             if self._verdicts.observes and not all(self._ranks.gather(gap is not None)):
                 gap = None  # what follows is over all ranks
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)
-                self._log.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
+                with together(self._ranks):
+                    self._log.observe(split, native, output[ROLLOUT], mask.bool(), native=True)
             if self._correction is not None:
                 mode = "train" if training else "eval"
                 figures = self._correction.apply(output, old_logprobs, mask)
@@ -264,9 +262,12 @@ class MismatchTrainerMixin(
             return
         old = self._old_logprobs(output) if gap is None else gap[0]
         if needed:
-            output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, self._tokenizer.pad_token_id)
+            pad = self._tokenizer.pad_token_id
+            output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, pad, self._ranks)
         if adapts:
-            term.collect(self._ranks.sum(term.sums(old, output["ref_per_token_logps"], mask)).tolist())
+            with together(self._ranks):
+                sums = term.sums(old, output["ref_per_token_logps"], mask)
+            term.collect(self._ranks.sum(sums).tolist())
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""

@@ -11,6 +11,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass
 from torch import nn
 
 from mismatch_ext.errors import RecordError
+from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.recorder import PREFIX
 from mismatch_ext.turns import Joined, Trained, any_asked, join_turns
 from mismatch_ext.verdicts import Verdicts
@@ -26,6 +27,7 @@ class TurnsMixin(_Host):
     """Joins the engine's records of each completion into one; `MismatchTrainerMixin` keeps the engine's records."""
 
     _rollout_pass: RolloutPass | None
+    _ranks: Ranks
     _verdicts: Verdicts
     _metrics: dict[str, defaultdict[str, list[float]]]
     model: nn.Module
@@ -48,10 +50,12 @@ class TurnsMixin(_Host):
         joins = self._verified and (own or getattr(self, "tools", None))
         with overridden(batch, joining=bool(joins)):
             output = super()._generate(*args, **kwargs)
+        if self._verified:
+            self.vllm_generation.agree()
         batch.generated += zip(*output[:2], strict=False)
         if not joins:
             return output
-        with self._verdicts.checking("records"):
+        with self._verdicts.checking("records"), together(self._ranks):
             trained = _trained(output)
             if own and not any_asked(batch.records, trained):
                 raise RecordError(

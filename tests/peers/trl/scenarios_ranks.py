@@ -13,10 +13,8 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -27,14 +25,12 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
-from mismatch_ext.adapters.accelerate.sharded import same_everywhere
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, generation
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.rundata import read_run
-from mismatch_ext.verdicts import Verdicts
 from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
@@ -319,7 +315,7 @@ def one_fails(model: str, out: str) -> dict[str, Any]:
 
 
 def alone(dense: str, out: str) -> dict[str, Any]:
-    """Let a rank log by itself, and generate more often in a batch than the other, whose weights are a part of all."""
+    """Let a rank log by itself."""
     trainer = build(dense, out, {"lr": {}}, model_init_kwargs=None)
     trainer.model.train()
     trainer._log.begin(None)
@@ -328,22 +324,7 @@ def alone(dense: str, out: str) -> dict[str, Any]:
             trainer.log({"mine": step})
         trainer.log({"loss": step})
     logged = [entry["mine"] for entry in trainer.state.log_history if "mine" in entry]
-    checked, joined = object.__new__(generation.CheckedGeneration), []
-    sharded = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=SimpleNamespace(zero_stage=3)), num_processes=2)
-    join = same_everywhere(sharded)
-    vars(checked).update(
-        inner=SimpleNamespace(generate=lambda *_, **__: ([], [], [], None)), verdicts=Verdicts("enforce"), layout=None,
-        engine=SimpleNamespace(captured=lambda _: nullcontext([]), generating=nullcontext), masks=None, verifies=True,
-        verifier=SimpleNamespace(moved=lambda: joined.append(join("digest"))), weight_version=0, _kept=None, _looked=False,
-    )  # fmt: skip
-    checked.provenance = lambda: None  # type: ignore[method-assign, return-value]
-    turns = [3, 2][dist.get_rank()]
-    with mock.patch.object(generation, "to_records", lambda *_, **__: []):
-        for _ in range(2):
-            with checked.keeping([]):
-                for _ in range(turns):
-                    checked.generate([])
-    return {"logged": logged, "joined": len(joined), "same": gather_object(joined)}
+    return {"logged": logged}
 
 
 def engines(model: str, out: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from mismatch_ext.ranks import ONE_PROCESS
 from mismatch_ext.verdicts import Verdicts
 
 
@@ -24,16 +25,19 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     inner = SimpleNamespace(
         _llm_weights_sleeping=True, generate=lambda *_: said.append("generated") or ([], [], [], None)
     )
-    verifier = SimpleNamespace(verify=lambda sent: said.append("probed"), moved=lambda: False)
+    verifier = SimpleNamespace(verify=lambda sent, look: said.append(f"probed {look.logprobs}"), probes=None)
+    trainer = SimpleNamespace(
+        on_sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=lambda: 3,
+        ranks=ONE_PROCESS,
+    )  # fmt: skip
     checked = object.__new__(generation.CheckedGeneration)
     vars(checked).update(
         inner=inner, engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, _begins_later=False,
-        trainer=SimpleNamespace(on_sent=lambda dtypes: None), _sending=SimpleNamespace(dtypes=(), samples={}), layout=None,
-        _plain_sync=lambda: said.append("weights"), weight_version=0, masks=None, _kept=None, _looked=False,
-        provenance=lambda: None,
+        trainer=trainer, _sending=SimpleNamespace(dtypes=(), samples={}), layout=None, _plain_sync=lambda: said.append("weights"),
+        weight_version=0, masks=None, _kept=[], _refused=None, _sent_at=3, provenance=lambda: None,
     )  # fmt: skip
     checked.generate([])
-    assert said == ["weights", "kv_cache", "probed", "generated"]
+    assert said == ["scored", "weights", "kv_cache", "probed 2", "generated"]
     assert not engine.fresh  # what it was started with is gone
 
 

@@ -1,0 +1,299 @@
+"""Two ranks of TRL's adapter over gloo, of which one fails before each collective of ours; each prints what every case raised.
+
+No engine and no trainer is built: the adapter's own methods run on stand-ins, and a weight that is sharded is one whose name is
+gathered before it is sent.
+"""
+
+from __future__ import annotations
+
+import datetime
+import sys
+import warnings
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from accelerate import PartialState
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, generation, served
+from mismatch_ext.adapters.trl.correction import CorrectionTerm
+from mismatch_ext.adapters.trl.kl import BASELINE
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from torch import Tensor
+from trl import GRPOTrainer
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.correction import resolve
+from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
+from mismatch_ext.kl import KlTerm
+from mismatch_ext.ranks import WORLD, gathered
+from mismatch_ext.records import Provenance, SamplingSettings
+from mismatch_ext.verdicts import Verdicts
+
+STEP = 3
+
+
+def fail(error: Exception) -> Callable[..., Any]:
+    """Return a function that raises an error."""
+
+    def raises(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return raises
+
+
+class Routing:
+    """Stands in for replay; no batch is scored once more."""
+
+    config, draws = SimpleNamespace(mode="R3"), SimpleNamespace(native_gap=lambda: False)
+
+
+class Verifier:
+    """Stands in for the check of weight updates; the trainer's digest is that of all ranks."""
+
+    probes = torch.zeros(1, 2, dtype=torch.long)
+    moves = False
+
+    def moved(self) -> bool:
+        return self.moves
+
+    def verify(self, samples: Any, look: Any) -> None:
+        """Accept what was sent."""
+
+
+def checked(**changes: Any) -> Any:
+    """Return the wrapper around TRL's, with weights of which each rank has a part."""
+
+    def parameters() -> Iterator[tuple[str, Tensor]]:
+        for name in ("first", "second", "third"):
+            gathered(name)
+            yield name, torch.zeros(1)
+
+    def update(plain: Any, weights: Any) -> None:
+        for _ in weights():
+            pass
+
+    trainer = SimpleNamespace(
+        score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=lambda: STEP, ranks=WORLD,
+        on_sent=lambda dtypes: None, examines=lambda: False,
+    )  # fmt: skip
+    engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), generating=nullcontext)
+    found = object.__new__(generation.CheckedGeneration)
+    vars(found).update(
+        inner=SimpleNamespace(generate=lambda *_, **__: ([], [], [], None)), verdicts=Verdicts("enforce"), layout=None,
+        engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, trainer=trainer, _kept=None,
+        _refused=None, _sent_at=STEP, _begins_later=False, _plain_sync=lambda: None, _plain_parameters=parameters,
+        reading=SimpleNamespace(version="0"), provenance=lambda: None, _sending=SimpleNamespace(dtypes=(), samples={}),
+    )  # fmt: skip
+    vars(found).update(changes)
+    return found
+
+
+def batch() -> dict[str, Any]:
+    """Return a batch of two rows, both ranks' to the same prompt."""
+    rank = WORLD.rank
+    ids = torch.tensor([[1, 2, 3], [4, 5, 6]]) + 10 * rank
+    return {
+        "prompt_ids": torch.tensor([[7, 8]] * 2), "prompt_mask": torch.ones(2, 2, dtype=torch.long), "completion_ids": ids,
+        "completion_mask": torch.ones(2, 3, dtype=torch.long), "advantages": torch.tensor([1.0, -1.0]),
+        "old_per_token_logps": torch.full((2, 3), -1.0 - rank), "ref_per_token_logps": torch.full((2, 3), -1.5),
+        "sampling_per_token_logps": torch.full((2, 3), -1.0 - rank),
+    }  # fmt: skip
+
+
+def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
+    """Return a trainer with a block, for which TRL has made a batch."""
+    block = MismatchConfig.parse(sections)
+    assert block is not None
+    found: Any = object.__new__(MismatchGRPOTrainer)
+    kl = None if block.kl is None else KlTerm(block.kl, 0.1)
+    correction = None if block.correction is None else CorrectionTerm(resolve(block.correction), WORLD)
+    log = SimpleNamespace(observe=lambda *_, **__: None, doctor=None)
+    vars(found).update(
+        _block=block, _kl=kl, use_vllm=True, _verdicts=Verdicts("enforce"), _ranks=WORLD, _masked_passes=0, _routing=None,
+        _masking=None, _correction=correction, _lr=None, _log=log, vllm_generation=wrapper, beta=0.1, tools=None,
+        model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, state=SimpleNamespace(global_step=STEP),
+        epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", loss_type="dapo", rollout_func=None,
+        _follow_sampling=lambda: None, _check_records=lambda *_: None, _kl_step=None,
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+    )  # fmt: skip
+    return found
+
+
+@contextmanager
+def made(output: dict[str, Any]) -> Iterator[None]:
+    """Let TRL return a batch that has been made."""
+    with mock.patch.object(GRPOTrainer, "_generate_and_score_completions", lambda *_: output):
+        yield
+
+
+def step(output: dict[str, Any], change: Callable[[Any], None] | None = None, **sections: Any) -> dict[str, Any]:
+    """Take a batch through the adapter, after a change to the trainer."""
+    found = trainer(output, checked(), **sections)
+    if change is not None:
+        change(found)
+    rows = zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
+    with made(output):
+        return found._generated([], RolloutPass(generated=list(rows)))  # type: ignore[no-any-return]
+
+
+def unequal_turns(fails: bool) -> str:
+    """Generate more often on one rank, and not at all in a batch."""
+    found = checked()
+    found.verifier.moved = lambda: gathered("moved") == ["moved"] * 2
+    found.verifier.moves = True
+    for turns in ([3, 2], [1, 0]):
+        with found.keeping([]):
+            for _ in range(turns[WORLD.rank]):
+                found.generate([])
+            found.agree()
+    return f"sent {found.weight_version} times"
+
+
+def moved_on_one(fails: bool) -> str:
+    """Change the weights of one rank alone."""
+    found = checked()
+    found.verifier.moves = fails
+    with found.keeping([]):
+        pass
+    return f"sent {found.weight_version} times"
+
+
+def broken_update(fails: bool) -> None:
+    """Fail in the midst of the weights."""
+
+    def update(plain: Any, weights: Any) -> None:
+        for name, _ in weights():
+            if fails and name == "second":
+                raise OSError("load_weights failed")
+
+    found = checked()
+    found.engine.update = update
+    found.sync_weights()
+
+
+def broken_verdict(fails: bool, error: Exception, owner: str, name: str) -> None:
+    """Fail where both sides are checked after an update."""
+    found = checked()
+    if fails:
+        setattr(getattr(found, owner), name, fail(error))
+    found.sync_weights()
+
+
+def refused_rollout(fails: bool) -> None:
+    """Get a log-probability that is no number from the engine of one rank, in the second of its turns."""
+    rows = [([[1]], [[2]], [[[float("nan") if fails and turn else -1.0]]], None) for turn in range(2)]
+    found = checked(inner=SimpleNamespace(generate=lambda *_, **__: rows.pop(0)))
+
+    def generate(*_: Any) -> Any:
+        for _ in range(2):
+            found.generate([[1]])
+        gathered("lengths")  # as TRL gathers them
+        return [[1]], [[2]], None, None, None
+
+    own = trainer(batch(), found)
+    own._rollout_pass = RolloutPass()
+    origin = Provenance(
+        engine="vllm", engine_version="0", dtype="float32", kv_cache_dtype=None, weight_version=0, patch_digest="none",
+        sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+    found.provenance = lambda: origin
+    with mock.patch.object(GRPOTrainer, "_generate", generate), found.keeping([]):
+        own._generate([])
+
+
+def served_update(fails: bool) -> None:
+    """Fail on the main process in sending to a server, before the first weight."""
+    found = checked()
+    server = object.__new__(served.Served)
+    vars(server).update(_accelerator=PartialState(), _client=None, remote=None)
+
+    def plain() -> None:
+        weights = found._sent_parameters()
+        if fails:
+            raise OSError("the server is gone")
+        for _ in weights:
+            pass
+
+    found.engine, found._plain_sync = server, plain
+    found.sync_weights()
+
+
+def served_answer(fails: bool) -> None:
+    """Fail on the main process in asking a server."""
+    server = object.__new__(served.Served)
+    vars(server).update(_accelerator=PartialState(), _client=None)
+    server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
+
+
+def spoiled(fails: bool, key: str) -> dict[str, Any]:
+    """Return a batch in which one rank has a number that is none."""
+    output = batch()
+    if fails:
+        output[key] = output[key].clone()
+        output[key][0, 0] = float("nan")
+    return output
+
+
+def method(fails: bool, name: str, error: Exception, **attributes: Any) -> Any:
+    """Fail in a method of the trainer's."""
+    accepts = {name: fail(error) if fails else lambda *_: None}
+    return step(batch(), lambda own: vars(own).update(accepts, **attributes))
+
+
+def baseline(fails: bool) -> str:
+    """Take a batch whose only group is on both ranks, and return a row's baseline."""
+    found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
+    return f"baseline {[round(value, 3) for value in found[0].tolist()]}"
+
+
+ADAPTIVE = {"kl": {"coef": 0.1, "target_kl": 0.01, "baseline": "none"}}
+MIS = {"correction": {"preset": "token_truncate"}}
+CASES: dict[str, Callable[[bool], Any]] = {
+    "turns": unequal_turns,
+    "moved": moved_on_one,
+    "update": broken_update,
+    "audit": lambda fails: broken_verdict(fails, PrecisionError("sent in bfloat16"), "trainer", "on_sent"),
+    "stale": lambda fails: broken_verdict(fails, WeightSyncError("the engine is stale"), "verifier", "verify"),
+    "engine": lambda fails: broken_verdict(fails, OSError("engine is gone"), "verifier", "verify"),
+    "rollouts": refused_rollout,
+    "served update": served_update,
+    "served answer": served_answer,
+    "sampling": lambda fails: method(fails, "_follow_sampling", RecordError("another temperature")),
+    "records": lambda fails: method(fails, "_check_records", RecordError("other tokens")),
+    "routes": lambda fails: method(fails, "_batch_routes", RoutingError("routes of other tokens"), _routing=Routing()),
+    "gap": lambda fails: step(
+        batch(), lambda own: setattr(own._log, "observe", fail(RecordError("not finite"))) if fails else None
+    ),
+    "doctor": lambda fails: method(fails, "_examine", RecordError("no copy")),
+    "correction": lambda fails: step(spoiled(fails, "old_per_token_logps"), **MIS),
+    "baseline": baseline,
+    "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),
+    "controller": lambda fails: step(
+        batch(), lambda own: setattr(own._kl, "sums", fail(RecordError("no KL"))) if fails else None, **ADAPTIVE
+    ),
+}
+
+
+def main(rank: int, names: list[str]) -> None:
+    """Let each case fail on one rank."""
+    warnings.simplefilter("ignore")
+    PartialState(cpu=True, backend="gloo", timeout=datetime.timedelta(seconds=30))
+    assert WORLD.size == 2
+    for name in names:
+        failing = 0 if name.startswith("served") else 1  # the main process asks servers
+        try:
+            found = CASES[name](rank == failing)
+            said = found if isinstance(found, str) else "nothing"
+        except Exception as error:  # noqa: BLE001  # that is what is looked at
+            said = f"{type(error).__name__}: {error}"
+        print(f"{name}: {' '.join(said.split())}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
