@@ -82,10 +82,10 @@ def batch_baseline(
     with together(ranks):
         widest = max([length, *(other.size(1) for _, other in others)])
         padded = [F.pad(one, (0, widest - one.size(1))) for one in (*values[rows], *(other for _, other in others))]
-        chosen, *scores = torch.stack(padded).unbind(1)
+        chosen, policy, reference, *engine = torch.stack(padded).unbind(1)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
-        found = term.baseline(*scores[:2], chosen, of_prompt.to(old.device), *scores[2:])
+        found = term.baseline(policy, reference, chosen, of_prompt.to(old.device), engine[0] if engine else None)
     return found[[place[row] for row in of_row], :length]
 
 

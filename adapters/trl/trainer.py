@@ -195,7 +195,7 @@ class MismatchTrainerMixin(
             if self._routing is not None:
                 output[KEY] = self._batch_routes(batch, output)
             if self._masking is not None:
-                output[MASKS] = self._batch_masks(batch, output)
+                output[MASKS] = masks = self._batch_masks(batch, output)
                 if output.get(OLD) is not None and self._masked_passes == passes:
                     raise RecordError(
                         f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
@@ -204,7 +204,7 @@ class MismatchTrainerMixin(
                     )
         if self._masking is not None:
             self._metrics["train" if self.model.training else "eval"][PREFIX + "sampling_mask_size"].append(
-                mean_size(output[MASKS], self._ranks, output["completion_ids"].device)
+                mean_size(masks, self._ranks, output["completion_ids"].device)
             )
         mask = output["completion_mask"]
         if "tool_mask" in output:

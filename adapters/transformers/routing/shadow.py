@@ -142,7 +142,7 @@ def _found(module: Any, name: str) -> tuple[Any, Call]:
 
 def _before(module: Any, name: str) -> Call:
     own: Call | None = vars(module)[_BEFORE][name]
-    return getattr(type(module), name).__get__(module) if own is None else own  # type: ignore[no-any-return]
+    return getattr(type(module), name).__get__(module) if own is None else own
 
 
 def _restore(key: tuple[int, str], attributes: dict[str, Any]) -> None:
