@@ -538,12 +538,11 @@ class WeightVerifier:
             RecordError: The sides' answers differ in shape.
             NonFiniteLogprobError: A trainer's log-probability is not finite.
         """
+        look = self.look()  # first: ranks that share the weights look together, and one rank's engine may fail
         engine, decode = self._ask()
-        state = replace(
-            self.state, prefill=began(self.state.prefill, self._look(engine, self.trainer.score(self.probes)))
-        )
+        state = replace(self.state, prefill=began(self.state.prefill, self._look(engine, look.logprobs)))
         self.state = state if decode is None else replace(state, decode=began(state.decode, decode))
-        self._fingerprint = self.trainer.fingerprint()
+        self._fingerprint = look.fingerprint
 
     def look(self) -> TrainerLook:
         """Ask only the trainer; when the sides take turns on a device, pass the result to `verify` once the engine is awake."""
@@ -565,9 +564,9 @@ class WeightVerifier:
             NonFiniteLogprobError: A trainer's log-probability is not finite.
         """
         sent = {} if sent is None else sent
+        look = self.look() if look is None else look  # first, as in `begin`
         engine, decode_now = self._ask()
         comparisons = self.rollout.compare(sent, self._before)
-        look = self.look() if look is None else look
         dtype, engine_dtype = self.state.dtypes
         prefill, verdict = judge_prefill(
             self.state.prefill,

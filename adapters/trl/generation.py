@@ -23,7 +23,7 @@ from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weights import Look, WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import TrainerLook, WeightVerifier, draw_probes, fingerprint
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,7 +193,7 @@ class CheckedGeneration:
             self.trainer.on_sent(frozenset(self._sending.dtypes))
         if scores is not None:
             with self.verdicts.checking("weight_sync"):
-                look = Look(logprobs=scores, fingerprint=self.trainer.fingerprint())
+                look = TrainerLook(logprobs=scores, fingerprint=self.trainer.fingerprint())
                 alone = nullcontext() if ranks is self.trainer.ranks else self._refusing()
                 with together(ranks), alone:
                     self.verifier.verify(self._sending.samples, look)
