@@ -100,12 +100,12 @@ def read(steps: list[Any], asked: int, kept: bool) -> tuple[float, Any]:
     from vllm.v1.engine.logprobs import LogprobsProcessor
 
     from benchmarks.stability.real_run import tokenizer
-    from mismatch_ext.patching import swapped
+    from mismatch_ext.patching import applied
 
     decoder: Any = tokenizer(ANSWER_VOCABULARY)
     rest: dict[str, Any] = {"prompt_logprobs": None, "num_prompt_logprobs": None, "cumulative_logprob": 0.0}
     readers = [LogprobsProcessor(tokenizer=decoder, logprobs=[], num_logprobs=asked, **rest) for _ in range(ANSWERS)]
-    with swapped(*([TOP_LOGPROBS] if kept else [])):
+    with applied(*([TOP_LOGPROBS] if kept else [])):
         start = time.process_time()
         for step in steps:
             for row, reader in enumerate(readers):

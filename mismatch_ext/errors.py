@@ -10,10 +10,9 @@
     ├── PeerVersionError (ImportError)        a peer is missing or outside the supported range
     ├── SeamError (ImportError)               a part of a peer that a feature needs is gone or has changed
     ├── PatchError (RuntimeError)             a monkey-patch cannot be applied or reverted
-    │   ├── PatchVersionError                 the peer's version is outside the patch's range
-    │   ├── PatchDriftError                   the upstream symbol is gone or its body changed
-    │   ├── PatchConflictError                somebody else holds or patched the symbol
-    │   └── PatchVerificationError            the patch is applied but does not do its work
+    │   ├── PatchDriftError                   the upstream symbol is gone or does something else
+    │   ├── PatchConflictError                somebody else patched the symbol
+    │   └── PatchVerificationError            the patch is not in place, or without effect
     ├── PrecisionError (RuntimeError)         a precision that was asked for is not possible
     │   ├── PrecisionAuditError               the dtypes read back differ from those asked for
     │   ├── LossScaleError                    the loss scaler is off, or overflows without end
@@ -74,20 +73,16 @@ class PatchError(MismatchError, RuntimeError):
     """A patch could not be applied or reverted; nothing was left half-applied."""
 
 
-class PatchVersionError(PatchError):
-    """The installed version of the peer is outside the patch's closed range."""
-
-
 class PatchDriftError(PatchError):
-    """The upstream symbol is gone or its source differs from what the patch was written for."""
+    """The upstream symbol is gone, or does not do what the patch needs."""
 
 
 class PatchConflictError(PatchError):
-    """The symbol is held by value elsewhere, or somebody else patched it."""
+    """Another patch, or somebody else's, is on the symbol."""
 
 
 class PatchVerificationError(PatchError):
-    """The patch was applied, but its own check says that it has no effect."""
+    """The patch is not in place, or what it changes was not used."""
 
 
 class PrecisionError(MismatchError, RuntimeError):

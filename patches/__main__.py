@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.engine_arguments import ENGINE_ARGUMENTS
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
@@ -18,11 +18,8 @@ from mismatch_ext.patching import Patch
 
 # When each patch is active; nothing is patched outside these moments.
 DECLARED: tuple[tuple[Patch, str], ...] = (
-    (engine_arguments({"dtype": "float16"}), "while TRL builds its trainer; only with a `mismatch` block"),
-    (
-        OWN_LOSS,
-        "while a TRL trainer with `kl` or `correction` computes its loss; for other trainers it calls TRL's own",
-    ),
+    (ENGINE_ARGUMENTS, "while TRL builds its trainer; only with a `mismatch` block"),
+    (OWN_LOSS, "while a TRL trainer with `kl` or `correction` computes its loss; for others it calls TRL's own"),
     (FUSED_HEAD, "while a TRL trainer with `sampling_mask` scores a batch"),
     (SERVER_CLIENT, "while TRL builds its trainer with `vllm_mode: server`; only with a `mismatch` block"),
     (CPU_MOE_REPACK, "during weight updates on a CPU: `update_weights`, and those of a server with the plugin"),
@@ -40,18 +37,15 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
 
 def table() -> str:
     """Return the table as Markdown."""
-    lines = [
-        "# Patches",
-        "",
-        "What the rules are: patches/README.md.",
-    ]
+    lines = ["# Patches", "", "What the rules are: patches/README.md."]
     for patch, active in DECLARED:
         lines += [
             "",
             f"## {patch.name}",
             "",
-            f"- **Symbol**: `{patch.target}`, {patch.peer} `{patch.supports}`",
+            f"- **Symbol**: `{patch.target}`, {patch.peer} {patch.supports or 'of any version'}",
             f"- **Active**: {active}",
+            f"- **Checked by**: {'; '.join(['its probe'] * (patch.probe is not None) + [patch.observed] * bool(patch.observed))}",
             f"- **Why**: {patch.reason}",
             f"- **Not covered**: {patch.not_covered}",
             f"- **Can go when**: {patch.remove_when}",

@@ -23,7 +23,7 @@ from trl import GRPOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.patching import MARKER, swapped
+from mismatch_ext.patching import MARKER, applied
 
 LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
 """Methods by which a subclass can make a loss of its own."""
@@ -120,7 +120,7 @@ class ArrivalMixin(SamplingMaskMixin):
         own_loss = GRPOTrainer._compute_loss
         if getattr(own_loss, MARKER, None) != OWN_LOSS.name:
             self._check_own(own_loss)
-        with swapped(OWN_LOSS):
+        with applied(OWN_LOSS):
             yield
 
     def _check_own(self, own_loss: OwnLoss) -> None:

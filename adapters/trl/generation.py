@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
-from mismatch_ext.patching import swapped
+from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
@@ -280,7 +280,7 @@ class CheckedGeneration:
         patches = () if self.masks is None else self.masks.patches
         ours = self.verdicts.around("engine", self.engine.generating())
         with self._engine_failures_named("generating"), ours, capture as outputs:
-            with swapped(*patches):
+            with applied(*patches):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         supports = None
         if self.masks is not None:

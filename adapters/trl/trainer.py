@@ -122,7 +122,7 @@ class MismatchTrainerMixin(
         building = overridden(self, _constructing=True)
         with config.claimed(), building, patched as patches, EngineRefusals(self._block):
             # The patches of each step are checked here, before a model or an engine is built.
-            self._patches = [] if patches is None else patches.describe() + described(*self._step_patches(config))
+            self._patches = [] if patches is None else [*patches, *described(*self._step_patches(config))]
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
         if self._block.lr is not None:

@@ -12,30 +12,27 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mismatch_ext.patching import Patch, PatchSet
+    from mismatch_ext.patching import Patch
+
+_applied: tuple[Patch, ...] = ()  # in verl's functions, in this process
 
 
-class _Seam:
-    """This package's patches that are in place in verl's functions, in this process."""
+def _put(*patches: Patch) -> None:
+    """Replace the patches that are in place by these."""
+    from mismatch_ext.patching import apply, revert, verify
 
-    _patches: PatchSet | None = None
-
-    def put(self, *patches: Patch) -> None:
-        """Replace the patches that are in place by these."""
-        from mismatch_ext.patching import PatchSet
-
-        if self._patches is not None:
-            if self._patches.active and self._patches.patches == patches:
-                return
-            self._patches.revert()
-        self._patches = PatchSet(*patches).apply()
-
-
-_SEAM = _Seam()
+    global _applied
+    if _applied == patches:
+        verify(*patches)
+        return
+    reverted, _applied = _applied, ()
+    revert(*reverted)
+    apply(*patches)
+    _applied = patches
 
 
 def load() -> None:
-    """Put the seam into this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
+    """Patch verl in this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
 
     Raises:
         MismatchError: This verl is outside of the range that was tested, or differs from what was tested.
@@ -52,13 +49,13 @@ def load() -> None:
         from mismatch_ext.patches.verl.validate_config import NOT_LOADED
 
         # The block may be in a file that no argument names: verl's check of its configuration is the next place that sees it.
-        _SEAM.put(NOT_LOADED.calling(NotLoaded(message)))
+        _put(NOT_LOADED.calling(NotLoaded(message)))
         raise
 
 
 def unload() -> None:
-    """Take the seam out of this process again; what verl has built with it stays as it is."""
-    _SEAM.put()
+    """Take the patches out of this process again; what verl has built with it stays as it is."""
+    _put()
     if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
         sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replicas()
 
@@ -71,7 +68,7 @@ def _load() -> None:
     from mismatch_ext.versions import require
 
     require("verl")
-    _SEAM.put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
+    _put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
     if (block := active_block()) is not None:
         # In the process of verl's TaskRunner the trainer is looked up by its name.
         import mismatch_ext.adapters.verl.driver.modes  # noqa: F401

@@ -16,7 +16,7 @@ _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 
 def _known(patch: Patch) -> Known:
     """Return the claim that a patch's digests make."""
-    return Known(patch.target, dict.fromkeys(patch.source_digests, "0.9.1"))
+    return Known(patch.target, dict.fromkeys(patch.texts, "0.9.1"))
 
 
 SEAMS = (

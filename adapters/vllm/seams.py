@@ -6,7 +6,6 @@ from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
 
 from mismatch_ext.compat import Both, Default, Either, Has, Known, Seam, Takes
 
-assert isinstance(CPU_ROUTES.source_digests, dict)
 _SOURCE = "https://github.com/vllm-project/vllm/blob/v0.32.0/vllm/"
 
 SEAMS = (
@@ -229,7 +228,7 @@ SEAMS = (
         claims=(
             Either(
                 Has("vllm.config.model:ModelConfig.enable_return_routed_experts"),
-                Known(CPU_ROUTES.target, CPU_ROUTES.source_digests),
+                Known(CPU_ROUTES.target, dict.fromkeys(CPU_ROUTES.texts, "0.31.0 and 0.32.0")),
             ),
         ),
         upstream=_SOURCE + "config/vllm.py",

@@ -140,9 +140,8 @@ class Rollout(InProcess):
         if current_platform.is_cpu():
             asked["enforce_eager"] = True  # compiling costs a CPU engine more than it saves in a short run
             patches = cpu_routes_patches() if FLAG in asked else []
-        with applied(*patches) as active:
+        with applied(*patches) as building:
             llm = LLM(model, **asked | arguments)
-            building = active.describe()
         limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "n": n, "stop_token_ids": stop_token_ids}
         return cls(llm, sampling, **limits, patches=building)
 

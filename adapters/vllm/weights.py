@@ -13,7 +13,7 @@ from mismatch_ext.adapters.vllm.routing import reset_prefix_cache
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from torch import Tensor
 
-from mismatch_ext.patching import swapped
+from mismatch_ext.patching import applied
 from mismatch_ext.weights import TensorComparison
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     # Copies, because vLLM keeps a tensor until its layer is complete (for a padded vocabulary until the very end), and by then
     # TRL has unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
-    with swapped(*(cpu_moe_repack() if is_cpu(llm) else ())):
+    with applied(*(cpu_moe_repack() if is_cpu(llm) else ())):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
     # vLLM leaves the reset to the caller; otherwise cached prompts would keep keys, values and routes of the weights before.
     reset_prefix_cache(llm)

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from mismatch_ext.patching.sources import DIGEST_LENGTH
-
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
@@ -97,8 +95,8 @@ class Definition:
 
     @property
     def digest(self) -> str:
-        """Digest of `text`; for a function without wrappers it equals `patching.sources.source_digest`."""
-        return hashlib.sha256("\n".join(self.text.splitlines()).encode()).hexdigest()[:DIGEST_LENGTH]
+        """Digest of `text`."""
+        return hashlib.sha256("\n".join(self.text.splitlines()).encode()).hexdigest()[:16]
 
 
 class Sources:

@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
-from torch.autograd import Function
 
-from mismatch_ext.patching import Given, Patch
+from mismatch_ext.patching import Patch, applied
 
 Score = Callable[..., Tensor | None]
 """Takes hidden states `[N, H]`, weight `[V, H]`, bias or None, labels `[N]`, and by keyword temperature, scale and softcap;
 returns log-probabilities `[N]`, or None to keep TRL's."""
 
-_SCORES: Given[Score] = Given()
+_scores: list[Score] = []  # of the blocks that are open, the last one counts
 _TAKEN = (
-    "ctx", "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale",
-    "outputs",
+    "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs",
 )  # fmt: skip
 
 
@@ -27,32 +25,30 @@ def _make(original: Any) -> Any:
     class ChunkedLogProbFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, *args: Any) -> Any:
-            found = original.apply(*args)
-            if (score := _SCORES.last) is None:
-                return found
-            given = dict(zip(_TAKEN[1:], args, strict=True))
-            logprobs = score(
-                *(given[name] for name in ("hidden", "weight", "bias", "targets")),
-                temperature=given["temperature"],
-                scale=given["logit_scale"],
-                softcap=given["final_logit_softcapping"],
+            outputs = original.apply(*args)
+            if not _scores:
+                return outputs
+            values = dict(zip(_TAKEN, args, strict=True))
+            logprobs = _scores[-1](
+                *(values[name] for name in ("hidden", "weight", "bias", "targets")),
+                temperature=values["temperature"],
+                scale=values["logit_scale"],
+                softcap=values["final_logit_softcapping"],
             )
-            return found if logprobs is None else (logprobs, *found[1:])
+            return outputs if logprobs is None else (logprobs, *outputs[1:])
 
     return ChunkedLogProbFunction
 
 
 def _probe(original: Any) -> str | None:
-    """Say why this is not the function that TRL's fused head calls with the arguments read here, or return None."""
-    import trl.trainer.utils as module
-
-    if not (isinstance(original, type) and issubclass(original, Function)):
-        return "it is no autograd Function."
-    found = tuple(inspect.signature(original.forward).parameters)
-    if found != _TAKEN:
-        return f"its parameters are {found}, not {_TAKEN}."
-    called = "_ChunkedLogProbFunction.apply(" in inspect.getsource(module.add_fused_lm_head)
-    return None if called else "add_fused_lm_head no longer calls it."
+    """Say what it returns instead of the log-probabilities of a small head with bias, softcap, scale and temperature."""
+    hidden, weight = torch.eye(2), torch.tensor([[0.3, -1.0], [2.0, 0.5], [-0.7, 0.1]])
+    bias, targets = torch.tensor([0.2, 0.0, -0.4]), torch.tensor([1, 2])
+    logits = torch.tanh((hidden @ weight.T + bias) * 1.5 / 2.0) * 2.0 / 0.8
+    expected = logits.log_softmax(-1)[torch.arange(2), targets]
+    with torch.no_grad():
+        logprobs = original.apply(hidden, weight, bias, targets, 0.8, 2, 2.0, 1.5, ())[0]
+    return None if torch.allclose(logprobs, expected, atol=1e-5) else f"it returned {logprobs}, not {expected}."
 
 
 FUSED_HEAD = Patch(
@@ -60,9 +56,9 @@ FUSED_HEAD = Patch(
     peer="trl",
     supports=">=1.16.0,<=1.16.0",
     target="trl.trainer.utils:_ChunkedLogProbFunction",
-    binding_only=True,
     make=_make,
     probe=_probe,
+    observed="a scored batch of which no token came to it is refused",
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/utils.py",
     reason=(
         "GRPOTrainer never holds the logits: what log-probabilities over the tokens that truncation left are made of is known "
@@ -73,7 +69,8 @@ FUSED_HEAD = Patch(
 )
 
 
-def scoring_with(score: Score) -> AbstractContextManager[None]:
+@contextmanager
+def scoring_with(score: Score) -> Iterator[None]:
     """Take the log-probabilities of TRL's fused head from a function while a context is open.
 
     Args:
@@ -82,4 +79,9 @@ def scoring_with(score: Score) -> AbstractContextManager[None]:
     Raises:
         PatchError: TRL's fused head is not what it was.
     """
-    return _SCORES.during(score, FUSED_HEAD)
+    _scores.append(score)
+    try:
+        with applied(FUSED_HEAD):
+            yield
+    finally:
+        _scores.remove(score)

@@ -14,12 +14,12 @@ SEAM = "_around_own_loss"
 
 
 def _probe(original: Any) -> str | None:
-    """Say why a trainer's method cannot be called in the place of this function, or return None."""
-    found = inspect.signature(original).parameters
-    optional = all(p.default is not p.empty for p in list(found.values())[3:])
-    if tuple(found)[:3] == ("self", "model", "inputs") and optional:
-        return None
-    return f"its parameters are {tuple(found)}, not (self, model, inputs) and optional ones."
+    """Say why this function cannot be called with a trainer, a model and inputs, or return None."""
+    try:
+        inspect.signature(original).bind("self", "model", "inputs")
+    except TypeError as error:
+        return f"called with (self, model, inputs), {error}."
+    return None
 
 
 def _make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -38,6 +38,7 @@ OWN_LOSS = Patch(
     target="trl.trainer.grpo_trainer:GRPOTrainer._compute_loss",
     make=_make,
     probe=_probe,
+    observed="behavior.check_loss compares TRL's loss with known values, and each update must contain the wrapped loss",
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/trainer/grpo_trainer.py",
     reason=(
         "a subclass adds terms, scales and scoring passes around TRL's KL term and importance ratio; what replaces these has to "

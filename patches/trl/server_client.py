@@ -27,9 +27,9 @@ SERVER_CLIENT = Patch(
     peer="trl",
     supports=">=1.16.0,<=1.16.0",
     target="trl.generation.vllm_generation:VLLMClient",
-    binding_only=True,
     make=_make,
     probe=_probe,
+    observed="each update's name is read back from the server, through the client that TRL was given",
     upstream="https://github.com/huggingface/trl/blob/v1.16.0/trl/generation/vllm_client.py",
     reason=(
         "TRL's client has no timeouts, sends failed updates again, ignores a prefix cache that was not reset, gives updates no "

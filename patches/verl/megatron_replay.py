@@ -3,28 +3,15 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from types import SimpleNamespace
+from typing import Any
 
 from mismatch_ext.patching import Patch
 
-
-class Guard(Protocol):
-    """An observer of the replay, such as `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard`."""
-
-    def batch(self, engine: Any, /, *args: Any, **kwargs: Any) -> AbstractContextManager[None]:
-        """Return the context that a batch runs in; takes the arguments of `forward_backward_batch`."""
-
-    def before(self, router: Any) -> None:
-        """Raise if the RouterReplay would fall back on its router's own choice."""
-
-    def take_others(self) -> int:
-        """Return how many passes since the last call were over other tokens than their routes."""
-
-    def after(self, router: Any, scores: Any, top_k: int, indices: Any, native: Callable[[], Any]) -> None:
-        """Look at the expert ids `[T, K]` that the RouterReplay selected for scores `[T, E]`; `native` returns the own choice."""
-
+Guard = Any
+"""The handler of both patches, a `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard`."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
 
@@ -57,6 +44,34 @@ def _guarded_topk(original: Callable[..., Any], guard: Guard) -> Callable[..., A
     return get_replay_topk
 
 
+def _probe(original: Callable[..., Any]) -> str | None:
+    """Say what a replay of made-up routes selects instead of them, and a router without routes instead of its own; or None."""
+    import torch
+    from verl.utils.megatron.router_replay_patch import RouterReplayAction
+
+    scores = torch.tensor([[0.1, 0.2, 0.7]])
+    router = SimpleNamespace(
+        router_replay_action=RouterReplayAction.REPLAY_FORWARD,
+        target_topk_idx=torch.tensor([[1, 0]]),
+        target_replay_mask=None,
+    )
+    values, indices = original(router, scores, 2)
+    if indices.tolist() != [[1, 0]] or not torch.equal(values, scores[:, [1, 0]]):
+        return f"it replayed the routes [[1, 0]] as {indices.tolist()} with {values.tolist()}."
+    router.router_replay_action = None
+    own = original(router, scores, 2, None, None, lambda scores, top_k, **groups: scores.topk(top_k))[1].tolist()
+    return None if own == [[2, 1]] else f"a router that is not replayed selects {own}, not [[2, 1]]."
+
+
+def _takes(original: Callable[..., Any]) -> str | None:
+    """Say why it cannot be called as verl's workers call it, or return None."""
+    try:
+        inspect.signature(original).bind("self", "data", "loss_function", forward_only=True)
+    except TypeError as error:
+        return f"called with (data, loss_function, forward_only), {error}."
+    return None
+
+
 REPLAYED_BATCH = Patch(
     name="verl/megatron_replayed_batch",
     peer="verl",
@@ -65,7 +80,9 @@ REPLAYED_BATCH = Patch(
     # it is reordered, split or sent; `set_router_replay_data`, behind it, has neither names nor counts of tokens.
     target="verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
     make=_guarded_batch,
-    source_digests=frozenset({"45725fc86fbecc18"}),
+    probe=_takes,
+    texts=("45725fc86fbecc18",),
+    observed="the guard refuses a router that replays outside of a batch whose routes it checked",
     upstream=_UPSTREAM.format("workers/engine/megatron/transformer_impl.py"),
     reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; nobody looks at an id on the way.",
     not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of padding, "
@@ -80,7 +97,9 @@ CLOSED_TOPK = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.utils.megatron.router_replay_patch:RouterReplay.get_replay_topk",
     make=_guarded_topk,
-    source_digests=frozenset({"f4309060f5e2afa4"}),
+    probe=_probe,
+    texts=("f4309060f5e2afa4",),
+    observed="the guard refuses a replayed batch in which a router made no selection through it",
     upstream=_UPSTREAM.format("utils/megatron/router_replay_patch.py"),
     reason="A router without routes chooses for itself, and tokens behind the last row of routes reach no expert, both without "
     "an error.",

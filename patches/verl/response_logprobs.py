@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
+import torch
 from torch import Tensor
 
-from mismatch_ext.patching import Given, Patch
+from mismatch_ext.patching import Patch, applied
 
 Score = Callable[[Tensor, Tensor], Tensor]
 """Takes logits `[N, V]`, divided by the temperature, and the next tokens' ids `[N]`; returns log-probabilities `[N]`."""
 
-_SCORES: Given[Score] = Given()
-_TAKEN = ("logits", "labels", "inplace_backward")
+_scores: list[Score] = []  # of the blocks that are open, the last one counts
 
 
 def _make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def logprobs_from_logits(logits: Tensor, labels: Tensor, inplace_backward: bool = True) -> Tensor:
-        if (score := _SCORES.last) is None:
+        if not _scores:
             return original(logits, labels, inplace_backward=inplace_backward)
-        return score(logits, labels)
+        return _scores[-1](logits, labels)
 
     return logprobs_from_logits
 
 
-def _probe(original: Any) -> str | None:
-    """Say why verl's engine does not take its log-probabilities from this function with these arguments, or return None."""
-    from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
-
-    found = tuple(inspect.signature(original).parameters)
-    if found != _TAKEN:
-        return f"its parameters are {found}, not {_TAKEN}."
-    called = "logprobs_from_logits(" in inspect.getsource(FSDPEngineWithLMHead.prepare_model_outputs)
-    return None if called else "FSDPEngineWithLMHead.prepare_model_outputs no longer calls it."
+def _probe(original: Callable[..., Tensor]) -> str | None:
+    """Say what it returns instead of the log-probabilities of two tokens, or return None."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    logits, labels = (
+        torch.tensor([[0.3, -1.0, 2.0], [0.5, 0.1, 0.0]], device=device),
+        torch.tensor([2, 0], device=device),
+    )
+    expected = logits.log_softmax(-1).gather(-1, labels[:, None])[:, 0]
+    logprobs = original(logits.clone(), labels, inplace_backward=False)
+    return None if torch.allclose(logprobs, expected, atol=1e-4) else f"it returned {logprobs}, not {expected}."
 
 
 RESPONSE_LOGPROBS = Patch(
@@ -43,9 +42,9 @@ RESPONSE_LOGPROBS = Patch(
     peer="verl",
     supports=">=0.9.1,<=0.9.1",
     target="verl.workers.engine.fsdp.transformer_impl:logprobs_from_logits",
-    binding_only=True,
     make=_make,
     probe=_probe,
+    observed="a micro-batch of which no token came to it is refused",
     upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/workers/engine/fsdp/transformer_impl.py",
     reason=(
         "verl's FSDP engine takes log-probabilities over the whole vocabulary in the middle of prepare_model_outputs, after the "
@@ -56,7 +55,8 @@ RESPONSE_LOGPROBS = Patch(
 )
 
 
-def scoring_with(score: Score) -> AbstractContextManager[None]:
+@contextmanager
+def scoring_with(score: Score) -> Iterator[None]:
     """Take the log-probabilities of verl's FSDP engine from a function, within a `with` block.
 
     Args:
@@ -65,4 +65,9 @@ def scoring_with(score: Score) -> AbstractContextManager[None]:
     Raises:
         PatchError: verl's function is not what it was.
     """
-    return _SCORES.during(score, RESPONSE_LOGPROBS)
+    _scores.append(score)
+    try:
+        with applied(RESPONSE_LOGPROBS):
+            yield
+    finally:
+        _scores.remove(score)

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from mismatch_ext.patching import ANY_VERSION, Patch
+from mismatch_ext.patching import Patch
 
 Prepare = Callable[[Any], dict[str, Any]]
 """Gets a configuration with a `mismatch` block, may change or refuse it, and returns new values of arguments that it changed."""
@@ -15,8 +15,6 @@ Refuse = Callable[[Any], None]
 """Gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py"
-# verl imported the function there while verl itself was imported; nothing calls it by that name.
-_COPIES = ("verl.utils:validate_config",)
 
 
 def _make(original: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
@@ -37,7 +35,7 @@ VALIDATE_CONFIG = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.utils.config:validate_config",
     make=_make,
-    allow_aliases=_COPIES,
+    observed="RUNTIME_ENV ends a run that was not prepared, and each process of a run reports the block that it has",
     upstream=_UPSTREAM,
     reason="verl has no hook that sees the configuration before Ray starts, and ignores a root block that it does not know.",
     not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
@@ -61,6 +59,7 @@ RUNTIME_ENV = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
     make=_make_guard,
+    observed="each process of a run reports the block that it has, before the first step",
     upstream=_UPSTREAM,
     reason="Programs beside main_ppo call run_ppo without verl's check, and would train without the block.",
     not_covered="Programs that start Ray themselves, or imported the function before this package.",
@@ -68,24 +67,13 @@ RUNTIME_ENV = Patch(
 )
 
 
-def _make_stop(original: Callable[..., Any], refuse: Refuse) -> Callable[..., Any]:
-    @functools.wraps(original, updated=())
-    def stopped(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.get("mismatch") is not None:
-            refuse(config)
-        return original(config, *args, **kwargs)
-
-    return stopped
-
-
 NOT_LOADED = Patch(
     name="verl/not_loaded",
     peer="verl",
-    supports=ANY_VERSION,
-    refuses=True,
+    supports="",
     target="verl.utils.config:validate_config",
-    make=_make_stop,
-    allow_aliases=_COPIES,
+    make=_make_guard,
+    observed="it ends the program, or calls verl's own and does nothing else",
     upstream=_UPSTREAM,
     reason="verl swallows a plugin that fails to load, and would train without the block of a configuration file.",
     not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",

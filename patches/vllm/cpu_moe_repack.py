@@ -7,9 +7,10 @@ import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any
+from unittest import mock
 
 from mismatch_ext.errors import PatchDriftError
-from mismatch_ext.patching import Patch, PatchSet
+from mismatch_ext.patching import Patch, described
 from mismatch_ext.versions import in_range, installed
 
 
@@ -19,9 +20,13 @@ def _make(original: Callable[..., None]) -> Callable[..., None]:
         from vllm.model_executor.layers.fused_moe.oracle.unquantized import UnquantizedMoeBackend
 
         is_weight_update = self.moe_kernel is not None
-        original(self, layer, w13, w2)
-        if is_weight_update and self.unquantized_backend == UnquantizedMoeBackend.CPU:
-            self.moe_kernel.fused_experts.process_weights_after_loading(layer)
+        if not (is_weight_update and self.unquantized_backend == UnquantizedMoeBackend.CPU):
+            return original(self, layer, w13, w2)
+        experts, name = self.moe_kernel.fused_experts, "process_weights_after_loading"
+        with mock.patch.object(experts, name, wraps=getattr(experts, name)) as packing:
+            original(self, layer, w13, w2)
+        if not packing.called:  # packed twice they would be garbled as well
+            experts.process_weights_after_loading(layer)
 
     return setup_kernel
 
@@ -34,11 +39,8 @@ CPU_MOE_REPACK = Patch(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method:UnquantizedFusedMoEMethod._setup_kernel"
     ),
     make=_make,
-    source_digests={
-        "c2f215a75b0e0166": "0.29.0",
-        "35b7060b37a3cecb": "0.30.0",
-        "09fe906bda7a750f": "0.31.0 and 0.32.0",
-    },
+    texts=("c2f215a75b0e0166", "35b7060b37a3cecb", "09fe906bda7a750f"),  # 0.29, 0.30, 0.31 and 0.32
+    observed="monitor.weight_sync scores probe tokens after each weight update, which tells garbled experts",
     upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/model_executor/layers/fused_moe/unquantized_fused_moe_method.py",
     reason=(
         "the CPU prepack of the experts runs on the first load only, so after any weight update raw weights lie in "
@@ -54,13 +56,12 @@ def cpu_moe_repack() -> tuple[Patch, ...]:
     """Return the patch for a CPU engine of the installed vLLM.
 
     The tuple is empty before vLLM 0.29, which packs experts at every load. It is also empty, with a warning, if vLLM's function
-    is not as it was when the patch was written: dense models never need the patch, and for models with experts the probes after
-    each weight update show whether the weights are garbled.
+    is gone, because dense models never need it and the probes after each weight update show garbled experts.
     """
     if in_range(installed("vllm") or "0", "<0.29"):
         return ()
     try:
-        PatchSet(CPU_MOE_REPACK).check()
+        described(CPU_MOE_REPACK)
     except PatchDriftError as error:
         warnings.warn(
             f"{error} Should experts be garbled after a weight update, mismatch.monitor.weight_sync tells.",

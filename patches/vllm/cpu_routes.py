@@ -31,7 +31,8 @@ CPU_ROUTES = Patch(
     supports=">=0.31.0,<=0.32.0",
     target="vllm.config.vllm:VllmConfig._verify_aux_output_compatibility",
     make=_make,
-    source_digests={"e64828e79c38c4ae": "0.31.0 and 0.32.0"},
+    texts=("e64828e79c38c4ae",),
+    observed="each completion's routes are read; missing rows, and rows of zeros in all layers, are refused",
     upstream="https://github.com/vllm-project/vllm/blob/v0.31.0/vllm/config/vllm.py",
     reason=(
         "since vLLM 0.31 routes leave the engine through an auxiliary-output connector that Model Runner V2 alone feeds. V2 "

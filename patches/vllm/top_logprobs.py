@@ -7,8 +7,10 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from mismatch_ext.errors import PatchDriftError, PatchVersionError
-from mismatch_ext.patching import Patch, PatchSet
+import numpy as np
+
+from mismatch_ext.errors import PatchDriftError
+from mismatch_ext.patching import Patch, described
 from mismatch_ext.sampling_mask.toplogprobs import LeftTokens
 
 
@@ -40,13 +42,34 @@ def _make(original: Callable[..., None]) -> Callable[..., None]:
     return update
 
 
+def _probe(original: Callable[..., None]) -> str | None:
+    """Say what it makes of one position's sampled and most likely token instead of an entry for each, or return None."""
+    from vllm.v1.engine.logprobs import LogprobsProcessor
+    from vllm.v1.outputs import LogprobsLists
+
+    processor = LogprobsProcessor(
+        tokenizer=None,
+        logprobs=[],
+        prompt_logprobs=None,
+        cumulative_logprob=0.0,
+        num_logprobs=1,
+        num_prompt_logprobs=None,
+    )
+    lists = LogprobsLists(np.array([[5, 7]]), np.array([[-0.5, -0.25]]), np.array([2]))
+    original(processor, lists)
+    original(processor, lists._replace(logprob_token_ids=np.array([[5]]), logprobs=np.array([[-0.5]])))
+    values = [{token: entry.logprob for token, entry in position.items()} for position in processor.logprobs or []]
+    return None if values == [{5: -0.5, 7: -0.25}, {5: -0.5}] else f"it made {values}."
+
+
 TOP_LOGPROBS = Patch(
     name="vllm/top_logprobs",
     peer="vllm",
     supports=">=0.24.0,<=0.32.0",
     target="vllm.v1.engine.logprobs:LogprobsProcessor._update_sample_logprobs",
     make=_make,
-    source_digests={"0d86bde8f1cc4a93": "0.24.0 to 0.30.0", "51deea0e95a2585e": "0.31.0 and 0.32.0"},
+    probe=_probe,
+    texts=("0d86bde8f1cc4a93", "51deea0e95a2585e"),  # to 0.30, 0.31 and 0.32
     upstream="https://github.com/vllm-project/vllm/blob/v0.30.0/vllm/v1/engine/logprobs.py",
     reason=(
         "vLLM makes an object and a text of each most likely token that it is asked for, and TRL sorts these and copies them: of "
@@ -62,12 +85,12 @@ TOP_LOGPROBS = Patch(
 
 @cache
 def top_logprobs() -> tuple[Patch, ...]:
-    """Return the patch; the tuple is empty if vLLM's function is not as it was when the patch was written.
+    """Return the patch; the tuple is empty if vLLM's function does not do what the patch needs.
 
     Masks are then made from vLLM's objects, which costs time and memory but changes no mask.
     """
     try:
-        PatchSet(TOP_LOGPROBS).check()
-    except (PatchDriftError, PatchVersionError):
+        described(TOP_LOGPROBS)
+    except PatchDriftError:
         return ()
     return (TOP_LOGPROBS,)

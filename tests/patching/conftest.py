@@ -14,21 +14,11 @@ import pytest
 
 from mismatch_ext.patching import Patch, active_patches
 
-CORE = '''
-import functools
-
-LIMIT = 3
-
+CORE = """
 def greet(name="you"):
-    """Say hello."""
     return f"stock {name}"
 
-@functools.lru_cache
-def remembered():
-    return "remembered"
-
 class Base:
-    size = 7
     def method(self):
         return "method"
     @staticmethod
@@ -37,37 +27,21 @@ class Base:
     @classmethod
     def named(cls):
         return cls.__name__
-    @property
-    def value(self):
-        "The value."
-        return "value"
-    @value.setter
-    def value(self, new):
-        self.new = new
-    @functools.cached_property
-    def cached(self):
-        return "cached"
-    class Inner:
-        def deep(self):
-            return "deep"
 
 class Child(Base):
     pass
-'''
+
+class Engine:
+    def run(self):
+        return "stock"
+"""
 
 FILES = {
     "upst/__init__.py": "",
     "upst/core.py": CORE,
-    "upst/engine.py": "class Engine:\n    def run(self):\n        return 'stock'\n",
-    "upst/user.py": "from upst.engine import Engine\n\ndef build():\n    return Engine().run()\n",
-    "upst/consumer.py": "from upst.core import greet\n",
+    "upst/user.py": "from upst.core import greet\n",
     "upst/broken.py": "import not_installed_anywhere\n",
-    "upst/lazy.py": (
-        "def __getattr__(name):\n"
-        "    if name == 'late':\n        from upst.engine import Engine\n        return Engine\n"
-        "    raise AttributeError(name)\n"
-    ),
-    # The local part must not take the version out of an exact range.
+    "upst/lazy.py": "def __getattr__(name):\n    from upst.core import greet\n    return greet\n",
     "upst-1.2.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: upst\nVersion: 1.2.0+cpu\n",
 }
 
@@ -87,7 +61,6 @@ class Upstream:
 
     def __init__(self) -> None:
         self.core = importlib.import_module("upst.core")
-        self.engine = importlib.import_module("upst.engine")
 
     def load(self, name: str) -> ModuleType:
         return importlib.import_module(f"upst.{name}")
@@ -122,6 +95,7 @@ class Upstream:
             "name": f"upst/{slug}",
             "peer": "upst",
             "supports": ">=1.0,<=1.2.0",
+            "observed": "greetings are louder",
             "target": target,
             "make": bang,
             "upstream": "https://example.org/upst/issues/1",

@@ -31,7 +31,6 @@ from mismatch_ext.compat import (
 from mismatch_ext.compat.survey import FEATURES, Host, survey
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, SeamError, UntestedVersionWarning
-from mismatch_ext.patching.sources import current_digest
 from mismatch_ext.versions import PEERS, Peer
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,24 +149,6 @@ def test_a_claim_that_holds(upst: Path, claim: Any) -> None:
 def test_what_was_found_in_the_place_of_a_claim_is_said(upst: Path, claim: Any, found: str) -> None:
     seam = Seam(name="upst/x", peer="upst", features=("kl",), what="tests", claims=(claim,), upstream="https://upst")
     assert (seam.probe(Sources()) or "").endswith(found)
-
-
-def test_a_digest_is_the_one_that_patches_have_of_the_live_function(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "readable.py").write_text(
-        "x = 1\n\n\nclass A:\n    @staticmethod\n    def f(a):\n        # says\n\n        return a\n"
-    )
-    (tmp_path / "package").mkdir()
-    (tmp_path / "readable.py").rename(tmp_path / "package/__init__.py")
-    monkeypatch.syspath_prepend(str(tmp_path))
-    assert Sources().find("package:A.f").digest == current_digest("package:A.f")
-    # A comment counts: whoever reads it may have meant something by it.
-    before = Sources().find("package:A.f").digest
-    (tmp_path / "package/__init__.py").write_text(
-        (tmp_path / "package/__init__.py").read_text().replace("says", "says so")
-    )
-    assert Sources().find("package:A.f").digest != before
 
 
 def test_gone_is_told_of_what_is_asked_for_and_not_of_a_base_that_is_not_installed(upst: Path) -> None:

@@ -15,7 +15,7 @@ from packaging.version import Version
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
-from mismatch_ext.patching import ANY_VERSION, Patch
+from mismatch_ext.patching import Patch
 from mismatch_ext.versions import PEERS, KnownWrong, Peer, accepted, installed, require
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -156,10 +156,8 @@ def test_every_peer_was_run_in_the_installed_version_and_versions_are_in_order(n
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)
 def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch) -> None:
     peer = PEERS[patch.peer]
-    if patch.supports == ANY_VERSION:
-        assert patch.refuses  # it does nothing but refuse
-        return
-    bounds = {part.operator: part.version for part in SpecifierSet(patch.supports)}
-    assert peer.accepts(bounds[">="]) and peer.tested(bounds["<="])
-    # Beyond its range, a patch of an open peer is put on what a probe or a digest tells.
-    assert not peer.open or patch.probe is not None or patch.source_digests
+    if patch.supports:
+        bounds = {part.operator: part.version for part in SpecifierSet(patch.supports)}
+        assert peer.accepts(bounds[">="]) and peer.tested(bounds["<="])
+    assert patch.name.startswith(f"{patch.peer}/") and patch.upstream.startswith("https://")
+    assert all(said.strip() for said in (patch.reason, patch.not_covered, patch.remove_when))

@@ -11,8 +11,9 @@ from mismatch_ext.adapters.verl.worker.spread import shares
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import PatchVerificationError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.patching import Patch, PatchSet
+from mismatch_ext.patching import apply
 from mismatch_ext.recorder import PREFIX
 
 if TYPE_CHECKING:
@@ -26,29 +27,40 @@ class ObjectiveMixin(_Host):
 
     _block: MismatchConfig
     _kl: KlTerm | None = None
+    _penalized = 0  # batches whose rewards were penalized
 
     def _begin_objective(self) -> None:
         """Put the block's penalty where verl calls its own by name, for as long as this trainer lives."""
-        patches: list[Patch] = []
         kl = self._block.kl
         if kl is not None:
             self._kl = KlTerm(kl, coefficient(kl, self.config))
             if kl.in_rewards:
-                patches.append(KL_IN_REWARDS.calling(self._penalise))
-        self._patches = PatchSet(*patches).apply()
+                apply(KL_IN_REWARDS.calling(self._penalise))
 
     def _penalise(self, data: Any) -> dict[str, float]:
         assert self._kl is not None
+        self._penalized += 1
         return apply_kl_to_rewards(data, self._kl)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed."""
+        """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed.
+
+        Raises:
+            PatchVerificationError: verl did not ask for the penalty among the rewards.
+        """
         if self._kl is not None:
             sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
             # While the critic alone is updated, the policy stands still, whatever its coefficient.
             learns = int(self.config.trainer.critic_warmup) <= self.global_steps
             metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums, steer=learns).items()})
-        return super()._compute_advantage(batch, metrics)
+        before = self._penalized
+        advantages = super()._compute_advantage(batch, metrics)
+        if self._kl is not None and self._kl.config.in_rewards and self._penalized == before:
+            raise PatchVerificationError(
+                "mismatch.kl.reward_path='rewards': verl computed advantages without its apply_kl_penalty, where the penalty is "
+                "added. Use reward_path='surrogate'."
+            )
+        return advantages
 
     def _kl_sums(self, batch: Any, term: KlTerm, *, baseline: bool) -> list[float]:
         """Let the workers sum up the KL of a batch, and put its leave-one-out baseline where their loss finds it."""

@@ -22,7 +22,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.origins import Origins
-from mismatch_ext.patching import PatchSet, active_patches
+from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.run.log import RunLog
@@ -46,7 +46,6 @@ class PreflightMixin(_Host):
     _weights: RolloutWeights | None = None
     _resumed: dict[str, Any]
     _origins: Origins
-    _patches: PatchSet
     _surplus: Mapping[str, Any] | None = None
 
     def _replicas(self) -> list[Any]:

@@ -140,6 +140,11 @@ class ReplayGuard:
     def before(self, router: Any) -> None:
         """Refuse to let a router choose for itself where it is to replay."""
         action = router.router_replay_action
+        if self._passes is None and action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
+            raise ReplayError(
+                f"{self._name(router)} replays routes outside of MegatronEngine.forward_backward_batch, where they are checked. "
+                "Call that method, or remove mismatch.routing."
+            )
         missing = {
             RouterReplayAction.REPLAY_FORWARD: router.target_topk_idx is None,
             RouterReplayAction.REPLAY_BACKWARD: not router.replay_backward_list,

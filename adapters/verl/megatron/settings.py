@@ -21,7 +21,7 @@ from verl.utils.device import get_device_name
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.patching import PatchSet
+from mismatch_ext.patching import Patch, apply, described, verify
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
@@ -118,7 +118,7 @@ class ReplayChecks:
     """
 
     guard: ReplayGuard
-    patches: PatchSet
+    patches: tuple[Patch, ...]
 
 
 @cache
@@ -127,10 +127,12 @@ def _replay_checks() -> ReplayChecks:
     from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
 
     guard = ReplayGuard()
-    return ReplayChecks(guard, PatchSet(*(patch.calling(guard) for patch in (REPLAYED_BATCH, CLOSED_TOPK))).apply())
+    patches = (REPLAYED_BATCH.calling(guard), CLOSED_TOPK.calling(guard))
+    apply(*patches)
+    return ReplayChecks(guard, patches)
 
 
-def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
+def register_megatron_checks(block: MismatchConfig) -> tuple[Patch, ...] | None:
     """Apply the checks of verl's Megatron replay for the life of this process; once is enough.
 
     Args:
@@ -140,12 +142,12 @@ def register_megatron_checks(block: MismatchConfig) -> PatchSet | None:
         The patches, or None when the block has no `routing` section.
 
     Raises:
-        PatchError: verl's code is not what the patches were written for.
+        PatchError: verl's code does not do what the patches need.
     """
     if block.routing is None:
         return None
     patches = _replay_checks().patches
-    patches.verify()
+    verify(*patches)
     return patches
 
 
@@ -179,5 +181,5 @@ def megatron_report(engine: Any) -> dict[str, Any]:
         "trainer": asdict(reading),
         "routing": None if mode == "disabled" else mode,
         "lr": None if rate is None else rate.multiplier,
-        "patches": [] if checks is None else checks.patches.describe(),
+        "patches": [] if checks is None else described(*checks.patches),
     }

@@ -18,7 +18,7 @@ from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, 
 
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.patching import PatchSet, described
+from mismatch_ext.patching import apply, described
 from mismatch_ext.sampling_mask import TokenSupport
 
 _OF_VERL: ContextVar[list[TokenSupport | str] | None] = ContextVar("mismatch_masks_of_verl", default=None)
@@ -35,7 +35,7 @@ class MismatchVLLMServer(vLLMHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start vLLM as verl does, and read the masks off what it answers from then on."""
         # vLLM's outputs are put together in this process.
-        PatchSet(*top_logprobs()).apply()
+        apply(*top_logprobs())
         self.mismatch_patches = tuple(described(*top_logprobs()))
         await super().launch_server(*args, **kwargs)
         block = active_block()

@@ -16,7 +16,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from mismatch_ext.patching import swapped
+from mismatch_ext.patching import applied
 
 
 @dataclass
@@ -58,7 +58,7 @@ class HttpWeightTransferEngine(WeightTransferEngine[HttpInit, HttpUpdate]):
         """Prepare each layer for new weights; on a CPU, also apply the patch that repacks experts."""
         self._repairs.close()  # those of an update that failed
         if self.device.type == "cpu":
-            self._repairs.enter_context(swapped(*cpu_moe_repack()))
+            self._repairs.enter_context(applied(*cpu_moe_repack()))
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:

@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl import MismatchCallback
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mismatch_ext.patching import engine, swap
+from mismatch_ext import patching
 from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, keep_names, rows
 
@@ -52,12 +52,12 @@ def put_in_place() -> Iterator[set[str]]:
     """Collect the names of all patches that are put in place meanwhile, for however short a time."""
     names: set[str] = set()
 
-    def write(entry: Any) -> None:
-        names.add(entry.patch.name)
-        plain(entry)
+    def write(place: Any) -> None:
+        names.add(place.patch.name)
+        plain(place)
 
-    plain = engine.write
-    with mock.patch.object(engine, "write", write), mock.patch.object(swap, "write", write):
+    plain = patching._Place.write
+    with mock.patch.object(patching._Place, "write", write):
         yield names
 
 

@@ -222,7 +222,7 @@ def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[
     """Train a mixture of experts with or without the repair of vLLM's CPU weight update."""
     from mismatch_ext.adapters.vllm import weights
 
-    repair = nullcontext() if repaired else mock.patch.object(weights, "swapped", lambda *_: nullcontext())
+    repair = nullcontext() if repaired else mock.patch.object(weights, "applied", lambda *_: nullcontext())
     with repair:
         return train(model, out, {"precision": {"dtype": "float32"}}, max_steps=2)
 

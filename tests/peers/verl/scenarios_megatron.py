@@ -28,6 +28,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.patching import described
 from tests.peers.megatron.cpu import (
     EXPERTS,
     RECOMPUTE,
@@ -297,7 +298,7 @@ def checked() -> dict[str, Any]:
     found: dict[str, Any] = {"nothing_without_routing": megatron.register_megatron_checks(MismatchConfig()) is None}
     patches = megatron.register_megatron_checks(R3)
     found["idempotent"] = patches is megatron.register_megatron_checks(R3)
-    found["names"] = [patch["name"] for patch in patches.describe()]
+    found["names"] = [patch["name"] for patch in described(*patches)]
     engine = built("R3")
     found["report"] = megatron.megatron_report(engine)
     found["parameters"] = sum(parameter.numel() for parameter in engine.module[0].parameters())
