@@ -7,8 +7,7 @@ import json
 from collections.abc import Sequence
 
 from mismatch_ext.cli import REPORT, Command, folder, run_command
-from mismatch_ext.errors import ConfigError
-from mismatch_ext.strict import suggestion
+from mismatch_ext.errors import ConfigError, suggestion
 from mismatch_ext.terminal import say
 
 

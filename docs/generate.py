@@ -14,8 +14,6 @@ HERE = Path(__file__).resolve().parent
 SECTIONS = {
     "MismatchConfig": "mismatch",
     "PrecisionConfig": "mismatch.precision",
-    "LossScaleConfig": "mismatch.precision.loss_scale",
-    "QuantizedConfig": "mismatch.precision.quantized",
     "CorrectionConfig": "mismatch.correction",
     "KlConfig": "mismatch.kl",
     "RoutingConfig": "mismatch.routing",
@@ -24,6 +22,39 @@ SECTIONS = {
     "MonitorConfig": "mismatch.monitor",
     "AlarmConfig": "mismatch.monitor.alarms.<metric>",
 }
+HEAD = """\
+# The `mismatch` block
+
+Three blocks serve nearly everyone. Start with the first.
+
+```yaml
+mismatch: {level: observe}                # measure, change nothing
+```
+
+```yaml
+mismatch: {precision: {dtype: float16}}   # close the gap
+```
+
+```yaml
+mismatch:                                 # mixture of experts, asynchronous training, or what is left of the gap
+  routing: {mode: R3}
+  correction: {preset: token_truncate}
+```
+
+Add `lr: {}` if training breaks down when responses grow.
+
+## How the block is read
+
+`lr: {}` switches a section on with its defaults. To switch it off, leave it out. A section with nothing after it (`lr:` in
+YAML, `null` in JSON or Hydra, None in a mapping) raises an error, because some mean "on" by it and others "off". `mismatch:
+null` is no block. In Python, `MismatchConfig(lr=None)` leaves the section off, and every constructor checks its values as
+the block does.
+
+A key that is not listed here raises an error, and so does a key that is given twice. TRL's own YAML reader takes the last of
+two equal keys before it passes the block on.
+
+`python docs/generate.py` writes this page. `Action` is `"error"`, `"warn"` or `"off"`. `Number` is finite, `Positive` is
+greater than 0, `Count` is a whole number of at least 1, `Text` is a string, and `Flag` is `true` or `false`."""
 
 
 def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
@@ -32,38 +63,40 @@ def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             assert isinstance(following.value, ast.Constant)
             default = "required" if statement.value is None else ast.unparse(statement.value)
+            default = {"field(default=None, hash=False)": "None"}.get(default, default)
             default = "{}" if default.startswith("field(") else default
-            yield ast.unparse(statement.target), ast.unparse(statement.annotation), default, str(following.value.value)
+            yield ast.unparse(statement.target), kind(statement.annotation), default, str(following.value.value)
+
+
+def kind(annotation: ast.expr) -> str:
+    """Return a type as text, with limits in words: `Number in 0 < x <= 1`."""
+    signs = {"gt": ">", "ge": ">=", "lt": "<", "le": "<="}
+    text = ast.unparse(annotation)
+    for part in ast.walk(annotation):
+        if isinstance(part, ast.Subscript) and ast.unparse(part.value) == "Annotated":
+            assert isinstance(part.slice, ast.Tuple)
+            base, *rest = part.slice.elts
+            limits = [
+                f"{signs[str(k.arg)]} {ast.unparse(k.value)}"
+                for c in rest
+                if isinstance(c, ast.Call)
+                for k in c.keywords
+            ]
+            text = text.replace(ast.unparse(part), " ".join([ast.unparse(base), ", ".join(limits)]).strip())
+    return text
 
 
 def config_page() -> str:
-    """Return the reference of the `mismatch:` block, read from the docstrings in `mismatch_ext/config`."""
-    classes = {
-        node.name: node
-        for module in sorted(Path(config.__file__).parent.glob("*.py"))
-        for node in ast.parse(module.read_text(encoding="utf-8")).body
-        if isinstance(node, ast.ClassDef)
-    }
-    lines = [
-        "# The `mismatch` block",
-        "",
-        "Printed by `python docs/generate.py` from `mismatch_ext/config`. A key that is not listed is an error, and so is one",
-        'that is given twice. `Action` is `"error"`, `"warn"` or `"off"`.',
-        "",
-        "Write `lr: {}` to switch a section on with its defaults, and leave it out to switch it off. A section with nothing",
-        "after it (`lr:` in YAML, `null` in JSON or Hydra, None in a mapping) is an error, because some mean on by it and",
-        "others off. A block that is itself nothing (`mismatch: null` in the host's configuration) is no block. In Python,",
-        "`MismatchConfig(lr=None)` leaves the section off, and every dataclass checks its values as the block does. TRL's own",
-        "YAML reader takes the last of two equal keys before the block is read; verl's refuses them, and so does this package",
-        "in texts and files of its own.",
-    ]
+    """Return the reference of the `mismatch:` block, read from the docstrings in `mismatch_ext/config.py`."""
+    tree = ast.parse(Path(config.__file__).read_text(encoding="utf-8"))
+    classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
+    lines = [HEAD]
     for name, path in SECTIONS.items():
         lines += ["", f"## `{path}`", "", str(ast.get_docstring(classes[name])), ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key, kind, default, meaning in fields(classes[name].body):
-            lines.append(
-                f"| `{key}` | `{kind}` | `{default}` | {' '.join(meaning.split())} |".replace(" | None`", " \\| None`")
-            )
+        for key, annotation, default, meaning in fields(classes[name].body):
+            text = " ".join(meaning.split())
+            lines.append(f"| `{key}` | `{annotation.replace('|', chr(92) + '|')}` | `{default}` | {text} |")
     return "\n".join(lines)
 
 

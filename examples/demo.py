@@ -57,7 +57,7 @@ class Setting:
 
 
 # These runs are too short to search for a loss scale, so the first one does not overflow the small model's gradients.
-FP16 = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}}
+FP16 = {"precision": {"dtype": "float16", "init_scale": 4096.0}}
 R3 = {"routing": {"mode": "R3", "measured": 1.0}}
 BF16 = Setting(name="bf16", title="TRL's own dtypes: bf16 autocast, engine dtype auto", block={}, steps=24)
 FP32 = {"precision": {"dtype": "float32"}}

@@ -35,7 +35,7 @@ DEFAULTS: dict[str, Any] = {
 SMALL: dict[str, Any] = {
     "max_steps": 3,
     "eval_prompts": 128,
-    "mismatch": {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 4096.0}}},
+    "mismatch": {"precision": {"dtype": "float16", "init_scale": 4096.0}},
 }
 EXPECTATION = """
 bfloat16 rounds to 8 significant bits and float16 to 11, so that its rounding errors are 8 times smaller: the mean |Δlogp|

@@ -77,7 +77,7 @@ def banner(
         lines.append("  precision  not asked for: the dtypes of both sides are the host's own choice")
     else:
         set_by = f"   [{integration.precision}]" if integration.precision else ""
-        parts = {"weights": block.precision.quantized.weights, "KV cache": block.precision.quantized.kv_cache}
+        parts = {"weights": block.precision.engine_weights, "KV cache": block.precision.engine_kv_cache}
         but = "".join(f", engine's {part} in {name}" for part, name in parts.items() if name is not None)
         lines.append(f"  precision  uniform {block.precision.dtype}{but}: audited on both sides{set_by}")
     lines += _mitigations(block, integration, "" if engine is None else engine["engine"])

@@ -28,6 +28,10 @@ one message argument, which keeps them picklable across worker processes.
 
 from __future__ import annotations
 
+import difflib
+import reprlib
+from collections.abc import Iterable, Mapping
+
 
 class MismatchError(Exception):
     """Root of the exception tree."""
@@ -115,3 +119,24 @@ class LoopError(MismatchError, RuntimeError):
 
 class RunDirectoryError(MismatchError, OSError):
     """The run directory or its metrics file cannot be read or written."""
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxdict = _SHORT.maxlist = _SHORT.maxtuple = 30
+_SHORT.maxstring = _SHORT.maxother = 300
+
+
+def shown(value: object) -> str:
+    """Return a value as text for messages: like `repr`, but with bounded length and depth."""
+    return _SHORT.repr(value)
+
+
+def suggestion(given: object, allowed: Iterable[object], meant: Mapping[str, str] | None = None) -> str:
+    """Return " Did you mean 'x'?" with the nearest allowed name, or the one that an alias means; "" if none is near."""
+    names = [str(name) for name in allowed]
+    text = given if isinstance(given, str) else shown(given)
+    lowered = text.strip().lower()
+    alias = (meant or {}).get(lowered.removeprefix("torch."))
+    near = [name for name in names if name == alias or name.lower() == lowered]
+    near = near or difflib.get_close_matches(text, names, n=1)
+    return f" Did you mean {near[0]!r}?" if near else ""

@@ -198,7 +198,7 @@ class Run:
         if precision is not None:
             policy = PrecisionPolicy.of(precision)
             needs_scaler = policy.needs_scaler
-            scaler = LossScaler.of(precision.loss_scale, self.trainer.device.type) if needs_scaler else None
+            scaler = LossScaler.of(precision, self.trainer.device.type) if needs_scaler else None
             self.trainer.compute_in(policy.dtype, scaler)
 
     def _audited(self, transfer: SyncReading | None = None) -> AuditReport | None:

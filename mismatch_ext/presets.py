@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
     from mismatch_ext.config import CorrectionConfig
@@ -119,58 +119,33 @@ class ResolvedCorrection:
             raise ConfigError(f"{where}: unknown compatibility options {sorted(unknown)}; known: {', '.join(COMPAT)}.")
 
 
-def parse_rules(names: str, thresholds: str | float | None) -> tuple[Rule, ...]:
-    """Read rejection rules as verl writes them.
+def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> tuple[Rule, ...]:
+    """Read rejection rules with their thresholds (`mismatch.correction.reject`).
 
     Args:
-        names: Comma-separated names of `RULES`.
-        thresholds: One per rule, comma-separated, or one for all rules. For k1: `lower_upper` bounds of the ratio, or a number
-            x, which means 1/x to x, or x to 1/x. For k2 and k3: an upper bound in nats.
+        reject: Thresholds by name in `RULES`. For k1: bounds of the ratio, or a number x, which means 1/x to x, or x to 1/x. For
+            k2 and k3: an upper bound in nats.
 
     Raises:
-        ConfigError: A rule is unknown, or a threshold is missing or malformed.
+        ConfigError: A rule is unknown, or k2 or k3 has two bounds.
     """
-    where = "mismatch.correction"
-    rules = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    if thresholds is None:
-        raise ConfigError(f"{where}.reject={names!r} without reject_threshold; give one threshold per rule.")
-    specs = [spec.strip() for spec in str(thresholds).split(",") if spec.strip()]
-    if not rules or len(specs) not in (1, len(rules)):
-        raise ConfigError(
-            f"{where}.reject_threshold: {thresholds!r} has {len(specs)} thresholds for {len(rules)} rules; one for each, or one."
-        )
-    return tuple(
-        _rule(name, spec) for name, spec in zip(rules, specs * (len(rules) if len(specs) == 1 else 1), strict=True)
-    )
+    where = "mismatch.correction.reject"
+    rules = []
+    for name, bounds in reject.items():
+        if name not in RULES:
+            raise ConfigError(f"{where}: unknown rule {name!r}; known: {', '.join(RULES)}.{suggestion(name, RULES)}")
+        if not name.endswith("k1"):
+            if isinstance(bounds, tuple):
+                raise ConfigError(f"{where}.{name}: {list(bounds)} is not allowed; allowed: a number > 0.")
+            rules.append(Rule(name=name, upper=bounds))
+            continue
+        lower, upper = bounds if isinstance(bounds, tuple) else sorted((bounds, 1 / bounds))
+        rules.append(Rule(name=name, lower=lower, upper=upper))
+    return tuple(rules)
 
 
-def _rule(name: str, spec: str) -> Rule:
-    where = "mismatch.correction"
-    if name not in RULES:
-        near = difflib.get_close_matches(name, RULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ConfigError(f"{where}.reject: unknown rule {name!r}; known: {', '.join(RULES)}.{hint}")
-    try:
-        numbers = [float(part) for part in spec.split("_")]
-    except ValueError:
-        numbers = []
-    if (
-        not numbers
-        or not all(0 < x < float("inf") for x in numbers)
-        or len(numbers) > (2 if name.endswith("k1") else 1)
-    ):
-        allowed = "'lower_upper' or a number, both > 0" if name.endswith("k1") else "a number > 0"
-        raise ConfigError(f"{where}.reject_threshold: {spec!r} for {name}; allowed: {allowed}.")
-    if not name.endswith("k1"):
-        return Rule(name=name, upper=numbers[0])
-    low, high = numbers if len(numbers) == 2 else sorted((numbers[0], 1 / numbers[0]))
-    if low > high:
-        raise ConfigError(f"{where}.reject_threshold: {spec!r} for {name}: the lower bound exceeds the upper one.")
-    return Rule(name=name, lower=low, upper=high)
-
-
-_GEO = parse_rules("seq_mean_k1", "0.999_1.001")
-_K3 = parse_rules("seq_mean_k3", 0.01)
+_GEO = parse_rules({"seq_mean_k1": (0.999, 1.001)})
+_K3 = parse_rules({"seq_mean_k3": 0.01})
 _TOKEN = ResolvedCorrection(level="token", upper=2.0)
 _SEQUENCE = ResolvedCorrection(level="sequence", upper=2.0)
 _ICEPOP = ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=5.0)
@@ -183,7 +158,7 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "decoupled_token_is": _TOKEN,
     "decoupled_seq_is": _SEQUENCE,
     "decoupled_token_icepop": _ICEPOP,
-    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules=parse_rules("seq_sum_k1", "0.5_2.0")),
+    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules=parse_rules({"seq_sum_k1": (0.5, 2.0)})),
     "decoupled_geo_rs": dataclasses.replace(_NONE, rules=_GEO),
     "decoupled_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO),
     "decoupled_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO),
@@ -224,10 +199,9 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
         ConfigError: A preset or rule is unknown, bounds contradict each other, or the section asks for nothing.
     """
     if config.preset is not None and config.preset not in PRESETS:
-        near = difflib.get_close_matches(config.preset, PRESETS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
         raise ConfigError(
-            f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}.{hint}"
+            f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}."
+            f"{suggestion(config.preset, PRESETS)}"
         )
     given = {
         name: getattr(config, name)
@@ -235,9 +209,7 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
         if getattr(config, name) is not None
     }
     if config.reject is not None:
-        given["rules"] = parse_rules(config.reject, config.reject_threshold)
-    elif config.reject_threshold is not None:
-        raise ConfigError("mismatch.correction.reject_threshold without reject; name the rule that it belongs to.")
+        given["rules"] = parse_rules(config.reject)
     if config.preset is None and not given:
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
     settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)

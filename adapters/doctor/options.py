@@ -14,8 +14,7 @@ from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
 from mismatch_ext.doctor.hosts import LONGEST, HostRun
-from mismatch_ext.errors import ConfigError
-from mismatch_ext.strict import suggestion
+from mismatch_ext.errors import ConfigError, suggestion
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")

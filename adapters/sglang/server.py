@@ -172,7 +172,7 @@ def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> l
          policy.quantization or "none",
          unquantized if policy.quantization is None else f"--quantization {policy.quantization}",
          "Quantized weights are not the trainer's." if policy.quantization is None else
-         "mismatch.precision.quantized.weights asks for it."),
+         "mismatch.precision.engine_weights asks for it."),
         (reading.logprobs_mode != policy.logprobs_mode, ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}",
          "Log-probabilities then ignore the temperature that is sampled with."),
     )  # fmt: skip

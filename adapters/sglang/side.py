@@ -107,8 +107,11 @@ class Rollout:
         acting = block.acting
         asked: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_CPU)
         if acting.precision is not None:
-            parts = acting.precision.quantized
-            wanted = {"dtype": acting.precision.dtype, "quantization": parts.weights, "kv_cache_dtype": parts.kv_cache}
+            wanted = {
+                "dtype": acting.precision.dtype,
+                "quantization": acting.precision.engine_weights,
+                "kv_cache_dtype": acting.precision.engine_kv_cache,
+            }
             asked |= {name: value for name, value in wanted.items() if value is not None}
         if acting.routing is not None and acting.routing.mode == "R3":
             asked["enable_return_routed_experts"] = True

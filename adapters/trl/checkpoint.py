@@ -131,7 +131,7 @@ class CheckpointMixin(_Host):
             self._log.event(
                 "warning",
                 "loss_scale",
-                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.loss_scale.init_scale:g}.",
+                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.init_scale:g}.",
             )
 
     def _go_on_from(self, state: dict[str, Any]) -> None:

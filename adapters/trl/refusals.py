@@ -11,7 +11,7 @@ from typing import Any
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.trl.readings import sampling_settings
 
-from mismatch_ext.config import MismatchConfig, RoutingConfig
+from mismatch_ext.config import MismatchConfig, PrecisionConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, ReplayError, RoutingError
 from mismatch_ext.versions import on_cpu_build
 
@@ -151,12 +151,18 @@ def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
     """
     zero = config.get("zero_optimization", {})
     precision = block.precision
-    if precision is not None and precision.dtype == "float16" and precision.loss_scale != type(precision.loss_scale)():
-        raise PrecisionError(
-            f"mismatch.precision.loss_scale={precision.loss_scale!r} with DeepSpeed: its own loss scaler reads its own settings. "
-            "Leave it out, and set fp16.initial_scale_power, loss_scale_window, hysteresis and min_loss_scale in DeepSpeed's "
-            "configuration."
-        )
+    default = PrecisionConfig(dtype="float16")
+    for name in ("init_scale", "growth_interval"):
+        if (
+            precision is not None
+            and precision.dtype == "float16"
+            and getattr(precision, name) != getattr(default, name)
+        ):
+            raise PrecisionError(
+                f"mismatch.precision.{name}={getattr(precision, name)!r} with DeepSpeed: its own loss scaler reads its own "
+                "settings. Leave it out, and set fp16.initial_scale_power, loss_scale_window, hysteresis and min_loss_scale in "
+                "DeepSpeed's configuration."
+            )
     if precision is not None and config.get("torch_autocast", {}).get("enabled"):
         raise PrecisionError(
             "mismatch.precision with torch_autocast in DeepSpeed's configuration: TRL scores completions with the model itself, "

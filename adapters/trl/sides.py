@@ -103,7 +103,7 @@ class SidesMixin(_Host):
             if self.is_deepspeed_enabled:
                 reduce_in_float32(configured(self.accelerator))  # the rest of float16 is DeepSpeed's own
             else:
-                compute_in_float16(self.accelerator, precision.loss_scale)
+                compute_in_float16(self.accelerator, precision)
         if self._constructing:
             self._check_model()
 

@@ -8,7 +8,6 @@ import os
 from dataclasses import asdict, dataclass
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.loading import load_mapping
 
 BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
 """Environment variable that holds the block as JSON; Ray hands it to all processes of a run, as it does verl's settings."""
@@ -52,7 +51,7 @@ def active_block() -> MismatchConfig | None:
         ConfigError: The variable was set by hand, and holds no block.
     """
     text = os.environ.get(BLOCK_VARIABLE)
-    return MismatchConfig.parse(load_mapping(text, f"the variable {BLOCK_VARIABLE}")) if text else None
+    return MismatchConfig.parse(text, f"the variable {BLOCK_VARIABLE}") if text else None
 
 
 def encode(block: MismatchConfig) -> str:

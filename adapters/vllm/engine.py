@@ -14,7 +14,7 @@ from mismatch_ext.versions import require
 if TYPE_CHECKING:
     from vllm import LLM
 
-    from mismatch_ext.config.precision import PrecisionConfig
+    from mismatch_ext.config import PrecisionConfig
 
 
 def runner(llm: LLM) -> Any:
@@ -38,7 +38,7 @@ def runner(llm: LLM) -> Any:
 
 def asked_of(precision: PrecisionConfig) -> dict[str, str]:
     """Return the arguments of `vllm.LLM` that make an engine compute as the `precision` section says."""
-    parts = {"quantization": precision.quantized.weights, "kv_cache_dtype": precision.quantized.kv_cache}
+    parts = {"quantization": precision.engine_weights, "kv_cache_dtype": precision.engine_kv_cache}
     # A checkpoint with integer weights names its quantisation method itself.
     return {"dtype": precision.dtype} | {name: value for name, value in parts.items() if value is not None}
 

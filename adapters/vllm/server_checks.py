@@ -97,12 +97,12 @@ class ServerCheck:
         if policy.quantization not in (None, reading.quantization):
             said = reading.quantization or "none"
             found.append(
-                (f"--quantization {policy.quantization}", f"mismatch.precision.quantized.weights, and it has {said}")
+                (f"--quantization {policy.quantization}", f"mismatch.precision.engine_weights, and it has {said}")
             )
         if policy.kv_cache is not None and reading.kv_cache_dtype not in policy.kv_cache_dtypes:
             said = reading.kv_cache_dtype
             found.append(
-                (f"--kv-cache-dtype {policy.kv_cache}", f"mismatch.precision.quantized.kv_cache, and it has {said}")
+                (f"--kv-cache-dtype {policy.kv_cache}", f"mismatch.precision.engine_kv_cache, and it has {said}")
             )
         return found
 

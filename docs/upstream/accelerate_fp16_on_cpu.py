@@ -28,7 +28,7 @@ def with_workaround() -> str:
 
     from mismatch_ext.config import PrecisionConfig
 
-    return seen(lambda accelerator: compute_in_float16(accelerator, PrecisionConfig(dtype="float16").loss_scale))
+    return seen(lambda accelerator: compute_in_float16(accelerator, PrecisionConfig(dtype="float16")))
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ from typing import Any, Literal, Protocol
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.monitor.defaults import DEFAULTS, PATIENCE, DefaultRule, bounds_text
-from mismatch_ext.strict import require
 
 Side = Literal["above", "below", "non-finite"]
 WatchAction = Literal["warn", "stop"]
@@ -161,7 +160,6 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
     if alarm is None:
         action = None
     else:
-        _check(f"{SECTION}.{name}", alarm)
         above = above if alarm.above is None else alarm.above
         below = below if alarm.below is None else alarm.below
         patience = patience if alarm.patience is None else alarm.patience
@@ -175,8 +173,8 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
             f"two, or refine one of: {known}."
         )
     key = f"{SECTION}.{name}"
-    if above is not None and below is not None:
-        require(below < above, f"{key}.below", below, f"x < above ({above:g})")
+    if above is not None and below is not None and below >= above:
+        raise ConfigError(f"{key}.below: {below!r} is not allowed; allowed: x < above ({above:g}).")
     clear_above, clear_below = _clear_levels(above, below)
     return Rule(
         metric=metric,
@@ -189,13 +187,6 @@ def _rule(name: str, metric: str, alarm: Asked | None, default: DefaultRule | No
         named=alarm is not None,
         default=default,
     )
-
-
-def _check(key: str, alarm: Asked) -> None:
-    for name in ("above", "below"):
-        value = getattr(alarm, name)
-        require(value is None or math.isfinite(value), f"{key}.{name}", value, "a finite number")
-    require(alarm.patience is None or alarm.patience >= 1, f"{key}.patience", alarm.patience, "an integer >= 1")
 
 
 def _clear_levels(above: float | None, below: float | None) -> tuple[float | None, float | None]:

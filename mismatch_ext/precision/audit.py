@@ -344,9 +344,9 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
         f"auto ({dtype})" if cache == "auto" else cache,
         cache in policy.kv_cache_dtypes,
         f"Start {name} with kv_cache_dtype='auto': another cache dtype rounds keys and values that the "
-        "trainer does not. If it is on purpose, say so: mismatch.precision.quantized.kv_cache."
+        "trainer does not. If it is on purpose, say so: mismatch.precision.engine_kv_cache."
         if policy.kv_cache is None
-        else f"Start {name} with kv_cache_dtype={policy.kv_cache!r}, or correct mismatch.precision.quantized.kv_cache.",
+        else f"Start {name} with kv_cache_dtype={policy.kv_cache!r}, or correct mismatch.precision.engine_kv_cache.",
     )
     collected.check(
         "engine",
@@ -364,9 +364,9 @@ def _audit_engine(collected: _Audit, policy: PrecisionPolicy, engine: EngineRead
         engine.quantization or NONE,
         engine.quantization == policy.quantization,
         f"Start {name} without quantisation: quantised weights are not the trainer's. If they are quantised on purpose, say so: "
-        "mismatch.precision.quantized.weights."
+        "mismatch.precision.engine_weights."
         if policy.quantization is None
-        else f"Start {name} with quantization={policy.quantization!r}, or correct mismatch.precision.quantized.weights.",
+        else f"Start {name} with quantization={policy.quantization!r}, or correct mismatch.precision.engine_weights.",
     )
 
 

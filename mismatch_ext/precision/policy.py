@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from mismatch_ext.precision.dtypes import canonical
 
 if TYPE_CHECKING:
-    from mismatch_ext.config.precision import PrecisionConfig
+    from mismatch_ext.config import PrecisionConfig
 
 _SHORT = {"fp8": "fp8_e4m3"}
 
@@ -33,7 +33,7 @@ class PrecisionPolicy:
     @classmethod
     def of(cls, precision: PrecisionConfig) -> PrecisionPolicy:
         """Return the policy that the `precision` section asks for."""
-        return cls(precision.dtype, precision.quantized.weights, precision.quantized.kv_cache)
+        return cls(precision.dtype, precision.engine_weights, precision.engine_kv_cache)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", canonical(self.dtype))

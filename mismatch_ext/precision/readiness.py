@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from mismatch_ext.config.precision import PrecisionConfig
+from mismatch_ext.config import PrecisionConfig
 from mismatch_ext.errors import ReadinessError
 from mismatch_ext.precision.dtypes import DtypeFacts, canonical, facts
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,7 +14,7 @@ from torch.amp.grad_scaler import OptState
 from mismatch_ext.errors import LossScaleError
 
 if TYPE_CHECKING:
-    from mismatch_ext.config import LossScaleConfig
+    from mismatch_ext.config import PrecisionConfig
 
 STATE_KEY = "mismatch_ext"
 STATE_VERSION = 1
@@ -81,17 +80,17 @@ class LossScaler(torch.amp.GradScaler):
         self.longest_overflow_streak = 0
 
     @classmethod
-    def of(cls, settings: LossScaleConfig, device: str | torch.device) -> LossScaler:
-        """Return the scaler that a block's `precision.loss_scale` asks for.
+    def of(cls, precision: PrecisionConfig, device: str | torch.device) -> LossScaler:
+        """Return the scaler that a block's `precision` asks for.
 
         Args:
-            settings: That section.
+            precision: That section.
             device: Device type that gradients live on.
 
         Raises:
             LossScaleError: torch would disable it on this device.
         """
-        return cls(device, **asdict(settings))
+        return cls(device, init_scale=precision.init_scale, growth_interval=precision.growth_interval)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, once per step, and tell all ranks if one of them has an overflow.

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import PRESETS, ResolvedCorrection, correct, parse_rules
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, Rule, correct, parse_rules
 
 VERL = (
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
@@ -81,6 +81,13 @@ def test_preset_equals_verls_own_function(verl: Any, name: str) -> None:
         compare(helper, config, settings, *batch(seed, empty=seed % 4 == 0))
 
 
+def rules_of(names: str, thresholds: Any) -> tuple[Rule, ...]:
+    """Return rules that verl writes as two lists."""
+    pairs = zip(names.split(","), str(thresholds).split(","), strict=True)
+    bounds = {name: tuple(map(float, text.split("_"))) for name, text in pairs}
+    return parse_rules({name: both if len(both) == 2 else both[0] for name, both in bounds.items()})  # type: ignore[misc]
+
+
 @pytest.mark.parametrize(
     ("rules", "thresholds"),
     [
@@ -97,7 +104,7 @@ def test_every_rejection_rule_equals_verls(verl: Any, rules: str, thresholds: An
             rollout_is_batch_normalize=normalize,
         )  # fmt: skip
         settings = ResolvedCorrection(
-            level=level, upper=1.5, normalize=normalize, rules=parse_rules(rules, thresholds), compat=QUIRKS  # type: ignore[arg-type]
+            level=level, upper=1.5, normalize=normalize, rules=rules_of(rules, thresholds), compat=QUIRKS
         )  # fmt: skip
         for seed in range(20):
             compare(helper, config, settings, *batch(seed))
@@ -125,7 +132,7 @@ def test_k1_bounds_hold_for_the_ratio_and_verls_for_its_inverse(verl: Any) -> No
     # rho = 1.8, 0.6 and 1 in three rows; bounds 0.55 to 1.5 keep the last two. verl keeps 1/1.5 <= rho <= 1/0.55.
     old = torch.tensor([[1.8], [0.6], [1.0]], dtype=torch.float64).log() - 1
     rollout, mask = torch.full((3, 1), -1.0, dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
-    settings = ResolvedCorrection(rules=parse_rules("token_k1", "0.55_1.5"))
+    settings = ResolvedCorrection(rules=parse_rules({"token_k1": (0.55, 1.5)}))
     right = correct(rollout, old, mask, settings).mask[:, 0].tolist()
     quirk = correct(rollout, old, mask, dataclasses.replace(settings, compat=QUIRKS)).mask[:, 0].tolist()
     theirs, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), "token_k1", "0.55_1.5")
@@ -221,7 +228,7 @@ def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
 def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
     """By default a k1 rule keeps lower <= rho <= upper; verl keeps 1/upper <= rho <= 1/lower, on the same batches otherwise."""
-    settings = ResolvedCorrection(rules=parse_rules(rule, "0.6_1.6"))
+    settings = ResolvedCorrection(rules=parse_rules({rule: (0.6, 1.6)}))
     quirk = dataclasses.replace(settings, compat=QUIRKS)
     differ = 0
     for seed in range(20):

@@ -56,24 +56,24 @@ def test_weights_by_hand(keys: dict[str, Any], weights: list[list[float]]) -> No
 
 
 @pytest.mark.parametrize(
-    ("rules", "thresholds", "kept"),
+    ("reject", "kept"),
     [
-        ("token_k1", "0.4_3.0", [[1, 1, 0], [1, 0, 0]]),
-        ("token_k1", 3.0, [[1, 1, 0], [1, 0, 0]]),  # one number x is 1/x to x
+        ({"token_k1": (0.4, 3.0)}, [[1, 1, 0], [1, 0, 0]]),
+        ({"token_k1": 3.0}, [[1, 1, 0], [1, 0, 0]]),  # one number x is 1/x to x
         # k2 = log(rho)^2 / 2: 0.24, 0.24, 0.96 | 0, 0.96
-        ("token_k2", 0.5, [[1, 1, 0], [1, 0, 0]]),
+        ({"token_k2": 0.5}, [[1, 1, 0], [1, 0, 0]]),
         # k3 = rho - 1 - log rho: 0.307, 0.193, 1.614 | 0, 0.636
-        ("token_k3", 0.7, [[1, 1, 0], [1, 1, 0]]),
-        ("seq_sum_k1", "0.3_9", [[1, 1, 1], [0, 0, 0]]),  # products 4 and 0.25
-        ("seq_mean_k1", "0.6_2", [[1, 1, 1], [0, 0, 0]]),  # geometric means 1.587 and 0.5
-        ("seq_sum_k2", 1.0, [[0, 0, 0], [1, 1, 0]]),  # 1.441 and 0.961
-        ("seq_mean_k2", 0.4805, [[1, 1, 1], [1, 1, 0]]),  # 0.4804 and 0.4805
-        ("seq_max_k3", 1.0, [[0, 0, 0], [1, 1, 0]]),
-        ("seq_max_k2,token_k1", "0.97,0.4_9", [[1, 1, 1], [1, 0, 0]]),  # both must hold
+        ({"token_k3": 0.7}, [[1, 1, 0], [1, 1, 0]]),
+        ({"seq_sum_k1": (0.3, 9)}, [[1, 1, 1], [0, 0, 0]]),  # products 4 and 0.25
+        ({"seq_mean_k1": (0.6, 2)}, [[1, 1, 1], [0, 0, 0]]),  # geometric means 1.587 and 0.5
+        ({"seq_sum_k2": 1.0}, [[0, 0, 0], [1, 1, 0]]),  # 1.441 and 0.961
+        ({"seq_mean_k2": 0.4805}, [[1, 1, 1], [1, 1, 0]]),  # 0.4804 and 0.4805
+        ({"seq_max_k3": 1.0}, [[0, 0, 0], [1, 1, 0]]),
+        ({"seq_max_k2": 0.97, "token_k1": (0.4, 9)}, [[1, 1, 1], [1, 0, 0]]),  # both must hold
     ],
 )
-def test_rejection_by_hand(rules: str, thresholds: Any, kept: list[list[int]]) -> None:
-    found = corrected(rules=parse_rules(rules, thresholds))
+def test_rejection_by_hand(reject: dict[str, Any], kept: list[list[int]]) -> None:
+    found = corrected(rules=parse_rules(reject))
     assert found.mask.int().tolist() == kept
     left = sum(map(sum, kept))
     assert found.metrics["rollout_rs_masked_fraction"] == pytest.approx(1 - left / 5)
@@ -140,11 +140,11 @@ def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
         ({"level": "token", "bound": "truncate", "lower": 0.5, "upper": 2.0}, ["truncate", "'clip' or 'mask'"]),
         ({"level": "token", "upper": 0.5, "bound": "clip", "lower": 2.0}, ["lower=2.0 exceeds upper=0.5"]),
         ({"level": "token", "upper": -1.0}, ["mismatch.correction.upper", "-1.0"]),
-        ({"reject": "seq_men_k1", "reject_threshold": "0.5_2"}, ["unknown rule 'seq_men_k1'", "'seq_mean_k1'?"]),
-        ({"reject": "token_k1"}, ["without reject_threshold"]),
-        ({"reject_threshold": 2.0, "preset": "tis"}, ["reject_threshold without reject"]),
-        ({"reject": "token_k2", "reject_threshold": "0.1_0.2"}, ["'0.1_0.2' for token_k2", "a number > 0"]),
-        ({"reject": "token_k1,token_k2,token_k3", "reject_threshold": "1,2"}, ["2 thresholds for 3 rules"]),
+        ({"reject": {"seq_men_k1": [0.5, 2]}}, ["unknown rule 'seq_men_k1'", "'seq_mean_k1'?"]),
+        ({"reject": "token_k1"}, ["mismatch.correction.reject", "expected a mapping", "'token_k1'"]),
+        ({"reject": {"token_k1": [2, 0.5]}}, ["mismatch.correction.reject.token_k1", "[2, 0.5]", "[lower, upper]"]),
+        ({"reject": {"token_k2": [0.1, 0.2]}}, ["mismatch.correction.reject.token_k2", "[0.1, 0.2]", "a number > 0"]),
+        ({"reject": {"token_k1": 0}}, ["mismatch.correction.reject.token_k1", "0", "a number > 0"]),
         ({"preset": "tis", "loss": "reinforce"}, ["needs mode='bypass'"]),
     ],
 )
@@ -228,13 +228,12 @@ def same_scans(chosen: ResolvedCorrection, rollout: Tensor, old: Tensor, mask: T
         assert torch.allclose(weights_a, weights_b, rtol=1e-6)
 
 
-EVERY_RULE = ",".join(RULES)
-EVERY_THRESHOLD = ",".join("0.6_1.6" if name.endswith("k1") else "0.2" for name in RULES)
+EVERY_RULE = parse_rules({name: (0.6, 1.6) if name.endswith("k1") else 0.2 for name in RULES})
 MORE_KINDS = {
     **PRESETS,
-    "every rule": ResolvedCorrection(rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD)),
+    "every rule": ResolvedCorrection(rules=EVERY_RULE),
     "every rule of verl": ResolvedCorrection(
-        level="token", upper=2.0, rules=parse_rules(EVERY_RULE, EVERY_THRESHOLD),
+        level="token", upper=2.0, rules=EVERY_RULE,
         compat=frozenset({"verl_inverse_k1", "verl_empty_rows"}),
     ),
     "token clip": ResolvedCorrection(level="token", bound="clip", lower=0.9, upper=1.1),
@@ -257,11 +256,13 @@ def test_a_ratio_at_its_bound_is_kept() -> None:
     # Powers of 2 whose logarithms are symmetric in floating point: rho = 2 and 0.5 stand exactly at their bounds.
     rollout, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
     ones = torch.ones(1, 2)
-    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules("token_k1", "0.5_2.0"))).mask.all()
+    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules({"token_k1": (0.5, 2.0)}))).mask.all()
     # The sum of the logarithms is 0: a product of 1 at bounds of 1.
-    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules("seq_sum_k1", "1_1"))).mask.all()
+    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules({"seq_sum_k1": (1, 1)}))).mask.all()
     # k2 of both is log(2)^2 / 2, which is 0.2402265069591007 in float64.
-    at, below = (ResolvedCorrection(rules=parse_rules("seq_max_k2", x)) for x in (0.2402265069591008, 0.2402265069591))
+    at, below = (
+        ResolvedCorrection(rules=parse_rules({"seq_max_k2": x})) for x in (0.2402265069591008, 0.2402265069591)
+    )
     assert correct(rollout, old, ones, at).mask.all() and not correct(rollout, old, ones, below).mask.any()
 
 
@@ -384,9 +385,11 @@ def test_an_off_policy_threshold_that_is_no_number_is_refused(value: float) -> N
 @pytest.mark.parametrize(
     "chosen",
     [
-        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules("token_k1,token_k2", "0.8_1.25,0.02")),
-        ResolvedCorrection(level="sequence", upper=1.3, rules=parse_rules("token_k1,seq_mean_k3", "0.8_1.25,0.05")),
-        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules("token_k3", 0.02), off_policy_threshold=0.0),
+        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules({"token_k1": (0.8, 1.25), "token_k2": 0.02})),
+        ResolvedCorrection(
+            level="sequence", upper=1.3, rules=parse_rules({"token_k1": (0.8, 1.25), "seq_mean_k3": 0.05})
+        ),
+        ResolvedCorrection(level="token", upper=1.3, rules=parse_rules({"token_k3": 0.02}), off_policy_threshold=0.0),
     ],
     ids=["token", "sequence", "off-policy"],
 )

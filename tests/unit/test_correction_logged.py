@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "sequence": {"preset": "decoupled_seq_is_rs"},
     "normalized": {"level": "sequence", "upper": 100.0, "normalize": True},
     "masked": {"preset": "icepop", "veto": 0.5},
-    "rejected": {"reject": "token_k1", "reject_threshold": "0.8_1.2"},
+    "rejected": {"reject": {"token_k1": (0.8, 1.2)}},
 }
 
 

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.lr import LrConfig, LrController, LrState
-from mismatch_ext.strict import build
 
 SMALL = LrConfig(baseline_window=4)
 
@@ -259,12 +258,12 @@ def test_settings_may_change_on_resume() -> None:
 )
 def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        build(LrConfig, block, "mismatch.lr")
+        LrConfig(**block)
 
 
 def test_the_section_is_built_from_plain_data() -> None:
     block = {"trigger": "mismatch_kl", "surge_ratio": 3}
-    config = build(LrConfig, block, "mismatch.lr")
+    config = LrConfig(**block)
     assert config.surge_ratio == 3.0
-    assert build(LrConfig, dataclasses.asdict(config), "mismatch.lr") == config
-    assert build(LrConfig, dataclasses.asdict(LrConfig(period=5)), "mismatch.lr") == LrConfig(period=5)
+    assert LrConfig(**dataclasses.asdict(config)) == config
+    assert LrConfig(**dataclasses.asdict(LrConfig(period=5))) == LrConfig(period=5)

@@ -104,13 +104,13 @@ def test_parts_that_are_quantised_on_purpose_pass() -> None:
     ("policy", "changes", "what", "fix"),
     [
         (QUANTIZED, {"quantization": "int8"}, "quantization", "quantization='fp8_per_channel', or correct"),
-        (QUANTIZED, {"quantization": None}, "quantization", "mismatch.precision.quantized.weights"),
+        (QUANTIZED, {"quantization": None}, "quantization", "mismatch.precision.engine_weights"),
         (QUANTIZED, {"kv_cache_dtype": "auto"}, "KV cache", "kv_cache_dtype='fp8', or correct"),
-        (QUANTIZED, {"kv_cache_dtype": "fp8_e5m2"}, "KV cache", "mismatch.precision.quantized.kv_cache"),
+        (QUANTIZED, {"kv_cache_dtype": "fp8_e5m2"}, "KV cache", "mismatch.precision.engine_kv_cache"),
         (QUANTIZED, {"parameter_dtypes": {"float8_e4m3fn": 900, "float16": 1}}, "parameters", "dtype='bfloat16'"),
-        (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {}, "KV cache", "quantized.kv_cache"),
+        (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {}, "KV cache", "engine_kv_cache"),
         (PrecisionPolicy("bfloat16", kv_cache="fp8"), HELD | {"parameter_dtypes": {"bfloat16": 1}}, "quantization",
-         "say so: mismatch.precision.quantized.weights"),
+         "say so: mismatch.precision.engine_weights"),
     ],
 )  # fmt: skip
 def test_a_part_that_is_quantised_otherwise_is_refused_by_name(
@@ -122,12 +122,12 @@ def test_a_part_that_is_quantised_otherwise_is_refused_by_name(
 
 
 def test_the_section_names_what_is_quantised() -> None:
-    block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "quantized": {"weights": "fp8_per_channel"}}})
+    block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}})
     assert block is not None and block.precision is not None
     assert PrecisionPolicy.of(block.precision) == PrecisionPolicy("bfloat16", "fp8_per_channel", None)
     for wrong in ("", "auto", "None"):
-        with pytest.raises(ConfigError, match="mismatch.precision.quantized.kv_cache"):
-            MismatchConfig.parse({"precision": {"dtype": "bfloat16", "quantized": {"kv_cache": wrong}}})
+        with pytest.raises(ConfigError, match="mismatch.precision.engine_kv_cache"):
+            MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_kv_cache": wrong}})
 
 
 def halved(*halves: tuple[str, str, dict[str, Any]]) -> Any:

@@ -80,7 +80,7 @@ def test_rollouts_without_routes_are_refused(moe: Path, tmp_path: Path) -> None:
 
 def test_float16_is_set_on_the_trainer_and_scaled(moe: Path, tmp_path: Path) -> None:
     trainer, rollout = moe_sides(moe, dtype="float16")
-    block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 2.0**30}}}
+    block = {"precision": {"dtype": "float16", "init_scale": 2.0**30}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
         schedule = torch.optim.lr_scheduler.LinearLR(trainer.optimizer, 1.0, 0.1, 10)
         trainer.scheduler = schedule

@@ -244,7 +244,7 @@ def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> 
 def test_an_override_of_the_format_alone_passes_where_weights_are_quantised_on_purpose(
     override: object, fields: list[str]
 ) -> None:
-    asked = MismatchConfig.parse({"precision": {"dtype": "float16", "quantized": {"weights": "fp8"}}})
+    asked = MismatchConfig.parse({"precision": {"dtype": "float16", "engine_weights": "fp8"}})
     change = {"quantization": "fp8", "json_model_override_args": override}
     assert [problem.field for problem in verdict(change, config=asked).problems] == fields
     assert [problem.field for problem in verdict(change).problems] == ["quantization", "json_model_override_args"]

@@ -10,9 +10,8 @@ from typing import Any
 from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.http import brief
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, suggestion
 from mismatch_ext.precision.names import NAMES, spelled
-from mismatch_ext.strict import suggestion
 from mismatch_ext.versions import PEERS
 
 COMMON = (

@@ -86,7 +86,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         if lost := sorted({name for name, _ in self._buffers_aside} - buffers.keys()):
             raise EngineError(
                 f"vLLM reloaded the model layer by layer, and has no buffer {lost[0]!r} any more ({len(lost)} in all), which the "
-                "trainer has sent; remove mismatch.precision.quantized.weights and the engine's quantization."
+                "trainer has sent; remove mismatch.precision.engine_weights and the engine's quantization."
             )
         super()._apply_buffer_updates_all_models(self._buffers_aside, buffers)
         self._buffers_aside = []

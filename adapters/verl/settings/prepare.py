@@ -157,13 +157,13 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
             f"it sends weights in bfloat16, not in {dtype}",
         )
     setting, quantization = _quantization(group.rollout)
-    if quantization != block.precision.quantized.weights:
+    if quantization != block.precision.engine_weights:
         raise refused(
             setting,
             quantization,
-            repr(block.precision.quantized.weights),
+            repr(block.precision.engine_weights),
             f"the rollout would not compute in {dtype}; what is quantised on purpose is named in "
-            "mismatch.precision.quantized.weights",
+            "mismatch.precision.engine_weights",
         )
     wanted = {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
     for role in ("actor", "ref"):

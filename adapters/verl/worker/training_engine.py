@@ -131,7 +131,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
             module = super()._build_fsdp_module(module)
         if self.scaler is not None and precision.dtype == "float16" and self._trains:
-            self.scaler = LossScaler.of(precision.loss_scale, get_device_name())
+            self.scaler = LossScaler.of(precision, get_device_name())
         return module
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:

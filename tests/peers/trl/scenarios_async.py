@@ -224,7 +224,7 @@ def example(model: str, out: str, url: str) -> dict[str, Any]:
         made.append((trainer, _Truth(trainer)))
         return trainer
 
-    block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}}
+    block = {"precision": {"dtype": "float16", "init_scale": 1024.0}}
     asked = f"--model_name_or_path {model} --output_dir {out} --vllm_server_base_url {url} --max_steps 3 --use_cpu"
     asked += (
         " --learning_rate 2e-3 --max_completion_length 200 --queue_maxsize 0 --max_inflight_tasks 8 --token_budget 0"

@@ -71,7 +71,7 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
         ("geometric", {"level": "geometric", "bound": "mask", "lower": lower, "upper": upper}),
         (
             "reject",
-            {"level": "token", "upper": 2.0, "reject": "seq_mean_k1", "reject_threshold": f"{lower!r}_{upper!r}"},
+            {"level": "token", "upper": 2.0, "reject": {"seq_mean_k1": [lower, upper]}},
         ),
         ("clip", {"mode": "bypass", "loss": "ppo_clip"}),
         ("reinforce", {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002}),

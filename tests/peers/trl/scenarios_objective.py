@@ -47,7 +47,7 @@ CORRECTIONS: dict[str, dict[str, Any]] = {
     "sequence_truncate": {"level": "sequence", "bound": "truncate", "upper": 1.002},
     "sequence_mask": {"level": "sequence", "bound": "mask", "upper": 1.002},
     "geometric": {"level": "geometric", "bound": "mask", "lower": 0.999, "upper": 1.001},
-    "rejecting": {"level": "token", "upper": 2.0, "reject": "seq_mean_k1", "reject_threshold": "0.999_1.001"},
+    "rejecting": {"level": "token", "upper": 2.0, "reject": {"seq_mean_k1": [0.999, 1.001]}},
     "bypass_clip": {"mode": "bypass", "loss": "ppo_clip"},
     "bypass_reinforce": {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002},
 }

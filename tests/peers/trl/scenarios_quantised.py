@@ -15,7 +15,7 @@ from tests.peers.trl.scenarios_training import build, outcome
 
 def quantised(model: str, out: str) -> dict[str, Any]:
     """Train with fp8 weights, hold the engine's to vLLM's own quantisation of the trainer's; then ask for what does nothing."""
-    precision = {"dtype": "bfloat16", "quantized": {"weights": "fp8_per_channel"}}
+    precision = {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}
     trainer = build(model, f"{out}/run", {"precision": precision, "correction": {"preset": "token_truncate"}})
     llm = trainer.vllm_generation.llm
     before = held(llm)
@@ -32,7 +32,7 @@ def quantised(model: str, out: str) -> dict[str, Any]:
     engine.shutdown(llm)
     refused = ""
     try:
-        nothing = {"dtype": "bfloat16", "quantized": {"weights": "int8_per_channel_weight_only"}}
+        nothing = {"dtype": "bfloat16", "engine_weights": "int8_per_channel_weight_only"}
         build(model, f"{out}/refused", {"precision": nothing})
     except PrecisionAuditError as error:
         refused = str(error)

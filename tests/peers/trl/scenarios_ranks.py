@@ -331,7 +331,7 @@ def engines(model: str, out: str) -> dict[str, Any]:
     """Train with an engine per rank, whose routes are replayed; sharded in float16, where one shard overflows."""
     dtype = "float16" if SHARDED else "float32"
     block = {
-        "precision": {"dtype": dtype, **({"loss_scale": {"init_scale": 256.0}} if dtype == "float16" else {})},
+        "precision": {"dtype": dtype, **({"init_scale": 256.0} if dtype == "float16" else {})},
         "routing": R3,
         "kl": {"coef": 0.05},
         "monitor": {"doctor": "first_batch"},

@@ -358,7 +358,7 @@ def measured(model: str, out: str, share: float) -> dict[str, Any]:
 def together(model: str, out: str) -> dict[str, Any]:
     """Train with every section of the block at once."""
     rest = {
-        "precision": {"dtype": "float16", "loss_scale": {"init_scale": 256.0}},
+        "precision": {"dtype": "float16", "init_scale": 256.0},
         "kl": {"coef": 0.05},
         "correction": {"level": "token", "bound": "mask", "upper": 5.0, "lower": 0.2},
     }

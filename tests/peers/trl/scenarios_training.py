@@ -183,7 +183,7 @@ def kept_decode(model: str, out: str, dtype: str) -> dict[str, Any]:
             if state.global_step == 1:
                 keep_decode(engine.runner(trainer.vllm_generation.llm).model.model)
 
-    block = {"precision": {"dtype": dtype, "loss_scale": {"init_scale": 1024.0}}}
+    block = {"precision": {"dtype": dtype, "init_scale": 1024.0}}
     trainer = build(model, out, block, [Keep()], max_steps=4, learning_rate=1e-2, warmup_steps=0)
     try:
         trainer.train()

@@ -204,7 +204,7 @@ def test_without_a_block_all_parts_are_trls_own(stock: Any) -> None:
     [
         {"preset": "token_truncate"},
         {"level": "sequence", "bound": "mask", "upper": 1.5},
-        {"mode": "bypass", "reject": "token_k1", "reject_threshold": "0.05_20"},
+        {"mode": "bypass", "reject": {"token_k1": [0.05, 20]}},
         {"mode": "bypass", "loss": "reinforce", "level": "token", "upper": 2.0},
     ],
 )

@@ -19,7 +19,7 @@ else:
 
 # Every section: a loss scale that grows within the run, a coefficient that adapts, a rate that is halved every second step.
 EVERYTHING: dict[str, Any] = {
-    "precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}},
+    "precision": {"dtype": "float16", "init_scale": 1024.0, "growth_interval": 2},
     "correction": {"preset": "decoupled_geo_rs_token_tis"},
     "kl": {"coef": 0.05, "target_kl": 0.01},
     # The gap without replay is measured in some of these steps, which a resumed run must find.

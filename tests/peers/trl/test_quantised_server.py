@@ -17,7 +17,7 @@ else:
 
 pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 FORMAT = "fp8_per_channel"
-PRECISION = {"dtype": "bfloat16", "quantized": {"weights": FORMAT}}
+PRECISION = {"dtype": "bfloat16", "engine_weights": FORMAT}
 
 
 def test_trl_trains_with_a_quantised_server_and_verifies_its_updates(run: Run, dense: Path, tmp_path: Path) -> None:
@@ -32,7 +32,7 @@ def test_trl_trains_with_a_quantised_server_and_verifies_its_updates(run: Run, d
             return run(scenarios.train, timeout=300, fresh=True, model=dense, out=out, url=url, block=block)
 
         result = train("run", PRECISION).expect()
-        other = train("other", PRECISION | {"quantized": {"weights": "fp8"}})
+        other = train("other", PRECISION | {"engine_weights": "fp8"})
     print({name: value for name, value in result.items() if name != "history"})
     assert [status for status, *_ in result["verdicts"]] == ["unchanged", "in_sync", "in_sync"]
     assert result["engine"]["quantization"] == FORMAT

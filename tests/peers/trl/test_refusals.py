@@ -110,7 +110,7 @@ def construct(peers: Any, configure: Make) -> Make:
 FULL = {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}}
 EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
-GROWING = {"precision": {"dtype": "float16", "loss_scale": {"growth_interval": 100}}}
+GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
 START = {"routed_experts_prompt_start": 3}
 LAYERWISE = {"optim": "galore_adamw_layerwise"}
@@ -150,7 +150,7 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
     ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "an integer >= 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
-    ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.loss_scale", "fp16.initial_scale_power"]),
+    ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.growth_interval", "fp16.initial_scale_power"]),
     (
         "launch",
         FP16,

@@ -135,7 +135,7 @@ def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dens
 def test_uniform_fp16_is_active_on_both_sides(run: Run, risky: Path, tmp_path: Path) -> None:
     """Whether vLLM packs float16 here or not: a block's updates go through vLLM's reload, which undoes and redoes the packing."""
     # A scale at which no gradient overflows: every step is taken, and every update moves the engine.
-    block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}}
+    block = {"precision": {"dtype": "float16", "init_scale": 1024.0}}
     ran = run(scenarios.train, model=risky, out=tmp_path, block=block)
     result = ran.expect()
     assert result["engine_dtype"] == "float16"
@@ -257,7 +257,7 @@ def test_a_nan_from_the_engine_names_its_place(run: Run, dense: Path, tmp_path: 
 
 def test_killed_and_resumed_equals_never_stopped(run: Run, dense: Path, tmp_path: Path) -> None:
     # An interval of 2 makes the scale grow within the run, so a scaler that starts anew would show.
-    block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0, "growth_interval": 2}}}
+    block = {"precision": {"dtype": "float16", "init_scale": 1024.0, "growth_interval": 2}}
     whole = run(scenarios.killed, model=dense, out=tmp_path / "whole", block=block, kill_after=None).expect()
     out = tmp_path / "killed"
     # Nor does a batch cost anything that was to be examined and could not be.

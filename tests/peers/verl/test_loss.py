@@ -53,7 +53,7 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
         # verl compares 1/rho with these bounds, so that 0.625 to 2 keeps 0.5 <= rho <= 1.6.
         [],
         "correction",
-        {"reject": "token_k1,seq_mean_k3", "reject_threshold": "0.5_1.6,0.01"},
+        {"reject": {"token_k1": [0.5, 1.6], "seq_mean_k3": 0.01}},
         {
             f"{CORRECTION}.rollout_rs": "token_k1,seq_mean_k3",
             f"{CORRECTION}.rollout_rs_threshold": "0.625_2.0,0.01",

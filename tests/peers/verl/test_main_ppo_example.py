@@ -31,7 +31,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 # Over the example's own block, which asks for float16.
 EVERYTHING_DENSE = (
-    "+mismatch.precision.loss_scale={init_scale:64}",
+    "+mismatch.precision.init_scale=64",
     "+mismatch.kl={reward_path:rewards,coef:0.05}",
     "actor_rollout_ref.actor.use_kl_loss=False",
     "+mismatch.correction.preset=decoupled_seq_is",

@@ -20,7 +20,7 @@ def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path:
     """verl's main_ppo trains with a vLLM that quantises each update; updates are verified."""
     model = tiny_model("dense", tmp_path / "model")
     overrides = [
-        f"+mismatch.precision={{dtype:bfloat16,quantized:{{weights:{FORMAT}}}}}",
+        f"+mismatch.precision={{dtype:bfloat16,engine_weights:{FORMAT}}}",
         f"+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization={FORMAT}",
     ]
     run = run_verl(tmp_path, overrides, model=model, plugin=True)
@@ -38,7 +38,7 @@ def test_verl_trains_with_sglang_whose_cache_is_quantised(tmp_path: Path) -> Non
     """verl's main_ppo trains with an SGLang whose KV cache is in fp8, as the block names it; updates are verified."""
     model = tiny_model("dense", tmp_path / "model")
     overrides = [
-        "+mismatch.precision={dtype:bfloat16,quantized:{kv_cache:fp8_e4m3}}",
+        "+mismatch.precision={dtype:bfloat16,engine_kv_cache:fp8_e4m3}",
         "++actor_rollout_ref.rollout.engine_kwargs.sglang.kv_cache_dtype=fp8_e4m3",
     ]
     run = run_verl_sglang(tmp_path, overrides, model=model, plugin=True, version=MAIN)

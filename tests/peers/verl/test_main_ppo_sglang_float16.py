@@ -20,7 +20,7 @@ def test_float16_with_replay_trains_experts(tmp_path: Path) -> None:
     model = tiny_model("moe", tmp_path / "model")
     half, brain = (
         run_verl_sglang(tmp_path / name, [f"+mismatch.precision={section}", R3], model=model, plugin=True, version=MAIN)
-        for name, section in (("half", "{dtype:float16,loss_scale:{init_scale:16}}"), ("brain", "{dtype:bfloat16}"))
+        for name, section in (("half", "{dtype:float16,init_scale:16}"), ("brain", "{dtype:bfloat16}"))
     )
     steps = half.expect()
     assert f"sglang {MAIN}, float16" in half.log and "uniform float16: audited on both sides" in half.log

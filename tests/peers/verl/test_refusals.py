@@ -90,23 +90,23 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
         (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
         (
             (
-                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "+mismatch.precision.engine_weights=fp8_per_channel",
                 "actor_rollout_ref.rollout.quantization=fp8_per_channel",
             ),
             "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
         ),
         (
             (
-                "+mismatch.precision.quantized.weights=fp8",
+                "+mismatch.precision.engine_weights=fp8",
                 "actor_rollout_ref.rollout.quantization=fp8",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
             ),
             "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
         ),
-        (("+mismatch.precision.quantized.weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
+        (("+mismatch.precision.engine_weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
         (
             (
-                "+mismatch.precision.quantized.weights=fp8_per_channel",
+                "+mismatch.precision.engine_weights=fp8_per_channel",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
                 "++actor_rollout_ref.rollout.mtp.enable_rollout=True",
             ),
@@ -269,7 +269,7 @@ def test_what_sglang_cannot_do_under_verl_is_refused(
 def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable[[str], None]) -> None:
     sglang_is("0.5.18")
     own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
-    asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,quantized:{weights:fp8}}")
+    asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,engine_weights:fp8}")
     with pytest.raises(
         ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* allowed: .*rollout\.quantization='fp8'"
     ):

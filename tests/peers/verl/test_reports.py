@@ -22,9 +22,8 @@ from mismatch_ext.adapters.verl.driver.reports import (
     check_vocabulary,
 )
 
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
-from mismatch_ext.strict import Action
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 

@@ -23,7 +23,7 @@ from tests.peers.verl.in_process.scenarios_replay import own_routes
 from tests.peers.verl.in_process.workers import R3, batch, logprobs, scored, strategy, update, worker
 
 ESTIMATORS = ("k1", "k2", "k3", "abs")
-FP16 = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 64.0}}}
+FP16 = {"precision": {"dtype": "float16", "init_scale": 64.0}}
 # Of each: which model, block, dtype, temperature of the rollouts, and whether batches are packed.
 CASES: dict[str, tuple[str, dict[str, Any], str, float, bool]] = {
     "padded": ("dense", {"lr": {"period": 1}}, "float32", 0.7, False),

@@ -296,8 +296,8 @@ def bypass(engine: Engine, data: TensorDict) -> dict[str, Any]:
     result["block_leaves_stock"] = relative(plain, engine.gradient(make_loss(driven(stock), block_of()), data)[0])
     sections = {
         "reinforce": {
-            "mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.1, "reject": "seq_mean_k1",
-            "reject_threshold": bounds,
+            "mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.1,
+            "reject": {"seq_mean_k1": [math.exp(-0.1), math.exp(0.1)]},
         },
         "mask": {"mode": "bypass", "loss": "reinforce", "level": "token", "bound": "mask", "upper": 1.1},
     }  # fmt: skip

@@ -485,7 +485,7 @@ def rank_faults(moe: str, dense: str, routes: str) -> dict[str, Any]:
     if last:
         rows[1] = torch.zeros_like(rows[1])
     found: dict[str, Any] = {"lost": everywhere(refused(built.infer_batch, batch(mine, routed_experts=nested(rows))))}
-    built = worker(dense, {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}}, dtype="float16")
+    built = worker(dense, {"precision": {"dtype": "float16", "init_scale": 1024.0}}, dtype="float16")
     data = scored(built, batch(mine))
     update(built, data)
     before, scale = parameters(built), built.engine.scaler.get_scale()

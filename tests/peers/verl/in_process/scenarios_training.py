@@ -17,7 +17,7 @@ from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.in_process.workers import R3, batch, parameters, scored, update, worker
 
 BLOCK16 = {
-    "precision": {"dtype": "float16", "loss_scale": {"init_scale": 2.0**15, "growth_interval": 5}},
+    "precision": {"dtype": "float16", "init_scale": 2.0**15, "growth_interval": 5},
     "lr": {"baseline_window": 3},
 }
 LENGTHS = [4.0, 4.0, 4.0, 4.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0, 16.0]
@@ -38,7 +38,7 @@ def scaler(model: str) -> dict[str, Any]:
     """Train in float16 with an overflow in the second update."""
     settings = {"init_scale": 1024.0, "growth_interval": 2}
     block = {
-        "precision": {"dtype": "float16", "loss_scale": settings},
+        "precision": {"dtype": "float16", **settings},
         "lr": {"period": 1, "warmup_steps": 0},
     }
     built = worker(model, block, dtype="float16", optimizer={"lr_warmup_steps": 2, "lr_scheduler_type": "cosine"})
@@ -170,7 +170,7 @@ def damaged(model: str, out: str) -> dict[str, str]:
     """Load checkpoints without our state, with a damaged one, and with one of another trigger."""
     import warnings
 
-    block = {"precision": {"dtype": "float16", "loss_scale": {"init_scale": 1024.0}}, "lr": {"period": 2}}
+    block = {"precision": {"dtype": "float16", "init_scale": 1024.0}, "lr": {"period": 2}}
     built = worker(model, block, dtype="float16")
     data = scored(built, batch())
     update(built, data)

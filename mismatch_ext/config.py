@@ -1,0 +1,571 @@
+"""The `mismatch:` block: one frozen dataclass per section, checked by pydantic however it is built (no torch).
+
+A section that is absent is off, and the host then behaves as without this package. `lr: {}` is a section with its defaults.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+
+import pydantic.dataclasses
+from pydantic import BeforeValidator, Field, PlainValidator, Strict, ValidationError
+
+from mismatch_ext.errors import ConfigError, shown, suggestion
+from mismatch_ext.precision.names import MEANT
+from mismatch_ext.presets import resolve
+
+if TYPE_CHECKING:
+    from mismatch_ext.provenance import SamplingSettings
+
+Level = Literal["observe", "enforce"]
+Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]
+# YAML 1.1 reads a bare `off` as False.
+Action = Annotated[Literal["error", "warn", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
+AlarmAction = Annotated[
+    Literal["warn", "stop", "off"], BeforeValidator(lambda value: "off" if value is False else value)
+]
+Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
+Positive = Annotated[Number, Field(gt=0)]
+Count = Annotated[int, Strict(), Field(ge=1)]
+Flag = Annotated[bool, Strict()]
+Text = Annotated[str, Strict()]
+Section = TypeVar("Section")
+
+_SECTIONS: dict[str, type] = {}
+
+
+@typing.dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(field,))
+def _section(path: str) -> typing.Callable[[type[Section]], type[Section]]:
+    """Make a class a frozen dataclass whose constructor, and so `dataclasses.replace`, raises ConfigError."""
+
+    def decorated(plain: type[Section]) -> type[Section]:
+        cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(plain)
+        checked = cls.__init__
+
+        @functools.wraps(checked)
+        def init(self: Section, **settings: Any) -> None:
+            try:
+                checked(self, **settings)
+            except ValidationError as error:
+                raise _refusal(error, path) from None
+
+        cls.__init__ = init  # type: ignore[method-assign]
+        _SECTIONS[path] = cls
+        return cls
+
+    return decorated
+
+
+@_section("mismatch.precision")
+class PrecisionConfig:
+    """One compute dtype for trainer, weight sync and rollout engine (uniform FP16, arXiv 2510.26788)."""
+
+    dtype: Literal["float16", "bfloat16", "float32"]
+    """Compute dtype of both sides. Master weights of the trainer stay float32."""
+    init_scale: Annotated[Number, Field(ge=1)] = 2.0**16
+    """First loss scale, read in float16 only; a power of two keeps scaling exact."""
+    growth_interval: Count = 400
+    """Steps without overflow before the loss scale doubles."""
+    engine_weights: Text | None = None
+    """Engine's name for how its weights are quantized on purpose (`quantization`), such as `fp8_per_channel` or
+    `compressed-tensors`. Any other format is an error, and so is none."""
+    engine_kv_cache: Text | None = None
+    """Engine's name for its dtype of keys and values (`kv_cache_dtype`), such as `fp8_e4m3`; None is the compute dtype."""
+    readiness: Action = "error"
+    """What to do when the checkpoint's weights do not fit the dtype."""
+
+    def __post_init__(self) -> None:
+        for name in ("engine_weights", "engine_kv_cache"):
+            value = getattr(self, name)
+            if value is not None and value.strip().lower() in ("", "auto", "none"):
+                raise ConfigError(
+                    f"mismatch.precision.{name}: {value!r} is not allowed; allowed: the engine's name of a format."
+                )
+
+
+def _bounds(value: Any) -> float | tuple[float, float]:
+    """Return the threshold of a rejection rule: a number, or a lower and an upper one."""
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    valid = [type(number) in (int, float) and 0 < number < math.inf for number in numbers]
+    if not all(valid) or len(valid) not in (1, 2) or numbers[0] > numbers[-1]:
+        raise ValueError("a number > 0, or [lower, upper]")
+    return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
+
+
+@_section("mismatch.correction")
+class CorrectionConfig:
+    """Importance weights and rejection for the gap between rollout and trainer policy."""
+
+    preset: Text | None = None
+    """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`); the other keys override it."""
+    mode: Literal["decoupled", "bypass"] | None = None
+    """`decoupled` weighs by pi_old/mu in addition to the host's own ratio; `bypass` takes mu as the old policy."""
+    loss: Literal["ppo_clip", "reinforce"] | None = None
+    """Policy loss of `bypass`: the host's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
+    level: Literal["none", "token", "sequence", "geometric"] | None = None
+    """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
+    bound: Literal["truncate", "mask", "clip", "icepop"] | None = None
+    """What happens beyond the bounds: `truncate` min(w, upper), `clip` to [lower, upper], `mask`/`icepop` weight 0."""
+    upper: Positive | None = None
+    """Upper bound of the weight."""
+    lower: Positive | None = None
+    """Lower bound of the weight."""
+    normalize: Flag | None = None
+    """Divide the weights by their mean over the batch."""
+    reject: dict[Text, Annotated[float | tuple[float, float], PlainValidator(_bounds)]] | None = field(
+        default=None, hash=False
+    )
+    """Rejection rules, all must hold, such as `{token_k1: [0.5, 2], seq_mean_k3: 0.01}`: `{token,seq_sum,seq_mean}_{k1,k2,k3}`,
+    `seq_max_{k2,k3}`. k1 bounds the ratio (x is 1/x to x), k2 and k3 have an upper bound in nats."""
+    veto: Positive | None = None
+    """Drop a sequence that has any token with ratio below this."""
+    off_policy_threshold: Number | None = None
+    """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
+
+    def __post_init__(self) -> None:
+        resolve(self)
+
+
+@_section("mismatch.kl")
+class KlConfig:
+    """KL regularisation towards the reference policy, with the gradient that it claims (arXiv 2512.21852).
+
+    To keep the host's own KL term, leave the section out. In TRL its `beta` and `use_bias_correction_kl` then have their effect;
+    with the section, `ratio` takes the place of the latter.
+    """
+
+    estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
+    """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
+    placement: Literal["loss", "reward", "both"] | None = None
+    """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes `reward` for k1, `loss` for k2
+    (unbiased for target `token` only) and `both` for the others (abs is biased everywhere)."""
+    target: Literal["token", "sequence"] = "sequence"
+    """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
+    ratio: Literal["none", "token", "sequence"] = "none"
+    """Importance ratio pi/mu on the KL term, for samples of a rollout policy mu that differs from pi."""
+    coef: Positive | None = None
+    """Coefficient beta, the same on both parts; None takes the host's own (`beta` in TRL)."""
+    reward_path: Literal["surrogate", "rewards"] = "surrogate"
+    """Score-function part as a `surrogate` loss term, which group normalisation cannot rescale, or inside the `rewards`."""
+    baseline: Literal["none", "leave_one_out"] = "leave_one_out"
+    """Baseline of the surrogate's score-function part: the mean over other samples of the prompt keeps its expectation."""
+    target_kl: Positive | None = None
+    """Wanted KL divergence from the reference, nats per token: the coefficient starts at `coef` and follows it. None keeps the
+    coefficient constant."""
+
+    def __post_init__(self) -> None:
+        if self.placement is None:
+            object.__setattr__(self, "placement", {"k1": "reward", "k2": "loss"}.get(self.estimator, "both"))
+        gradient = (self.estimator, self.placement, self.target) != ("full", "reward", "token")
+        for wrong, what, why in (
+            (self.placement == "loss", f"placement='loss' (estimator={self.estimator!r})", "nothing of it is a reward"),
+            (self.target == "token", "target='token'", "a reward is credited to all earlier tokens as well"),
+            (
+                self.ratio != "none",
+                f"ratio={self.ratio!r}",
+                "a reward is weighed with the policy term that it is part of",
+            ),
+            (self.estimator == "full", "estimator='full'", "the vocabulary is not kept from sampling time"),
+        ):
+            if self.reward_path == "rewards" and wrong:
+                name = what.partition("=")[0]
+                raise ConfigError(
+                    f"mismatch.kl.reward_path='rewards' with {what}: {why}; leave out reward_path, or set another {name}."
+                )
+        if not gradient:
+            raise ConfigError(
+                "mismatch.kl.estimator='full' with placement='reward' and target='token': this term has no gradient, because a "
+                "token's exact KL has no score-function part; set placement to 'loss', or target to 'sequence'."
+            )
+
+    @property
+    def in_rewards(self) -> bool:
+        """Whether a part of the KL enters the host's rewards, before they become advantages."""
+        return self.reward_path == "rewards"
+
+    @property
+    def in_loss(self) -> bool:
+        """Whether a part of the KL is a term of this package in the host's loss."""
+        return not (self.placement == "reward" and self.in_rewards)
+
+    @property
+    def has_baseline(self) -> bool:
+        """Whether the term in the loss subtracts the KL of the prompt's other samples from each token's KL."""
+        return self.baseline != "none" and self.placement != "loss" and not self.in_rewards
+
+
+@_section("mismatch.routing")
+class RoutingConfig:
+    """Replay of the experts that a mixture-of-experts model chose before (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""
+
+    mode: Literal["R2", "R3"]
+    """`R3` replays the choice of whoever sampled the tokens, `R2` the trainer's own of its old-logprob pass."""
+    reference: Flag = False
+    """Replay in the reference model too."""
+    measured: Annotated[Number, Field(ge=0, le=1)] = 0.05
+    """Share of replayed forward passes, and under R3 of rollout batches, in which the model's own choice is measured too: in a
+    pass for a top-k per layer, of a batch by scoring it once more without replay. The gap there is what replay closes."""
+
+
+@_section("mismatch.sampling_mask")
+class SamplingMaskConfig:
+    """Log-probabilities over the tokens that top_p, top_k and min_p left to sample from (DeepSeek-V3.2, arXiv 2512.02556).
+
+    The reference is scored over the same tokens, so that the KL of equal models is 0.
+    """
+
+    max_support: Annotated[int, Strict(), Field(ge=2)] | None = None
+    """Most tokens per position that the engine is asked for; where more were left, the run ends. Absent, twice `top_k` and 8, for
+    ties."""
+
+    def asked(self, sampling: SamplingSettings) -> int:
+        """Return how many of the most likely tokens the engine is asked for; raises ConfigError if nothing bounds them."""
+        cut = f"top_p={sampling.top_p:g}, top_k={sampling.top_k} and min_p={sampling.min_p:g}"
+        if not sampling.truncates_support:
+            raise ConfigError(f"mismatch.sampling_mask with {cut}: nothing is cut off; remove mismatch.sampling_mask.")
+        if self.max_support is None and sampling.top_k <= 0:
+            raise ConfigError(
+                f"mismatch.sampling_mask.max_support is absent with {cut}: nothing bounds how many tokens are left; set "
+                "max_support to the most that you expect, or top_k."
+            )
+        return self.max_support or 2 * sampling.top_k + 8
+
+
+@_section("mismatch.lr")
+class LrConfig:
+    """Lowers the learning rate when responses grow (arXiv 2602.01826): max(decay^floor(t / period), floor) times the host's own
+    schedule. t counts from the end of warm-up.
+    """
+
+    period: Count | None = None
+    """Steps per decay; None finds it: 1.8 times the step of the surge, as in the paper."""
+    decay: Annotated[Positive, Field(lt=1)] = 0.5
+    """Factor on the learning rate, per period."""
+    floor: Annotated[Positive, Field(le=1)] = 0.1
+    """Least multiplier."""
+    trigger: Trigger = "response_length"
+    """Statistic that is watched for a surge; the paper's is the response length."""
+    surge_ratio: Annotated[Number, Field(gt=1)] = 2.0
+    """Multiple of the baseline that is a surge, where noise does not ask for more. Lengths in arXiv 2602.01826 went to 3-4 times
+    theirs."""
+    baseline_window: Count = 50
+    """Batches of rollouts, from the first one on, whose median is the baseline. None surges before they are there, and a surge in
+    the first half of them is not seen."""
+    warmup_steps: Annotated[int, Strict(), Field(ge=0)] | None = None
+    """Steps of warm-up; None takes the host's own, which is 0 where there is no host."""
+
+    def __post_init__(self) -> None:
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            surges = setting.name in ("trigger", "surge_ratio", "baseline_window")
+            if surges and not self.watches and value != setting.default:
+                raise ConfigError(
+                    f"mismatch.lr.{setting.name}: {value!r} has no effect with period={self.period}, which needs no surge; leave "
+                    "out one of the two."
+                )
+
+    @property
+    def watches(self) -> bool:
+        """Whether the rule waits for a surge and therefore needs the trigger's statistic from every batch."""
+        return self.period is None
+
+
+@_section("mismatch.monitor.alarms")
+class AlarmConfig:
+    """When a metric of the training logs is out of bounds, and what happens then.
+
+    A value that is not finite is out of bounds under any rule. `python -m mismatch_ext.monitor` prints the rules that are
+    built in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
+    its threshold. Another metric needs `above` or `below`.
+    """
+
+    above: Number | None = None
+    """Values greater than this are out of bounds."""
+    below: Number | None = None
+    """Values less than this are out of bounds."""
+    patience: Count | None = None
+    """Logs in a row out of bounds before the alarm is raised; None is the built-in rule's, else 3. A log without the metric
+    does not count. The alarm is over, and may be raised again, after as many logs in a row that are back by a fifth."""
+    action: AlarmAction | None = None
+    """`stop` ends training after the step, with a checkpoint (the alarm begins again if that is resumed); `off` switches
+    a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
+
+
+@_section("mismatch.monitor")
+class MonitorConfig:
+    """What is measured and checked while training; the host's own numbers stay as they are.
+
+    On a CPU any block makes TRL's engine run uncompiled and update its weights by vLLM's layer-wise reload: compiled it
+    starts far slower, and TRL's own update fails there, or garbles the experts.
+    """
+
+    run_dir: Text | None = None
+    """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`. A `~` in front is the home folder."""
+    weight_sync: Action = "error"
+    """What to do when, after a weight update, the engine computes with stale or garbled weights: its prefill with others than the
+    trainer, or its decode with others than its prefill."""
+    alarms: dict[Text, AlarmConfig] = field(default_factory=dict, hash=False)
+    """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
+    Evaluation metrics are not watched."""
+    default_alarms: Flag = True
+    """Whether the built-in alarms are on that `alarms` does not name."""
+    doctor: Literal["first_batch", "on_alarm"] | None = None
+    """When a batch of a TRL run is examined for why its two sides differ: the first one, or the next one after an alarm was
+    raised, once for each metric; None examines none. With verl use `mismatch-ext doctor --verl`. It needs a copy of the weights
+    in the main process while it looks; see docs/doctor.md."""
+
+    def __post_init__(self) -> None:
+        rules: Mapping[str, Any] = {}
+        if self.alarms:
+            from mismatch_ext.monitor.rules import resolve as resolve_alarms
+
+            rules = resolve_alarms(self)
+        if self.doctor == "on_alarm" and not rules and (self.alarms or not self.default_alarms):
+            raise ConfigError(
+                "mismatch.monitor.doctor: 'on_alarm' without any alarm; allowed: 'first_batch', or an alarm. Name one in "
+                "mismatch.monitor.alarms, or leave default_alarms on."
+            )
+
+
+@_section("mismatch")
+class MismatchConfig:
+    """The whole `mismatch:` block."""
+
+    level: Level = "enforce"
+    """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies no section, measures as an empty block
+    does, and warns of each check that fails; see docs/metrics.md."""
+    precision: PrecisionConfig | None = None
+    """Uniform precision on both sides; absent leaves the host's dtypes alone."""
+    correction: CorrectionConfig | None = None
+    """Importance weights; absent leaves the host's own correction alone."""
+    kl: KlConfig | None = None
+    """KL regularisation; absent leaves the host's own KL term alone."""
+    routing: RoutingConfig | None = None
+    """Expert routing replay; absent lets every forward pass route for itself."""
+    sampling_mask: SamplingMaskConfig | None = None
+    """Sampling-mask replay; absent scores sampled tokens over the whole vocabulary."""
+    lr: LrConfig | None = None
+    """Learning-rate control; absent leaves the host's schedule alone."""
+    monitor: MonitorConfig = field(default_factory=MonitorConfig)
+    """Measurement; on with its defaults whenever a block is given, even an empty one."""
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        """The features that the block switches on, such as ("monitor", "monitor.weight_sync", "routing.R3")."""
+        sections = ("precision", "lr", "kl", "correction", "sampling_mask")
+        return (
+            "monitor",
+            *(["monitor.weight_sync"] if self.monitor.weight_sync != "off" else []),
+            *(["monitor.doctor"] if self.monitor.doctor is not None else []),
+            *(name for name in sections if getattr(self, name) is not None),
+            *([f"routing.{self.routing.mode}"] if self.routing is not None else []),
+        )
+
+    @property
+    def acting(self) -> MismatchConfig:
+        """The block with the sections that act: all of them, or under `observe` none."""
+        return self if self.level == "enforce" else MismatchConfig(level=self.level, monitor=self.monitor)
+
+    @classmethod
+    def parse(cls, value: Any, source: str = "the mismatch block") -> MismatchConfig | None:
+        """Read the block from any of its forms.
+
+        Args:
+            value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml` or `.yml`
+                file (with or without a top-level `mismatch:` key), or a `MismatchConfig`.
+            source: Name of a text in messages.
+
+        Returns:
+            The frozen configuration, or None when no block was given.
+
+        Raises:
+            ConfigError: Unknown key, key given twice, wrong type, value out of range, contradiction, unreadable text or file.
+                A section with nothing after it (null, None) is refused, because some mean "on" by it and others "off".
+        """
+        if value is None or isinstance(value, cls):
+            return value
+        try:
+            value = _plain(_read(value, source) if isinstance(value, (str, Path)) else value)
+        except RecursionError:
+            raise ConfigError(
+                f"{source} is nested too deeply to be read; no section has more than four levels."
+            ) from None
+        if not isinstance(value, dict):
+            raise ConfigError(f"{source}: expected a mapping of sections, found {type(value).__name__} {shown(value)}.")
+        for key in _SECTIONS["mismatch"].__dataclass_fields__:
+            if key in value and value[key] is None:
+                raise _nothing_given(f"mismatch.{key}")
+        if unnamed := [key for key in value if not isinstance(key, str)]:
+            raise ConfigError(f"{source}: unknown key {shown(unnamed[0])}; known keys: {', '.join(_keys('mismatch'))}.")
+        return cls(**value)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the block as plain JSON-able data, without absent sections, and without the level if it is the default."""
+        data = _plain(asdict(self))
+        return {key: value for key, value in data.items() if value is not None and (key, value) != ("level", "enforce")}
+
+
+# Reading, and refusals: what was found, what is allowed.
+
+_KINDS = {"float_type": "a number", "int_type": "a whole number", "bool_type": "true or false", "string_type": "text"}
+_LIMITS = {
+    "greater_than": (">", "gt"),
+    "greater_than_equal": (">=", "ge"),
+    "less_than": ("<", "lt"),
+    "less_than_equal": ("<=", "le"),
+}
+
+
+def _keys(path: str) -> list[str]:
+    """Return the keys of a section, or of one alarm."""
+    section = _SECTIONS.get(path) or _SECTIONS[path.rpartition(".")[0]]
+    return [key.name for key in fields(section)]  # type: ignore[arg-type]
+
+
+def _nothing_given(path: str) -> ConfigError:
+    return ConfigError(
+        f"{path}: nothing is given, which could mean on or off; allowed: a mapping. Write `{path.rpartition('.')[2]}: {{}}` for "
+        "the defaults, or leave the key out to switch it off."
+    )
+
+
+def _refusal(error: ValidationError, path: str) -> ConfigError:
+    """Return the first of pydantic's errors in our words; an unknown key goes first, because it may explain a missing one."""
+    wrong = min(error.errors(), key=lambda entry: entry["type"] != "unexpected_keyword_argument")
+    kind, value, context = wrong["type"], wrong["input"], wrong.get("ctx", {})
+    location = [str(part) for part in wrong["loc"]]
+    key = ".".join((path, *location))
+    section, _, name = key.rpartition(".")
+    if kind == "value_error" and isinstance(context["error"], ConfigError):
+        return context["error"]
+    if kind == "unexpected_keyword_argument":
+        known = _keys(section)
+        hint = suggestion(name, known)
+        return ConfigError(
+            f"{section}: unknown key {name!r} (value {shown(value)}); known keys: {', '.join(known)}.{hint}"
+        )
+    if kind == "missing":
+        choices = typing.get_args(typing.get_type_hints(_SECTIONS[section])[name])
+        return ConfigError(
+            f"{section}: missing key {name!r}; it has no default, allowed: {' or '.join(map(repr, choices))}."
+        )
+    if location[-1] == "[key]":
+        section = section.rpartition(".")[0]
+        return ConfigError(
+            f"{section}: key {shown(value)} is not allowed; allowed: text, found {type(value).__name__}."
+        )
+    if kind in ("string_type", "int_type", "float_type", "bool_type"):
+        hint = " (YAML reads 1e-3 as text; write 1.0e-3)" if kind == "float_type" and _is_number(value) else ""
+        return ConfigError(f"{key}: expected {_KINDS[kind]}, found {type(value).__name__} {shown(value)}{hint}.")
+    if kind in ("dataclass_type", "dict_type"):
+        if value is None:
+            return _nothing_given(key)
+        return ConfigError(
+            f"{key}: expected a mapping, found {type(value).__name__} {shown(value)}; give its keys, or {{}} for its defaults. "
+            "Left out, it is off."
+        )
+    hint = ""
+    if kind == "literal_error":
+        allowed = context["expected"]
+        hint = suggestion(value, allowed.replace("'", "").replace(" or ", ", ").split(", "), MEANT)
+    elif kind == "finite_number":
+        value, allowed = float(value), "a finite number"
+    elif kind == "value_error":
+        allowed = str(context["error"])
+    else:
+        sign, limit = _LIMITS[kind]
+        allowed = f"a number {sign} {context[limit]:g}"
+    return ConfigError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.{hint}")
+
+
+def _is_number(value: Any) -> bool:
+    try:
+        return isinstance(value, str) and math.isfinite(float(value))
+    except ValueError:
+        return False
+
+
+def _plain(value: Any) -> Any:
+    """Return mappings and lists of any kind, such as OmegaConf's, as dicts and lists."""
+    if isinstance(value, Mapping):
+        return {key: _plain(entry) for key, entry in value.items()}
+    return (
+        [_plain(entry) for entry in value]
+        if isinstance(value, Sequence) and not isinstance(value, (str, bytes))
+        else value
+    )
+
+
+def _read(text: str | Path, source: str) -> Any:
+    """Return the data of a JSON or YAML text, or of the file at a path."""
+    if str(text).strip().lower().endswith((".json", ".yaml", ".yml")):
+        path = Path(str(text).strip())
+        source = f"mismatch file {path}"
+        try:
+            text = path.expanduser().read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError, RuntimeError) as error:  # RuntimeError: there is no such user
+            raise ConfigError(f"{source} cannot be read: {error}. Give the path of a JSON or YAML file.") from error
+    data = _parsed(str(text), source)
+    if isinstance(data, dict) and set(data) == {"mismatch"}:
+        data = data["mismatch"]
+        if data is None:
+            raise _nothing_given("mismatch")
+    return {} if data is None else data
+
+
+def _parsed(text: str, source: str) -> Any:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        data: dict[str, Any] = {}
+        for key, value in pairs:
+            if key in data:
+                raise _twice(source, key, data[key], value)
+            data[key] = value
+        return data
+
+    try:
+        return json.loads(text, object_pairs_hook=unique)
+    except ConfigError:
+        raise
+    except ValueError as error:  # also for numbers of more than 4300 digits
+        json_error = error
+    try:
+        import yaml
+    except ImportError:
+        raise ConfigError(
+            f"{source} is not valid JSON ({json_error}); to read YAML, `pip install pyyaml`."
+        ) from json_error
+
+    class Loader(yaml.SafeLoader):
+        """PyYAML's safe loader, but a key given twice is refused; a merged-in key may be overridden."""
+
+        def flatten_mapping(self, node: Any) -> None:
+            values: dict[Any, Any] = {}
+            for key_node, value_node in node.value:
+                if key_node.tag == "tag:yaml.org,2002:merge" or not isinstance(key_node, yaml.ScalarNode):
+                    continue
+                key = self.construct_object(key_node)
+                if key in values:
+                    first, second = (self.construct_object(part, deep=True) for part in (values[key], value_node))
+                    raise _twice(f"{source}, line {key_node.start_mark.line + 1}", key, first, second)
+                values[key] = value_node
+            super().flatten_mapping(node)
+
+    try:
+        return yaml.load(text, Loader)
+    except ConfigError:
+        raise
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: an impossible date
+        raise ConfigError(f"{source} is neither valid JSON nor valid YAML: {error}") from error
+
+
+def _twice(source: str, key: Any, first: Any, second: Any) -> ConfigError:
+    return ConfigError(
+        f"{source}: key {key!r} is given twice, as {shown(first)} and as {shown(second)}; leave out one of the two."
+    )
