@@ -1,29 +1,7 @@
-"""Every exception this package raises.
+"""Every exception that this package raises, and the two functions that word their messages.
 
-    MismatchError
-    ├── ConfigError (ValueError)              the `mismatch:` block is wrong
-    ├── RecordError (ValueError)              a rollout, batch or metric input is malformed
-    │   ├── ProvenanceError                   provenance missing, mixed or inconsistent
-    │   └── NonFiniteLogprobError             NaN or infinity in an unmasked position
-    ├── RoutingError (ValueError)             a routing trace is malformed, or does not fit model or tokens
-    │   └── ReplayError (RuntimeError)        routing cannot be recorded or replayed in this model
-    ├── PeerVersionError (ImportError)        a peer is missing or outside the supported range
-    ├── SeamError (ImportError)               a part of a peer that a feature needs is gone or has changed
-    ├── PatchError (RuntimeError)             a monkey-patch cannot be applied or reverted
-    │   ├── PatchDriftError                   the upstream symbol is gone or does something else
-    │   ├── PatchConflictError                somebody else patched the symbol
-    │   └── PatchVerificationError            the patch is not in place, or without effect
-    ├── PrecisionError (RuntimeError)         a precision that was asked for is not possible
-    │   ├── PrecisionAuditError               the dtypes read back differ from those asked for
-    │   ├── LossScaleError                    the loss scaler is off, or overflows without end
-    │   └── ReadinessError                    the checkpoint does not fit the asked dtype
-    ├── WeightSyncError (RuntimeError)        the engine holds stale or garbled weights
-    ├── EngineError (RuntimeError)            the rollout engine failed
-    ├── LoopError (RuntimeError)              a training loop of your own does not follow its block
-    └── RunDirectoryError (OSError)           the run directory cannot be read or written
-
-Each leaf also inherits the closest standard exception, so that `except ValueError` works as expected. All take
-one message argument, which keeps them picklable across worker processes.
+A message says what was found, what is allowed, and what to do. Each class is also the closest standard exception, so that
+`except ValueError` works, and takes one argument, so that it can be pickled.
 """
 
 from __future__ import annotations
@@ -34,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 
 class MismatchError(Exception):
-    """Root of the exception tree."""
+    """Root of the exceptions."""
 
 
 class ConfigError(MismatchError, ValueError):
@@ -42,11 +20,7 @@ class ConfigError(MismatchError, ValueError):
 
 
 class RecordError(MismatchError, ValueError):
-    """A rollout record, a batch or a metric input is malformed."""
-
-
-class ProvenanceError(RecordError):
-    """Provenance is missing, mixed within a batch, or contradicts what the trainer expects."""
+    """A rollout, its provenance, a batch, a metric or a saved state is malformed or inconsistent."""
 
 
 class NonFiniteLogprobError(RecordError):
@@ -62,15 +36,15 @@ class ReplayError(RoutingError, RuntimeError):
 
 
 class PeerVersionError(MismatchError, ImportError):
-    """A peer package is not installed or its version is outside the supported range."""
+    """A trainer or engine is not installed, or its version is outside the supported range."""
 
 
 class SeamError(MismatchError, ImportError):
-    """A part of a peer that a feature depends on is gone or has changed."""
+    """A part of a trainer or engine that a feature depends on is gone or has changed."""
 
 
 class UntestedVersionWarning(UserWarning):
-    """A peer's version was not run with this release; the parts of the peer that we depend on are checked, nothing else."""
+    """Nobody has run this version of a trainer or engine with this release."""
 
 
 class PatchError(MismatchError, RuntimeError):
@@ -78,39 +52,23 @@ class PatchError(MismatchError, RuntimeError):
 
 
 class PatchDriftError(PatchError):
-    """The upstream symbol is gone, or does not do what the patch needs."""
-
-
-class PatchConflictError(PatchError):
-    """Another patch, or somebody else's, is on the symbol."""
+    """The upstream symbol is gone or its source differs from what the patch was written for."""
 
 
 class PatchVerificationError(PatchError):
-    """The patch is not in place, or what it changes was not used."""
+    """The patch was applied, but its own check says that it has no effect."""
 
 
 class PrecisionError(MismatchError, RuntimeError):
-    """A precision that was asked for is not possible."""
-
-
-class PrecisionAuditError(PrecisionError):
-    """The dtypes read back from trainer and engine differ from what was asked for."""
-
-
-class LossScaleError(PrecisionError):
-    """The loss scaler is inactive, or gradients overflowed in too many steps in a row."""
-
-
-class ReadinessError(PrecisionError):
-    """The checkpoint's weights or activations do not fit the asked dtype."""
+    """A precision that was asked for is not possible, is not what both sides compute in, or overflows without end."""
 
 
 class WeightSyncError(MismatchError, RuntimeError):
-    """After a weight update the engine holds stale or garbled weights."""
+    """After a weight update the engine holds stale or corrupted weights."""
 
 
 class EngineError(MismatchError, RuntimeError):
-    """The rollout engine failed during generation or weight update, or runs with settings that the trainer cannot match."""
+    """The rollout engine failed, or runs with settings that the trainer cannot match."""
 
 
 class LoopError(MismatchError, RuntimeError):

@@ -284,7 +284,7 @@ class Run:
             split: "train", or "eval/<name>" for rollouts that the model does not learn from.
 
         Raises:
-            ProvenanceError: The records' provenance is missing, mixed, or names other weights than the engine has now.
+            RecordError: The records' provenance is missing, mixed, or names other weights than the engine has now.
             RecordError: The records are malformed, or a KL baseline is over copies of one of them.
             RoutingError: The records have no routes under R3.
             LoopError: The trainer's weights have changed since they were last sent to the engine.
@@ -508,7 +508,7 @@ class Run:
 
         Raises:
             LoopError: The loop did not use a section that the config asks for.
-            LossScaleError: More steps in a row overflow than the loss scaler tolerates.
+            PrecisionError: More steps in a row overflow than the loss scaler tolerates.
         """
         if loss is not None:
             self.backward(loss)

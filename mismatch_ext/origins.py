@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from mismatch_ext.errors import ProvenanceError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.provenance import (
     Provenance,
@@ -57,7 +57,7 @@ class Origins:
 
         Raises:
             RecordError: There is no engine.
-            ProvenanceError: An engine has other weights, or its settings differ from the other engines' or from before.
+            RecordError: An engine has other weights, or its settings differ from the other engines' or from before.
         """
         found = []
         for answer in answers:
@@ -79,7 +79,7 @@ class Origins:
             older: Accept rollouts of older weights, and of several versions, because an asynchronous host trains on them.
 
         Raises:
-            ProvenanceError: A rollout's origin is unknown, or other weights sampled it; names the rollout.
+            RecordError: A rollout's origin is unknown, or other weights sampled it; names the rollout.
         """
         if older:
             return self._check_older(rollouts)
@@ -98,7 +98,7 @@ class Origins:
             assert self.present is not None and first is not None  # otherwise it was refused
             found.append((name, replace(of, weight_version=self.present.weight_version)))
             if not first <= of.weight_version <= self.present.weight_version:
-                raise ProvenanceError(
+                raise RecordError(
                     f"rollout {name} was sampled with weight_version={first} to {last}, and the engines have weight_version="
                     f"{self.present.weight_version}: versions rise, and none is ahead of the engines. Something has changed its "
                     "stamps, or it is of another run."
@@ -119,14 +119,14 @@ def sampled_by(
         allow_mixed: Accept several versions, as partial rollouts have, and take the last.
 
     Raises:
-        ProvenanceError: The origin or a version is unknown, or several versions of the weights sampled the rollout.
+        RecordError: The origin or a version is unknown, or several versions of the weights sampled the rollout.
     """
     if provenance is None:
-        raise ProvenanceError(unknown_origin(name, provenance))
+        raise RecordError(unknown_origin(name, provenance))
     if first is None or last is None:
-        raise ProvenanceError(unknown_origin(name, None, "weight version"))
+        raise RecordError(unknown_origin(name, None, "weight version"))
     if first != last and not allow_mixed:
-        raise ProvenanceError(
+        raise RecordError(
             f"rollouts of mixed provenance: rollout {name} was sampled with weight_version={first} and weight_version={last}; "
             "let no weight update come in between, or drop it."
         )

@@ -21,7 +21,7 @@ from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mismatch_ext.errors import PatchConflictError, PatchDriftError, PatchError, PatchVerificationError
+from mismatch_ext.errors import PatchDriftError, PatchError, PatchVerificationError
 from mismatch_ext.versions import in_range, installed, warn_untested
 
 MARKER = "__mismatch_patch__"
@@ -145,7 +145,7 @@ def apply(*patches: Patch) -> None:
 
     Raises:
         PatchDriftError: A target is gone, or does not behave as its patch needs it to; says what was seen.
-        PatchConflictError: A symbol holds another patch.
+        PatchError: A symbol holds another patch.
         PatchVerificationError: A target does not resolve to its replacement.
         PatchError: A peer is not installed.
     """
@@ -174,7 +174,7 @@ def revert(*patches: Patch) -> None:
     """Let go of patches; restore the symbols of those that nobody else holds, in reverse order.
 
     Raises:
-        PatchConflictError: Somebody else replaced a symbol after us, so that it was left alone. All others are restored.
+        PatchError: Somebody else replaced a symbol after us, so that it was left alone. All others are restored.
     """
     lost = []
     with _LOCK:
@@ -184,7 +184,7 @@ def revert(*patches: Patch) -> None:
             if not place.users and not place.restore():
                 lost.append(place)
     if lost:
-        raise PatchConflictError(" ".join(map(_describe_lost, lost)))
+        raise PatchError(" ".join(map(_describe_lost, lost)))
 
 
 def verify(*patches: Patch) -> None:
@@ -219,12 +219,12 @@ def active_patches() -> list[dict[str, str]]:
     """Describe every patch that is in place in this process, sorted by name.
 
     Raises:
-        PatchConflictError: Somebody else replaced a patched symbol.
+        PatchError: Somebody else replaced a patched symbol.
     """
     with _LOCK:
         places = [place for place in _PLACES.values() if place.users]
         if lost := [place for place in places if not place.in_force]:
-            raise PatchConflictError(" ".join(map(_describe_lost, lost)))
+            raise PatchError(" ".join(map(_describe_lost, lost)))
         return _by_name(place.description for place in places)
 
 
@@ -252,7 +252,7 @@ def _ready(patch: Patch) -> _Place:
         if raw is (known.entry if known.users else known.raw):
             return known
     if known is not None and known.users:
-        raise PatchConflictError(f"{patch.name} is applied already, with another handler or on an object that is gone.")
+        raise PatchError(f"{patch.name} is applied already, with another handler or on an object that is gone.")
     _PLACES[patch.name] = _build(patch, owner, attribute, raw)
     return _PLACES[patch.name]
 
@@ -285,7 +285,7 @@ def _build(patch: Patch, owner: Any, attribute: str, raw: Any) -> _Place:
         raise _gone(patch, f"{owner.__name__} has no {attribute}")
     original = raw.__func__ if isinstance(raw, staticmethod | classmethod) else raw
     if (other := getattr(original, "__dict__", {}).get(MARKER)) is not None:
-        raise PatchConflictError(f"{patch.name}: {patch.target} is patched already, by {other}. Revert that one first.")
+        raise PatchError(f"{patch.name}: {patch.target} is patched already, by {other}. Revert that one first.")
     if patch.probe is not None and (seen := _probed(patch, original)) is not None:
         raise PatchDriftError(
             f"{patch.name}: {patch.target} of {patch.peer} {version} does not do what the patch needs: {seen} Nothing was "
@@ -329,7 +329,7 @@ def _refuse_two_on_one_symbol(places: list[_Place]) -> None:
     for place in [*held, *places]:
         other = taken.setdefault((id(place.owner), place.attribute), place)
         if other is not place:
-            raise PatchConflictError(
+            raise PatchError(
                 f"{other.patch.name} and {place.patch.name} both patch {place.patch.target}. One symbol takes one patch."
             )
 

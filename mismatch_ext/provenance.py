@@ -10,7 +10,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
-from mismatch_ext.errors import ProvenanceError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
 
@@ -106,7 +106,7 @@ class Provenance:
         logprobs_mode: The engine's name for the kind of log-probabilities that it reports.
 
     Raises:
-        ProvenanceError: A field is missing or malformed.
+        RecordError: A field is missing or malformed.
     """
 
     engine: str
@@ -121,13 +121,13 @@ class Provenance:
     def __post_init__(self) -> None:
         for name in ("engine", "engine_version", "patch_digest", "logprobs_mode"):
             if not isinstance(getattr(self, name), str) or not getattr(self, name):
-                raise ProvenanceError(f"provenance {name} is {getattr(self, name)!r}; it must be a non-empty string.")
+                raise RecordError(f"provenance {name} is {getattr(self, name)!r}; it must be a non-empty string.")
         if self.dtype not in DTYPES:
-            raise ProvenanceError(f"provenance dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
+            raise RecordError(f"provenance dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
         if not isinstance(self.weight_version, int) or self.weight_version < 0:
-            raise ProvenanceError(f"provenance weight_version is {self.weight_version!r}; it must be an integer >= 0.")
+            raise RecordError(f"provenance weight_version is {self.weight_version!r}; it must be an integer >= 0.")
         if not isinstance(self.sampling, SamplingSettings):
-            raise ProvenanceError(f"provenance sampling is {self.sampling!r}; it must be a SamplingSettings.")
+            raise RecordError(f"provenance sampling is {self.sampling!r}; it must be a SamplingSettings.")
 
 
 def to_provenance(
@@ -142,7 +142,7 @@ def to_provenance(
         patch_digest: Digest of the patches that are active in the engine's process; None takes the patches of this process.
 
     Raises:
-        ProvenanceError: The engine's dtype is unknown, for example "auto".
+        RecordError: The engine's dtype is unknown, for example "auto".
     """
     return Provenance(
         engine=reading.engine,
@@ -161,17 +161,17 @@ def one_provenance(rollouts: Iterable[tuple[str, Provenance | None]]) -> Provena
 
     Raises:
         RecordError: There is no rollout.
-        ProvenanceError: A rollout has no provenance, or two differ; names the rollouts, the field and both values.
+        RecordError: A rollout has no provenance, or two differ; names the rollouts, the field and both values.
     """
     first: tuple[str, Provenance] | None = None
     for name, found in rollouts:
         if not isinstance(found, Provenance):
-            raise ProvenanceError(unknown_origin(name, found))
+            raise RecordError(unknown_origin(name, found))
         if first is None:
             first = name, found
         elif found != first[1]:
             field = next(f.name for f in fields(Provenance) if getattr(found, f.name) != getattr(first[1], f.name))
-            raise ProvenanceError(
+            raise RecordError(
                 f"rollouts of mixed provenance: {first[0]} has {field}={getattr(first[1], field)!r}, {name} has "
                 f"{field}={getattr(found, field)!r}; split them into batches of one provenance."
             )
@@ -189,10 +189,10 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
         name: What to call the rollouts.
 
     Raises:
-        ProvenanceError: Another version sampled the rollouts.
+        RecordError: Another version sampled the rollouts.
     """
     if provenance.weight_version != weight_version:
-        raise ProvenanceError(
+        raise RecordError(
             f"{name} of weight version {provenance.weight_version}, but the engine is at {weight_version}; generate again after "
             "the weight update."
         )

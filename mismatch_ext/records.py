@@ -50,7 +50,7 @@ class RolloutRecord:
         RecordError: Lengths differ, a token id is negative, the routing belongs to other tokens, or a sampled token is not in
             its support.
         NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
-        ProvenanceError: There is no provenance.
+        RecordError: There is no provenance.
     """
 
     prompt_ids: tuple[int, ...]
@@ -207,7 +207,7 @@ def collate(records: Sequence[RolloutRecord], pad_token_id: int) -> RolloutBatch
 
     Raises:
         RecordError: There is no record.
-        ProvenanceError: Provenance differs; names the field, the rows and both values.
+        RecordError: Provenance differs; names the field, the rows and both values.
     """
     provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
     return RolloutBatch(

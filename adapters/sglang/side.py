@@ -205,7 +205,7 @@ class Rollout:
             The dtypes that the tensors came in and were sent in, and an empty dict, because SGLang's tensors cannot be compared.
 
         Raises:
-            ReadinessError: A weight does not fit the engine's dtype.
+            PrecisionError: A weight does not fit the engine's dtype.
             EngineError: SGLang refused.
         """
         self.weight_version += 1

@@ -16,7 +16,7 @@ import torch
 from mismatch_ext.adapters.sglang.engine import Transport
 from torch import Tensor
 
-from mismatch_ext.errors import PrecisionError, ReadinessError, RecordError
+from mismatch_ext.errors import PrecisionError, RecordError
 from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
 from mismatch_ext.weights import NamedTensors, in_parts
@@ -81,7 +81,7 @@ def update_weights(
         The dtype that the tensors came in, and the dtype that they were sent in.
 
     Raises:
-        ReadinessError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Earlier tensors may have
+        PrecisionError: A weight is not finite, or overflows in the engine's dtype; names the tensor. Earlier tensors may have
             been sent: send all of them again.
         RecordError: There are no tensors, one is sharded, or their names are not those of a checkpoint.
         PrecisionError: The engine reports another dtype.
@@ -122,7 +122,7 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype, sent: set[str], fused_e
     # Always a copy, because the trainer may change the weights while SGLang still reads them.
     cast = whole.to(dtype, copy=True)
     if not bool(torch.isfinite(cast).all()):
-        raise ReadinessError(_not_finite(name, whole, dtype))
+        raise PrecisionError(_not_finite(name, whole, dtype))
     return name, cast
 
 

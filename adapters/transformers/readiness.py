@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from mismatch_ext.errors import ReadinessError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.readiness import ReadinessReport, scan_activations, scan_weights
 
 # An owner and a name: neither an absolute path nor a path of more than two parts matches.
@@ -26,7 +26,7 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
         dtype: The compute dtype in question.
 
     Raises:
-        ReadinessError: The checkpoint cannot be loaded.
+        PrecisionError: The checkpoint cannot be loaded.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -35,7 +35,7 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
         model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
         tokenizer = AutoTokenizer.from_pretrained(model_dir) if prompts else None
     except (OSError, ValueError) as error:
-        raise ReadinessError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
+        raise PrecisionError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
     weights = scan_weights(model.named_parameters(), dtype)
 
     def forward() -> None:
@@ -53,11 +53,11 @@ def _folder(model_dir: str | Path) -> Path:
     try:
         path = Path(model_dir).expanduser()
     except RuntimeError as error:  # a "~name" of nobody
-        raise ReadinessError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
+        raise PrecisionError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
     if path.is_dir() or (not path.exists() and HUB_NAME.fullmatch(str(model_dir))):
         return path
     found = "is a file" if path.exists() else "does not exist"
-    raise ReadinessError(
+    raise PrecisionError(
         f"checkpoint {model_dir} cannot be loaded: {path} {found}; give the folder that holds config.json, the weights and the "
         "tokenizer."
     )

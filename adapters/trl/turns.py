@@ -42,7 +42,7 @@ class TurnsMixin(_Host):
 
         Raises:
             RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded.
-            ProvenanceError: Turns of a completion are of different weights.
+            RecordError: Turns of a completion are of different weights.
         """
         batch, own = self._rollout_pass, getattr(self, "rollout_func", None) is not None
         if batch is None or not batch.fresh:

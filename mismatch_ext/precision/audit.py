@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from mismatch_ext.errors import PrecisionAuditError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.fixes import TrainerFixes
 from mismatch_ext.precision.names import NAMES, spelled
 from mismatch_ext.precision.policy import PrecisionPolicy
@@ -154,11 +154,11 @@ class AuditReport:
         """Refuse a run that is not in the precision asked for.
 
         Raises:
-            PrecisionAuditError: There is a finding; the message lists each on a line, with what to change.
+            PrecisionError: There is a finding; the message lists each on a line, with what to change.
         """
         if self.findings:
             lines = "\n".join(f"  - {finding}" for finding in self.findings)
-            raise PrecisionAuditError(
+            raise PrecisionError(
                 f"{self.dtype} was asked for on both sides, but {len(self.findings)} of {len(self.checks)} "
                 f"readings differ:\n{lines}"
             )

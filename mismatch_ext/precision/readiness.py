@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import PrecisionConfig
-from mismatch_ext.errors import ReadinessError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.dtypes import DtypeFacts, canonical, facts
 
 Verdict = Literal["ready", "risky", "not ready"]
@@ -146,7 +146,7 @@ def scan_activations(
         One entry per leaf module and direction, in order of first use.
 
     Raises:
-        ReadinessError: `forward` ran no leaf module of this model.
+        PrecisionError: `forward` ran no leaf module of this model.
         PrecisionError: `dtype` is no compute dtype.
     """
     limits = facts(dtype)
@@ -168,7 +168,7 @@ def scan_activations(
         for handle in handles:
             handle.remove()
     if not tallies:
-        raise ReadinessError(
+        raise PrecisionError(
             f"the forward pass ran none of the {len(leaves)} leaf modules of {type(model).__name__}; "
             "call the very model that is being scanned."
         )
@@ -207,7 +207,7 @@ def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: Prec
         The text of a warning, if weights are risky, or not ready while the section says "warn"; otherwise None.
 
     Raises:
-        ReadinessError: Weights are not ready, and the section says "error".
+        PrecisionError: Weights are not ready, and the section says "error".
     """
     if precision is None or precision.readiness == "off":
         return None
@@ -217,7 +217,7 @@ def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: Prec
     if report.verdict == "not ready":
         message = f"the checkpoint is not ready for {precision.dtype}: {reasons}"
         if precision.readiness == "error":
-            raise ReadinessError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
+            raise PrecisionError(f"{message}. Use another dtype, or set mismatch.precision.readiness='warn'.")
         return message
     return f"the checkpoint is risky in {precision.dtype}: {reasons}" if report.verdict == "risky" else None
 
@@ -256,10 +256,10 @@ class ReadinessReport:
             dtype: The compute dtype in question.
 
         Raises:
-            ReadinessError: Both scans are empty.
+            PrecisionError: Both scans are empty.
         """
         if not weights and not activations:
-            raise ReadinessError("nothing was scanned: no floating-point weight and no activation.")
+            raise PrecisionError("nothing was scanned: no floating-point weight and no activation.")
         limits = facts(dtype)
         fatal: list[str] = []
         risks: list[str] = []

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from mismatch_ext.errors import LossScaleError
+from mismatch_ext.errors import PrecisionError
 
 if TYPE_CHECKING:
     from mismatch_ext.config import PrecisionConfig
@@ -44,7 +44,7 @@ class LossScaler(torch.amp.GradScaler):
         process_group: Ranks that step together; None is all of them.
 
     Raises:
-        LossScaleError: A setting is out of range, or torch would disable the scaler on this device.
+        PrecisionError: A setting is out of range, or torch would disable the scaler on this device.
     """
 
     def __init__(
@@ -61,13 +61,13 @@ class LossScaler(torch.amp.GradScaler):
             ("init_scale", init_scale, MIN_SCALE <= init_scale < math.inf, f"a finite number >= {MIN_SCALE:g}"),
         ):
             if not good:
-                raise LossScaleError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
+                raise PrecisionError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
         with warnings.catch_warnings():
             # torch only warns when it disables itself; the error below replaces that warning.
             warnings.simplefilter("ignore")
             super().__init__(kind, init_scale, GROWTH_FACTOR, BACKOFF_FACTOR, growth_interval, enabled=True)
         if not self.is_enabled():
-            raise LossScaleError(
+            raise PrecisionError(
                 f"torch disables the loss scaler for device {kind!r}, which is not available to this "
                 "process; float16 training would run unscaled. Name the device that the gradients are on, "
                 "or train in bfloat16 or float32."
@@ -88,7 +88,7 @@ class LossScaler(torch.amp.GradScaler):
             device: Device type that gradients live on.
 
         Raises:
-            LossScaleError: torch would disable it on this device.
+            PrecisionError: torch would disable it on this device.
         """
         return cls(device, init_scale=precision.init_scale, growth_interval=precision.growth_interval)
 
@@ -96,7 +96,7 @@ class LossScaler(torch.amp.GradScaler):
         """Divide the gradients by the scale, once per step, and tell all ranks if one of them has an overflow.
 
         Raises:
-            LossScaleError: The optimizer has no gradient, or a float16 gradient.
+            PrecisionError: The optimizer has no gradient, or a float16 gradient.
         """
         gradients = 0
         for group in optimizer.param_groups:
@@ -105,13 +105,13 @@ class LossScaler(torch.amp.GradScaler):
                     continue
                 gradients += 1
                 if parameter.grad.dtype == torch.float16:
-                    raise LossScaleError(
+                    raise PrecisionError(
                         f"a gradient of shape {tuple(parameter.grad.shape)} is float16, so the master "
                         "weights are; unscaling would flush its small values to zero. Load the model in "
                         "float32 and compute under float16 autocast."
                     )
         if gradients == 0 and not self._shared():
-            raise LossScaleError(
+            raise PrecisionError(
                 f"no parameter of {type(optimizer).__name__} has a gradient; "
                 "call scaler.scale(loss).backward() before the step."
             )
@@ -146,10 +146,10 @@ class LossScaler(torch.amp.GradScaler):
         The test here costs a fused optimizer one host synchronisation per step, as for any other optimizer.
 
         Raises:
-            LossScaleError: A closure was given, or for the reasons of `unscale_`.
+            PrecisionError: A closure was given, or for the reasons of `unscale_`.
         """
         if "closure" in kwargs or any(callable(a) for a in args):
-            raise LossScaleError(
+            raise PrecisionError(
                 "the loss scaler cannot step with a closure: gradients that it recomputes would not be unscaled."
             )
         state = self._per_optimizer_states[id(optimizer)]
@@ -166,7 +166,7 @@ class LossScaler(torch.amp.GradScaler):
         """Adapt the scale after all optimizers have stepped, and count overflows.
 
         Raises:
-            LossScaleError: The streak of overflows is too long, or the scale fell below `MIN_SCALE`.
+            PrecisionError: The streak of overflows is too long, or the scale fell below `MIN_SCALE`.
         """
         overflow = any(
             bool(value.item())
@@ -189,7 +189,7 @@ class LossScaler(torch.amp.GradScaler):
             reason = f"and the scale is below {MIN_SCALE:g}"
         else:
             return
-        raise LossScaleError(
+        raise PrecisionError(
             f"gradients overflowed in {self.overflow_streak} steps in a row, {reason}: loss scale {scale:g} "
             f"after {self.steps} steps, {self.overflow_steps} of them skipped. A smaller scale does not "
             "help, so the forward pass or the loss itself is not finite. Check the loss for NaN, run the "
@@ -220,25 +220,25 @@ class LossScaler(torch.amp.GradScaler):
         `init_scale`.
 
         Raises:
-            LossScaleError: The state is empty, incomplete, of an unknown version, or holds a scale out of
+            PrecisionError: The state is empty, incomplete, of an unknown version, or holds a scale out of
                 range.
         """
         missing = [key for key in ("scale", "_growth_tracker") if key not in state_dict]
         if missing:
-            raise LossScaleError(
+            raise PrecisionError(
                 f"the loss-scaler state lacks {', '.join(missing)} (it has: "
                 f"{', '.join(state_dict) or 'nothing'}); an empty one was saved by a disabled scaler, so "
                 "that run trained without loss scaling. Delete it to start from init_scale."
             )
         scale = float(state_dict["scale"])
         if not math.isfinite(scale) or scale < MIN_SCALE:
-            raise LossScaleError(
+            raise PrecisionError(
                 f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= {MIN_SCALE:g}. Resume from an "
                 "earlier checkpoint."
             )
         ours = state_dict.get(STATE_KEY, {"version": STATE_VERSION, **dict.fromkeys(_COUNTERS, 0)})
         if ours.get("version") != STATE_VERSION or any(name not in ours for name in _COUNTERS):
-            raise LossScaleError(
+            raise PrecisionError(
                 f"the loss-scaler state has {STATE_KEY}={ours!r}; allowed: version {STATE_VERSION} with "
                 f"{', '.join(_COUNTERS)}. Load it with the release of mismatch-ext that saved it."
             )

@@ -91,7 +91,7 @@ def batch_of(records: Sequence[RolloutRecord], device: torch.device, split: str 
 
     Raises:
         RecordError: There are no rollouts, one has no prompt, or only some of them have routes.
-        ProvenanceError: The rollouts differ in their provenance.
+        RecordError: The rollouts differ in their provenance.
     """
     found = collate(records, pad_token_id=0)
     for row, record in enumerate(records):
@@ -126,7 +126,7 @@ def lay_out(records: Sequence[RolloutRecord], device: torch.device, split: str, 
     Raises:
         RecordError: As `batch_of`; a row that cannot be a tensor, for example one without a prompt, is refused under `observe`
             too.
-        ProvenanceError: As `batch_of`.
+        RecordError: As `batch_of`.
     """
     with verdicts.checking("records"):
         return batch_of(records, device, split)

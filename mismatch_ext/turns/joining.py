@@ -54,7 +54,7 @@ def join_turns(
     Raises:
         RecordError: A trained token was not sampled at its place, a turn was given other tokens than are trained on, or a
             turn was dropped; names completion, turn, token and ids.
-        ProvenanceError: Two turns of a completion have different weights or settings; names both.
+        RecordError: Two turns of a completion have different weights or settings; names both.
         RoutingError: Tokens at the end of a completion were never given to the engine and have no routes.
     """
     rows = [Row(name, one, limit) for name, one in enumerate(trained)]

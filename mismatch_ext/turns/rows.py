@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
 
-from mismatch_ext.errors import ProvenanceError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.records import RolloutRecord
 
 TOLERANCE = 1e-5
@@ -190,7 +190,7 @@ def expect_one_version(name: int, versions: Sequence[int | None]) -> None:
     """Refuse a completion whose turns were sampled by several versions of the weights; names the first two."""
     for number, version in enumerate(versions):
         if version != versions[0]:
-            raise ProvenanceError(
+            raise RecordError(
                 f"completion {name}: turn 0 was sampled by weight version {versions[0]}, turn {number} by weight version "
                 f"{version}: the engine's weights were updated between them, and no one policy has sampled the completion. "
                 "Update weights between batches alone."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mismatch_ext.errors import ProvenanceError, RoutingError
+from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.origins import EngineAnswer, Origins
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.provenance import SamplingSettings
@@ -33,7 +33,7 @@ def origins() -> Origins:
 def test_older_and_partly_older_rollouts_are_taken_where_they_are_asked_for(origins: Origins) -> None:
     rollouts = [("a", 3, 3), ("b", 1, 1), ("c", 0, 2)]
     assert origins.check(rollouts, older=True).weight_version == 3
-    with pytest.raises(ProvenanceError):
+    with pytest.raises(RecordError):
         origins.check(rollouts)
 
 
@@ -49,7 +49,7 @@ def test_older_and_partly_older_rollouts_are_taken_where_they_are_asked_for(orig
 def test_weights_that_no_engine_had_are_refused(
     origins: Origins, first: int | None, last: int | None, words: str
 ) -> None:
-    with pytest.raises(ProvenanceError, match=words):
+    with pytest.raises(RecordError, match=words):
         origins.check([("a", 3, 3), ("b", first, last)], older=True)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -278,6 +278,7 @@ KEYS = st.sampled_from(
 LEAVES = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8)
 
 
+@settings(deadline=None)  # the first alarm loads its rules
 @given(st.recursive(LEAVES, lambda x: st.lists(x) | st.dictionaries(KEYS, x), max_leaves=6))
 def test_anything_else_is_a_config_error_or_a_config(data: object) -> None:
     try:

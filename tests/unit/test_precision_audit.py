@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PrecisionAuditError, PrecisionError
+from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import canonical, coarser, facts, torch_dtype
 from mismatch_ext.precision.fixes import TrainerFixes
@@ -149,7 +149,7 @@ def test_each_half_is_found_and_nothing_else(half: tuple[str, str, dict[str, Any
     (finding,) = report.findings
     assert (finding.side, finding.what) == half[:2]
     assert finding.expected and finding.found and finding.fix.endswith(".")
-    with pytest.raises(PrecisionAuditError, match="float16 was asked for on both sides, but 1 of"):
+    with pytest.raises(PrecisionError, match="float16 was asked for on both sides, but 1 of"):
         report.raise_for_findings()
 
 
@@ -169,7 +169,7 @@ def test_the_error_lists_each_finding_on_a_line_with_what_to_change() -> None:
         None,
         TrainerFixes(float16_on_cpu="Turn it on yourself."),
     )
-    with pytest.raises(PrecisionAuditError) as caught:
+    with pytest.raises(PrecisionError) as caught:
         report.raise_for_findings()
     lines = str(pickle.loads(pickle.dumps(caught.value))).splitlines()
     assert lines[0] == "float16 was asked for on both sides, but 4 of 8 readings differ:"

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from mismatch_ext.errors import PrecisionError, ReadinessError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision import readiness
 from mismatch_ext.precision.readiness import ReadinessReport, TensorReadiness, scan_activations, scan_weights
 
@@ -167,9 +167,9 @@ def test_hooks_go_even_when_the_forward_fails() -> None:
 
 
 def test_scanning_nothing_is_an_error() -> None:
-    with pytest.raises(ReadinessError, match="ran none of the 4 leaf modules of Gated"):
+    with pytest.raises(PrecisionError, match="ran none of the 4 leaf modules of Gated"):
         scan_activations(Gated(), lambda: None)
-    with pytest.raises(ReadinessError, match="nothing was scanned"):
+    with pytest.raises(PrecisionError, match="nothing was scanned"):
         ReadinessReport.of(weights=[], activations=[])
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from mismatch_ext.errors import LossScaleError
+from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.scaler import LossScaler
 
 pytestmark = pytest.mark.numeric
@@ -299,7 +299,7 @@ def test_a_changed_first_scale_begins_anew_and_is_told() -> None:
 def test_bad_states_are_refused_and_change_nothing(change: dict[str, Any] | None, message: str) -> None:
     scaler = LossScaler("cpu", init_scale=32.0)
     state = {} if change is None else {**scaler.state_dict(), **change}
-    with pytest.raises(LossScaleError, match=message):
+    with pytest.raises(PrecisionError, match=message):
         scaler.load_state_dict(state)
     assert scaler.get_scale() == 32.0
 
@@ -318,7 +318,7 @@ def test_endless_overflows_are_an_error_that_names_scale_and_streak(
     parameter, optimizer = pair()
     for _ in range(tolerated):
         one_step(scaler, optimizer, parameter, torch.full((3,), INF))
-    with pytest.raises(LossScaleError, match=message):
+    with pytest.raises(PrecisionError, match=message):
         one_step(scaler, optimizer, parameter, torch.full((3,), INF))
 
 
@@ -333,7 +333,7 @@ def test_a_good_step_ends_a_streak() -> None:
 
 def test_a_missing_device_is_an_error_where_torch_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda.amp.common, "amp_definitely_not_available", lambda: True)
-    with pytest.raises(LossScaleError, match="disables the loss scaler for device 'cuda'"):
+    with pytest.raises(PrecisionError, match="disables the loss scaler for device 'cuda'"):
         LossScaler("cuda:0")
 
 
@@ -346,7 +346,7 @@ def test_a_missing_device_is_an_error_where_torch_only_warns(monkeypatch: pytest
     ],
 )
 def test_settings_out_of_range(setting: dict[str, Any]) -> None:
-    with pytest.raises(LossScaleError, match="is not allowed for the loss scaler; allowed"):
+    with pytest.raises(PrecisionError, match="is not allowed for the loss scaler; allowed"):
         LossScaler("cpu", **setting)
 
 
@@ -356,7 +356,7 @@ def test_float16_masters_are_refused_whether_or_not_the_caller_unscales(fused: b
     optimizer = torch.optim.AdamW([parameter], fused=fused)
     scaler = LossScaler("cpu", init_scale=4.0)
     scaler.scale(parameter.sum().float()).backward()
-    with pytest.raises(LossScaleError, match=r"shape \(3,\) is float16.*Load the model in float32"):
+    with pytest.raises(PrecisionError, match=r"shape \(3,\) is float16.*Load the model in float32"):
         scaler.step(optimizer)
 
 
@@ -364,10 +364,10 @@ def test_a_step_without_gradients_and_a_closure_are_refused() -> None:
     scaler = LossScaler("cpu")
     parameter, optimizer = pair()
     scaler.scale(parameter.sum())
-    with pytest.raises(LossScaleError, match="no parameter of SGD has a gradient"):
+    with pytest.raises(PrecisionError, match="no parameter of SGD has a gradient"):
         scaler.step(optimizer)
     scaler.scale(parameter.sum()).backward()
-    with pytest.raises(LossScaleError, match="closure"):
+    with pytest.raises(PrecisionError, match="closure"):
         scaler.step(optimizer, lambda: 1.0)
 
 

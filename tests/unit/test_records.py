@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_ext.errors import NonFiniteLogprobError, ProvenanceError, RecordError
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.origins import sampled_by
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
@@ -50,17 +50,17 @@ def test_collate_pads_prompts_left_and_responses_right() -> None:
 )
 def test_mixed_provenance_names_field_row_and_values(field: str, value: Any) -> None:
     other = record(provenance=dataclasses.replace(ORIGIN, **{field: value}))
-    with pytest.raises(ProvenanceError) as caught:
+    with pytest.raises(RecordError) as caught:
         collate([record(), record(), other], pad_token_id=0)
     assert all(word in str(caught.value) for word in (field, "row 2", repr(value), repr(getattr(ORIGIN, field))))
 
 
 def test_missing_provenance_is_refused() -> None:
-    with pytest.raises(ProvenanceError, match="r1 has no provenance"):
+    with pytest.raises(RecordError, match="r1 has no provenance"):
         record(provenance=None)
-    with pytest.raises(ProvenanceError, match="patch_digest"):
+    with pytest.raises(RecordError, match="patch_digest"):
         dataclasses.replace(ORIGIN, patch_digest="")
-    with pytest.raises(ProvenanceError, match="float8.*float32, float16, bfloat16"):
+    with pytest.raises(RecordError, match="float8.*float32, float16, bfloat16"):
         dataclasses.replace(ORIGIN, dtype="float8")
 
 
@@ -76,19 +76,19 @@ def test_a_batch_carries_each_rows_routes_for_the_loop_to_lay() -> None:
 def test_rollouts_of_other_weights_than_the_present_are_refused() -> None:
     expect_present(ORIGIN, 3)
     for version in (2, 4):
-        with pytest.raises(ProvenanceError, match=f"rollouts of weight version 3, but the engine is at {version}; gen"):
+        with pytest.raises(RecordError, match=f"rollouts of weight version 3, but the engine is at {version}; gen"):
             expect_present(ORIGIN, version)
 
 
 def test_what_an_engine_says_of_its_weights_makes_a_rollouts_provenance() -> None:
     assert sampled_by("r1", ORIGIN, 5, 5) == dataclasses.replace(ORIGIN, weight_version=5)
     assert sampled_by("r1", ORIGIN, 4, 5, allow_mixed=True).weight_version == 5
-    with pytest.raises(ProvenanceError, match="r1 was sampled with weight_version=4 and weight_version=5"):
+    with pytest.raises(RecordError, match="r1 was sampled with weight_version=4 and weight_version=5"):
         sampled_by("r1", ORIGIN, 4, 5)
     for versions in ((None, 5), (5, None), (None, None)):
-        with pytest.raises(ProvenanceError, match="rollout r1 has no weight version"):
+        with pytest.raises(RecordError, match="rollout r1 has no weight version"):
             sampled_by("r1", ORIGIN, *versions, allow_mixed=True)
-    with pytest.raises(ProvenanceError, match="rollout r1 has no provenance"):
+    with pytest.raises(RecordError, match="rollout r1 has no provenance"):
         sampled_by("r1", None, 5, 5)
 
 

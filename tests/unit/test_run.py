@@ -16,15 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
-from mismatch_ext.errors import (
-    ConfigError,
-    LoopError,
-    MismatchError,
-    PrecisionAuditError,
-    ProvenanceError,
-    RecordError,
-    WeightSyncError,
-)
+from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.rundata import read_run
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.torch_rollout import VOCABULARY, Recurrent
@@ -194,7 +186,7 @@ def test_rollouts_of_earlier_weights_are_refused(tmp_path: Path) -> None:
     with Run(None, trainer, rollout, tmp_path).start() as run:
         early = rollout.generate(PROMPTS)
         learn(run, 1)
-        with pytest.raises(ProvenanceError, match="weight version 0, but the engine is at 1"):
+        with pytest.raises(RecordError, match="weight version 0, but the engine is at 1"):
             run.batch(early)
 
 
@@ -232,7 +224,7 @@ def test_an_unstarted_run_is_named(tmp_path: Path) -> None:
         ({"kl": {}}, ConfigError, "mismatch.kl.coef is not given"),
         ({"correction": {"preset": "tiss"}}, ConfigError, "unknown preset 'tiss'"),
         ({"routing": {"mode": "R3"}}, MismatchError, "no module of the model has experts"),
-        ({"precision": {"dtype": "float16"}}, PrecisionAuditError, "engine dtype: expected float16, found float32"),
+        ({"precision": {"dtype": "float16"}}, PrecisionError, "engine dtype: expected float16, found float32"),
     ],
 )
 def test_what_cannot_be_had_is_refused_before_the_first_rollout(

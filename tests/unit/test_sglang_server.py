@@ -10,7 +10,7 @@ import pytest
 from mismatch_ext.adapters.sglang import EngineTransport, check_server, read_server, to_provenance
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError, PrecisionError, ProvenanceError
+from mismatch_ext.errors import EngineError, PrecisionError, RecordError
 from mismatch_ext.records import SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
@@ -254,7 +254,7 @@ def test_a_provenance_has_what_was_read_and_the_temperature() -> None:
     made = to_provenance(read_server(GOOD), sampling=SamplingSettings(temperature=0.7), weight_version=4)
     assert (made.engine, made.engine_version, made.dtype, made.weight_version) == ("sglang", "0.5.23", "float16", 4)
     assert made.sampling.temperature == 0.7 and made.logprobs_mode == "processed_logprobs"
-    with pytest.raises(ProvenanceError, match="dtype 'auto' is not one of"):
+    with pytest.raises(RecordError, match="dtype 'auto' is not one of"):
         to_provenance(read_server(GOOD | {"dtype": "auto"}), sampling=SamplingSettings(), weight_version=0)
 
 

@@ -30,7 +30,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, ReadinessError, RecordError
+from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, RecordError
 from mismatch_ext.records import SamplingSettings
 from tests.models import tiny_model
 
@@ -308,7 +308,7 @@ def test_the_first_failure_is_the_one_that_is_raised(server: Server, monkeypatch
     monkeypatch.setattr(transports, "FLUSH_SECONDS", 0.1)
     server.answers |= {END: (500, b"gone"), FLUSH: (400, b"no"), RESUME: (500, b"down")}
     bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([torch.nan]))]
-    with pytest.raises(ReadinessError, match=r"model\.norm\.weight: 1 of 1 weights are NaN") as raised:
+    with pytest.raises(PrecisionError, match=r"model\.norm\.weight: 1 of 1 weights are NaN") as raised:
         update_weights(HttpTransport(server.url), bad, dtype="float32", bucket_bytes=1)
     notes = raised.value.__notes__
     assert [words in note for words, note in zip(("ending", "flushing", "resuming"), notes, strict=True)] == [True] * 3
@@ -333,7 +333,7 @@ def test_a_cache_that_is_not_flushed(server: Server, monkeypatch: pytest.MonkeyP
 def test_a_weight_that_overflows_is_named_and_the_session_closed(server: Server) -> None:
     bad = [*tensors(3, 3, 3), ("model.norm.weight", torch.tensor([1.0, -65536.0]))]
     with pytest.raises(
-        ReadinessError, match=r"model\.norm\.weight: weight 65536 overflows in float16; allowed: .* 65504"
+        PrecisionError, match=r"model\.norm\.weight: weight 65536 overflows in float16; allowed: .* 65504"
     ):
         update_weights(HttpTransport(server.url), bad, dtype="float16", bucket_bytes=1)
     assert server.paths()[-3:] == [END, FLUSH, RESUME]

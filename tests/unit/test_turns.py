@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from mismatch_ext.errors import MismatchError, ProvenanceError, RecordError, RoutingError
+from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.provenance import Provenance, SamplingSettings
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
@@ -188,11 +188,11 @@ FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[
         ["it ends 1 tokens before the end of turn 2, which sampled 3", "allowed: a completion of 11"],
     ),
     "weights change": (
-        lambda: of_version(2, weight_version=4), ProvenanceError,
+        lambda: of_version(2, weight_version=4), RecordError,
         ["completion 0: turn 0 was sampled by weight version 3, turn 2 by weight version 4"],
     ),
     "settings change": (
-        lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), ProvenanceError,
+        lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), RecordError,
         ["completion 0, turn 1 has sampling=", "temperature=0.5"],
     ),
     "a tool's token counts": (marked, RecordError, ["token 4 of the completion (id 12) counts as the policy's, but no call"]),

@@ -76,7 +76,7 @@ class PreflightMixin(_Host):
 
         Raises:
             EngineError: One does not answer.
-            ProvenanceError: One has others than were sent, or runs with something else than the others.
+            RecordError: One has others than were sent, or runs with something else than the others.
         """
         answers = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
         self._origins.sent(self.global_steps, engine_answers(answers))

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from mismatch_ext.config import PrecisionConfig
-from mismatch_ext.errors import ConfigError, LossScaleError
+from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.scaler import LossScaler
 
 
@@ -49,10 +49,10 @@ def refuse_disabled(scaler: Any, device: str) -> None:
     """Refuse a scaler of verl's own that has disabled itself.
 
     Raises:
-        LossScaleError: It has.
+        PrecisionError: It has.
     """
     if scaler is not None and not scaler.is_enabled():
-        raise LossScaleError(
+        raise PrecisionError(
             f"verl's {type(scaler).__name__} has disabled itself on device {device!r}: float16 gradients would be unscaled. Set "
             "mismatch.precision.dtype='float16', which makes one for this device, or train in bfloat16 or float32."
         )

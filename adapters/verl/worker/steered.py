@@ -82,7 +82,7 @@ class SteeredMixin(_Host):
 
         Raises:
             RecordError: That state is damaged, of another rule, or of another update than the schedule.
-            LossScaleError: The scaler's state is damaged.
+            PrecisionError: The scaler's state is damaged.
         """
         super().load_checkpoint(local_path, *args, **kwargs)
         if local_path is not None and self._resumes:

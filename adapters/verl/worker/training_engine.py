@@ -144,7 +144,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         """Step as the parent does, and count what was skipped.
 
         Raises:
-            LossScaleError: Overflows did not end.
+            PrecisionError: Overflows did not end.
             ConfigError: The rate was to be led by statistics that nobody gave.
         """
         if self.block is None:

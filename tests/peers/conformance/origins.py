@@ -21,10 +21,10 @@ ROLLOUTS: dict[str, tuple[int | None, ...]] = {
 }
 REFUSED = {
     "present": "nothing was refused",
-    "stale": "ProvenanceError: rollouts of weight version 2, but the engine is at 3; generate again after the weight update",
-    "newer": "ProvenanceError: rollouts of weight version 4, but the engine is at 3; generate again after the weight update",
-    "mixed": "ProvenanceError: rollouts of mixed provenance: .* has weight_version=3, .*2 has weight_version=2; split them",
-    "missing": r"ProvenanceError: rollout .*1 has no \w+.* \(found None\); rollouts of unknown origin are not trained on",
+    "stale": "RecordError: rollouts of weight version 2, but the engine is at 3; generate again after the weight update",
+    "newer": "RecordError: rollouts of weight version 4, but the engine is at 3; generate again after the weight update",
+    "mixed": "RecordError: rollouts of mixed provenance: .* has weight_version=3, .*2 has weight_version=2; split them",
+    "missing": r"RecordError: rollout .*1 has no \w+.* \(found None\); rollouts of unknown origin are not trained on",
 }
 
 

@@ -30,7 +30,7 @@ def test_rollouts_of_other_weights_are_refused_with_the_same_words(found: dict[s
 def test_verls_servers_are_held_to_what_was_sent_and_to_each_other(run: Run) -> None:
     found = run(scenarios.verl).expect()
     for case, words in {
-        "unasked": "ProvenanceError: rollout prompt_0 has no provenance",
+        "unasked": "RecordError: rollout prompt_0 has no provenance",
         "two versions": "prompt_0 was sampled with weight_version=3 and weight_version=4",
         "server is stale": "of rollout server 0 has weight_version=3, of rollout server 1 has weight_version=2",
         "server got none": "of rollout server 1 has no weight version",

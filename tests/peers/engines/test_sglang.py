@@ -119,12 +119,12 @@ def test_what_must_not_be_sent_is_refused(exact: dict[str, Any]) -> None:
     )
     assert found["nothing"].startswith("RecordError: a weight update without tensors")
     assert found["dtype"].startswith("PrecisionError: weights are to be sent in float16, but ")
-    assert found["nan"].startswith("ReadinessError: model.norm.weight: 64 of 64 weights are NaN")
+    assert found["nan"].startswith("PrecisionError: model.norm.weight: 64 of 64 weights are NaN")
 
 
 def test_half_an_update_is_told_by_its_stamp_and_not_sampled_from(exact: dict[str, Any]) -> None:
     found = exact["weights"]
-    assert found["failed"].startswith("ReadinessError: model.norm.weight: 64 of 64 weights are NaN")
+    assert found["failed"].startswith("PrecisionError: model.norm.weight: 64 of 64 weights are NaN")
     assert found["stamp"] == "9-incomplete"
     assert "may hold a mixture of weights" in found["refused"]
 

@@ -88,5 +88,5 @@ def test_float16_is_closer_by_the_ratio_of_the_roundings(half: dict[str, dict[st
 def test_float32_masters_are_cast_and_verified(half: dict[str, dict[str, Any]], dtype: str) -> None:
     found = half[dtype]["weights"]
     assert found["status"] == "in_sync" and found["after"] == "unchanged", found["message"]
-    overflow = "ReadinessError: model.layers.1.post_attention_layernorm.weight: weight 70000 overflows in float16"
+    overflow = "PrecisionError: model.layers.1.post_attention_layernorm.weight: weight 70000 overflows in float16"
     assert found["overflow"].startswith(overflow) if dtype == "float16" else found["overflow"] == "no error"

@@ -9,7 +9,7 @@ from mismatch_ext.adapters import vllm as engine
 from torch import Tensor
 from vllm.model_executor.layers.quantization.online import fp8
 
-from mismatch_ext.errors import PrecisionAuditError
+from mismatch_ext.errors import PrecisionError
 from tests.peers.trl.scenarios_training import build, outcome
 
 
@@ -34,7 +34,7 @@ def quantised(model: str, out: str) -> dict[str, Any]:
     try:
         nothing = {"dtype": "bfloat16", "engine_weights": "int8_per_channel_weight_only"}
         build(model, f"{out}/refused", {"precision": nothing})
-    except PrecisionAuditError as error:
+    except PrecisionError as error:
         refused = str(error)
     return found | {"refused": refused}
 

@@ -210,4 +210,4 @@ def test_two_processes_replay_routes_and_verify_every_update(moe_runs: list[dict
 def test_gradients_of_float16_are_summed_in_float32_unless_told_otherwise(moe_runs: list[dict[str, Any]]) -> None:
     for rank in moe_runs:
         said = rank["reduced 2"]["refused"]
-        assert said.startswith("PrecisionAuditError") and "gradient reduction: expected float32, found float16" in said
+        assert said.startswith("PrecisionError") and "gradient reduction: expected float32, found float16" in said

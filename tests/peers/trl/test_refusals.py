@@ -22,7 +22,6 @@ from mismatch_ext.errors import (
     MismatchError,
     PeerVersionError,
     PrecisionError,
-    ReadinessError,
     ReplayError,
     RoutingError,
     RunDirectoryError,
@@ -366,7 +365,7 @@ def test_a_model_that_cannot_be_copied_is_not_examined_and_refused_before_the_en
 
 def test_a_checkpoint_that_does_not_fit_float16_is_refused_before_the_engine(construct: Make, dense: Path) -> None:
     model = changed(dense, "model.layers.1.mlp.up_proj", 1e5)  # float16 ends at 65504
-    with pytest.raises(ReadinessError) as refusal:
+    with pytest.raises(PrecisionError) as refusal:
         construct(model, FP16)
     assert "up_proj" in str(refusal.value) and "mismatch.precision.readiness='warn'" in str(refusal.value)
     with pytest.raises(EngineStarted):

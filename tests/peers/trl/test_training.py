@@ -323,7 +323,7 @@ def test_a_checkpoint_that_does_not_fit_fp16_is_refused_before_the_first_step(
     model.save_pretrained(tmp_path / "model")
     AutoTokenizer.from_pretrained(dense).save_pretrained(tmp_path / "model")
     ran = run(scenarios.train, model=tmp_path / "model", out=tmp_path / "run", block=FP16)
-    assert ran.code != 0 and "ReadinessError" in ran.stderr
+    assert ran.code != 0 and "PrecisionError" in ran.stderr
     assert "up_proj" in ran.stderr and "mismatch.precision.readiness='warn'" in ran.stderr
 
 

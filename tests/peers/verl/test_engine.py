@@ -268,7 +268,7 @@ def test_what_the_engine_cannot_do_is_refused_when_it_is_built(run: Run, dense: 
     assert found["dense"].startswith("ReplayError: qwen3: no module of the model has experts")
     assert "verl's actor engine computes in bfloat16" in found["dtype"]
     assert "verl's ref engine computes in bfloat16" in found["reference_dtype"]
-    assert found["disabled"].startswith("LossScaleError: verl's ShardedGradScaler has disabled itself on device 'cpu'")
+    assert found["disabled"].startswith("PrecisionError: verl's ShardedGradScaler has disabled itself on device 'cpu'")
 
 
 def test_the_loss_scaler_has_the_settings_of_the_block_and_is_on(scaled: Result) -> None:
@@ -304,7 +304,7 @@ def test_an_overflow_skips_the_step_and_holds_schedule_and_controller(scaled: Re
 def test_endless_overflows_are_an_error(scaled: Result) -> None:
     *before, last = scaled["endless"]  # from 2^11 on, until the scale is below 1
     assert before == ["nothing was refused"] * 11
-    assert last.startswith("LossScaleError: gradients overflowed in 12 steps in a row")
+    assert last.startswith("PrecisionError: gradients overflowed in 12 steps in a row")
 
 
 @pytest.mark.in_process

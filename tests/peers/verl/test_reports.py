@@ -23,7 +23,7 @@ from mismatch_ext.adapters.verl.driver.reports import (
 )
 
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionAuditError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
@@ -245,7 +245,7 @@ def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> No
     ],
 )  # fmt: skip
 def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named: str) -> None:
-    with pytest.raises(PrecisionAuditError) as caught:
+    with pytest.raises(PrecisionError) as caught:
         checked("example", change)
     assert named in str(caught.value)
 
