@@ -48,7 +48,7 @@ from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present
-from mismatch_ext.ranks import ONE_PROCESS, Ranks, together
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
 from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rng import forked_rng
@@ -766,7 +766,7 @@ class Run:
     def _end_after(self, error: BaseException) -> None:
         """End the run as failed; if that fails too, the second error becomes a note of the first, which is still raised."""
         try:
-            self._end("failed", f"{type(error).__name__}: {error}")
+            self._end("failed", first_error(error))
         except Exception as second:  # noqa: BLE001  # whatever it is, the first error matters more
             error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
 

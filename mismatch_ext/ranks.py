@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -9,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch.distributed as dist
 from torch import Tensor
 
-from mismatch_ext.errors import MismatchError
+from mismatch_ext import errors
 
 
 @runtime_checkable
@@ -98,12 +99,41 @@ def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
     Raises:
         MismatchError: An error of the first failed rank's class, which names that rank. A failed rank raises its own error.
     """
-    told = error
-    if error is not None and not isinstance(error, MismatchError):  # it may be of a class that cannot be sent
-        told = MismatchError(f"{type(error).__name__}: {error}")
-    for rank, found in enumerate(ranks.gather(told)):
-        if found is not None:
-            raise error if error is not None else type(found)(f"rank {rank}: {found}")
+    # In words, because not every error survives a pickle.
+    for rank, failed in enumerate(ranks.gather(None if error is None else _in_words(error))):
+        if failed is not None:
+            name, message = failed
+            raise error if error is not None else getattr(errors, name)(f"rank {rank}: {message}")
+
+
+def _in_words(error: Exception) -> tuple[str, str]:
+    """Return the name of an error's class, or of the base of it that every rank knows, and its message."""
+    known = next((kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__), None)
+    return ("MismatchError", f"{type(error).__name__}: {error}") if known is None else (known.__name__, str(error))
+
+
+_failures = itertools.count()
+
+
+def first_error(error: BaseException) -> str:
+    """Return the words of the error that ended a run on the first rank to fail; a later one gets them as a note of its own.
+
+    A rank that fails between two checks ends its process, and the others see no more than a lost connection. What it leaves in
+    the store by which the ranks have met tells why.
+    """
+    own = f"{type(error).__name__}: {error}"
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return own
+    here = f"rank {dist.get_rank()}: {own}"
+    try:
+        store = dist.distributed_c10d._get_default_store()
+        first = store.compare_set(f"mismatch_ext/error/{next(_failures)}", "", here).decode()
+    except Exception:  # noqa: BLE001  # the store went with the rank that held it
+        return own
+    if first == here or first.partition(": ")[2].rpartition(": ")[2] in own:
+        return own  # it was first, or all ranks have agreed on it
+    error.add_note(f"This rank failed after {first}")
+    return first
 
 
 @contextmanager

@@ -16,6 +16,7 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.ranks import first_error
 from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
@@ -67,7 +68,7 @@ class CheckpointMixin(_Host):
         except BaseException as error:
             with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
-                self._log.end("failed", f"{type(error).__name__}: {error}")
+                self._log.end("failed", first_error(error))
             raise
         finally:
             if self._lr is not None:

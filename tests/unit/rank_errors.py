@@ -52,6 +52,10 @@ def one(name: str, fails: bool, folder: Path) -> str:
             stale = dataclasses.replace(records[0].provenance, weight_version=7)
             records = [dataclasses.replace(record, provenance=stale) for record in records]
         batch: Batch = run.batch(records)
+        if fails and name == "score":
+            run.score = fail("out of memory in score")  # type: ignore[method-assign]
+        if fails and name == "evaluate":
+            run.batch([dataclasses.replace(record, provenance=None) for record in records], "eval/mine")
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
         spoiled = old.clone()
@@ -77,6 +81,12 @@ def one(name: str, fails: bool, folder: Path) -> str:
     return "nothing"
 
 
+def ended(folder: Path) -> str:
+    """Return what the metrics file says of the run's end."""
+    written = [path.read_text().splitlines()[-1] for path in folder.rglob("metrics.jsonl")] if folder.is_dir() else []
+    return " ".join(written)
+
+
 def main(rank: int, folder: Path, names: list[str]) -> None:
     """Let each verb fail on one rank."""
     warnings.simplefilter("ignore")
@@ -87,7 +97,8 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
         try:
             said = one(name, rank == failing, folder / str(number) / "run")
         except Exception as error:  # noqa: BLE001  # that is what is looked at
-            said = f"{type(error).__name__}: {error}"
+            notes = getattr(error, "__notes__", [])
+            said = f"{type(error).__name__}: {error} {' '.join(notes)} {ended(folder / str(number) / 'run')}"
         print(f"{name}: {' '.join(said.split())}", flush=True)
     dist.destroy_process_group()
 

@@ -163,17 +163,32 @@ FAILURES = {
 }
 
 
-def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
+def printed_by_ranks(folder: Path, *names: str) -> list[list[str]]:
+    """Return the lines that each of two ranks prints."""
     command = [sys.executable, "-m", "tests.unit.rank_errors"]
     ranks = [
-        subprocess.Popen([*command, str(rank), str(tmp_path), *FAILURES], stdout=subprocess.PIPE, text=True)
+        subprocess.Popen([*command, str(rank), str(folder), *names], stdout=subprocess.PIPE, text=True)
         for rank in range(2)
     ]
     try:
-        told = [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
+        return [rank.communicate(timeout=300)[0].splitlines() for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()
+
+
+@pytest.mark.parametrize("verb", ["score", "evaluate"])
+def test_an_error_between_two_checks_ends_every_rank_and_is_told(verb: str, tmp_path: Path) -> None:
+    """Ranks may have different numbers of micro-batches, so that no rank waits for another there."""
+    words = "has no provenance" if verb == "evaluate" else f"out of memory in {verb}"
+    told = printed_by_ranks(tmp_path, verb)
+    main, failing = (next(line for line in lines if line.startswith(f"{verb}: ")) for lines in told)
+    assert words in failing and "Note" not in failing
+    assert "This rank failed after rank 1: " in main and main.count(words) == 2  # in the note and in the metrics file
+
+
+def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
+    told = printed_by_ranks(tmp_path, *FAILURES)
     for lines in told:
         found = dict(line.split(": ", 1) for line in lines if line.split(": ")[0] in FAILURES)
         assert {name: words for name, words in FAILURES.items() if words not in found.get(name, "")} == {}
