@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks._timing import paired
+from mismatch_ext.log import RunStream
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.rundata import read_run
-from mismatch_ext.stream import RunStream
 
 STEPS = 20_000
 
@@ -20,9 +20,10 @@ def write(run_dir: Path) -> Path:
     """Write a run that logs every measure of the table of metrics, and reward and loss."""
     rng = random.Random(0)
     names = ["reward", "loss", *(f"mismatch/{name}" for name in MEASURES), "mismatch/tokens", "mismatch/sequences"]
-    with RunStream.open(run_dir, header={"run": {"name": "long"}}) as stream:
-        for step in range(1, STEPS + 1):
-            stream.step(step, {name: rng.random() for name in names})
+    stream = RunStream.open(run_dir, header={"run": {"name": "long"}})
+    for step in range(1, STEPS + 1):
+        stream.step(step, {name: rng.random() for name in names})
+    stream.close()
     return run_dir
 
 
@@ -36,7 +37,7 @@ def run() -> list[dict[str, Any]]:
                 return sum(json.loads(line)["kind"] == "step" for line in lines)
 
         def read() -> int:
-            return read_run(path).count("train")
+            return len(read_run(path).steps)
 
         assert read() == parsed() == STEPS
         name = f"a run of {STEPS:,} steps read for its report, against parsing its lines alone"

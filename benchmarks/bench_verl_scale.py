@@ -29,8 +29,8 @@ from torch import Tensor
 from benchmarks._timing import paired
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.log import RunLog
 from mismatch_ext.metrics import MismatchAccumulator
-from mismatch_ext.run.log import RunLog
 
 ROWS, ANSWERS, MEAN, TOP, PROMPT = 256, 16, 8192, 16384, 8
 PARTS = 64

@@ -32,9 +32,9 @@ from rich.table import Table
 from examples.arithmetic.pretrain import ensure_model
 from examples.bootstrap import Interval
 from examples.sequences import MEASURES, Sums, left_by_replay, of_float32_rounding, read_sequences, times_larger
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report import Summary, build, load_runs, summarise
 from mismatch_ext.report.summary import pooled
-from mismatch_ext.rundata import RunData
 
 CONFIG = "examples/configs/arithmetic.yaml"
 

@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.sequences import MEASURES, left_by_replay, read_sequences
-from mismatch_ext.rundata import RunData, read_run
+from mismatch_ext.log_reading import RunData, read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
 MEASURED = {"mode": "R3", "measured": 1.0}

@@ -29,7 +29,7 @@ from trl import TrlParser
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
-from mismatch_ext.rundata import RunData, read_run
+from mismatch_ext.log_reading import RunData, read_run
 
 # On two CPU cores, a run of these models takes a minute or two.
 SMALL_MODELS = ("dense", "moe")
@@ -118,8 +118,8 @@ def recorded(output_dir: str | Path) -> RunData:
     latest = run.header["segment"]
     return replace(
         run,
-        steps=tuple(record for record in run.steps if record.segment == latest),
-        events=tuple(record for record in run.events if record.segment == latest),
+        steps=tuple(record for record in run.steps if record.segment >= latest),
+        events=tuple(record for record in run.events if record.segment >= latest),
     )
 
 

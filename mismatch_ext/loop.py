@@ -34,13 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.banner import Integration
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
-from mismatch_ext.host_names import HostNames
+from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.log import Logged, RunLog, run_folder, run_info
 from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
@@ -49,20 +49,16 @@ from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
-from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import align
 from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, lay_out, routes_of
-from mismatch_ext.run.info import run_info
-from mismatch_ext.run.log import Logged, RunLog
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
 
 HOST = "your own loop"
-INTEGRATION = Integration(trainer="Run", correction="run.correct", lr="run.step", kl="run.kl", precision="Run")
 PACKAGES = ("transformers", "vllm", "sglang")
 
 
@@ -187,7 +183,7 @@ class Run:
                 initial_warnings = self._initial_warnings(readiness)
             for name, message in initial_warnings if self.ranks.rank == 0 else ():
                 self._warn(name, message)
-            self._log.announce(INTEGRATION, measured="at every run.measure")
+            self._log.announce()
         if state is not None:
             if (changed := changed_settings(state.get("config"), self.block.to_dict())) is not None:
                 self._warn("settings_changed", changed)

@@ -10,9 +10,9 @@ from typing import Any
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.log_reading import METRICS_FILE, read_run
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.provenance import SamplingSettings
-from mismatch_ext.rundata import METRICS_FILE, read_run
 
 
 def unlike(out: Path, sides: Run) -> tuple[str, ...]:

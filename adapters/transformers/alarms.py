@@ -7,7 +7,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mismatch_ext.run.log import RunLog
+from mismatch_ext.log import RunLog
 
 
 class AlarmCallback(TrainerCallback):

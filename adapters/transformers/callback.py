@@ -18,15 +18,12 @@ from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback,
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
-from mismatch_ext.banner import monitor_lines, rule_of
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import TRL
+from mismatch_ext.host_names import PREFIX, TRL
+from mismatch_ext.log import RunLog, ensure_writable, monitor_lines, run_folder, run_info, section_lines
 from mismatch_ext.monitor import Monitor
-from mismatch_ext.recorder import PREFIX, ensure_writable, run_folder
-from mismatch_ext.run.info import run_info
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
@@ -143,8 +140,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         if state.is_world_process_zero:
             done = "observes, and changes nothing," if self._verdicts.observes else "is active"
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
-            if self.block.lr is not None:
-                lines.append(f"  lr         {rule_of(self.block.lr)}")
+            lines += section_lines(self.block)
             alarms = Monitor(self.block.monitor, TRL) if self._log is None else self._log.monitor
             say("\n".join([*lines, *monitor_lines(alarms, self._run_dir(args))]))
 

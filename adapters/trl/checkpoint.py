@@ -16,8 +16,8 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.log import RunLog
 from mismatch_ext.ranks import first_error
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from torch import Tensor, nn
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import PREFIX
+from mismatch_ext.log import RunLog
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

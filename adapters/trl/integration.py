@@ -1,4 +1,4 @@
-"""The header that a run in TRL writes to its metrics file, and the ways by which the parts of the block enter TRL."""
+"""The header that a run in TRL writes to its metrics file."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ from typing import Any
 
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 
-from mismatch_ext.banner import Integration
 from mismatch_ext.host_names import TRL
+from mismatch_ext.log import run_info
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.fixes import TrainerFixes
-from mismatch_ext.run.info import run_info
 from mismatch_ext.versions import installed
-
-INTEGRATION = Integration(trainer="subclass", correction="subclass", lr="callback", kl="patch")
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",

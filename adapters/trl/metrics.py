@@ -12,8 +12,8 @@ from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.sides import SidesMixin
 
+from mismatch_ext.host_names import PREFIX
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import SamplingSettings
 from mismatch_ext.routing.agreement import Agreement
 from mismatch_ext.weights import SyncVerdict
@@ -101,7 +101,7 @@ class MetricsMixin(LoggingMixin):
         outer = self._eval_split
         self._eval_split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         try:
-            with self._verdicts.around("metrics", self._log.recorder.evaluation(self.state.global_step)):
+            with self._verdicts.around("metrics", self._log.evaluation(self.state.global_step)):
                 return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
         finally:
             self._eval_split = outer
@@ -113,7 +113,7 @@ class MetricsMixin(LoggingMixin):
         with self._verdicts.checking("findings"):
             self._verdicts.gather(self._ranks)
         with self._verdicts.checking("metrics"):
-            extra = self._log.recorder.flush(split, self.state.global_step)
+            extra = self._log.flush(split, self.state.global_step)
         with self._verdicts.checking("metrics"):
             agreement = self._routing_agreement(split)
         logged, by_layer = of_agreement(agreement)

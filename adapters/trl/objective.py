@@ -22,9 +22,9 @@ from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.rng import forked_rng
 
 

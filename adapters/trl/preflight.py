@@ -19,7 +19,6 @@ from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.integration import INTEGRATION
 from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_reference, check_sharding
@@ -148,7 +147,7 @@ class PreflightMixin(SidesMixin):
             with self._verdicts.checking("engine"):
                 self._wrap_engine(patch_digest)
         with self._verdicts.checking("banner"):
-            self._log.announce(INTEGRATION, measured="at every generation")
+            self._log.announce()
 
     @property
     def _scored_sampling(self) -> SamplingSettings:

@@ -20,13 +20,12 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import TRL
+from mismatch_ext.log import RunLog, run_folder
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.policy import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.recorder import run_folder
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -46,11 +46,11 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import together
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.verdicts import Verdicts

@@ -8,8 +8,8 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.lr import LrConfig, LrController
-from mismatch_ext.rundata import RunData
 
 METRICS = {
     "k3": "mismatch/k3_kl",

@@ -30,7 +30,7 @@ from torch import nn
 from benchmarks.stability.watching import sent_within
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 
 STEPS, PART, GROUP = 32, 2.0, 32
 ARMS = {"constant": 1.0, "growing": 10 ** (0.5 / 24)}

@@ -8,14 +8,13 @@ import shlex
 from collections.abc import Iterable
 
 from mismatch_ext.host_names import PREFIX
+from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.metrics.names import MEASURES
 from mismatch_ext.monitor.rules import logged_names
 from mismatch_ext.report.drift import MARK, NUMERICS
 from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import ABS_DIFF_MEAN
 from mismatch_ext.report.text import quantity
-from mismatch_ext.report.verdict import run_status
-from mismatch_ext.rundata import METRICS_FILE, EventRecord, RunData
 
 ALARM_EVENT = "alarm"
 # Used if our own metric is not logged: TRL measures this one without a block.
@@ -26,7 +25,7 @@ def closing_lines(run: RunData) -> list[str]:
     """Return the summary of a run over all its segments, one line for each recorded topic.
 
     Args:
-        run: The run, from `mismatch_ext.rundata.read_run`.
+        run: The run, from `mismatch_ext.log_reading.read_run`.
     """
     lines = [_status(run), *_observed(run)]
     lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
@@ -43,9 +42,7 @@ def _line(name: str, text: str) -> str:
 
 
 def _status(run: RunData) -> str:
-    status = run_status(run)
-    what = run.ends[-1].of if run.ends else "training"
-    why = run.ends[-1].message if status != "open" else ""
+    status, what, why = run.ending.status, run.ending.of, run.ending.message
     said = {"completed": "was stopped" if why else "completed", "failed": "failed", "open": "did not end"}[status]
     last = max([run.last_step] + [end.step for end in run.ends])
     text = f"mismatch-ext: {what} {said} after {_count(last, 'step')}"
@@ -75,7 +72,7 @@ def _gap(run: RunData) -> list[str]:
         ("k3", (PREFIX + "k3_kl",)),
         ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF)),
     ]
-    if run.logs(MARK)[0]:
+    if run.series(MARK)[0]:
         shown.insert(0, ("k3 of numerics alone", (f"{PREFIX}{NUMERICS}k3_kl",)))
     for label, names in shown:
         name = next((n for n in names if run.series(n)[0]), None)
@@ -85,7 +82,7 @@ def _gap(run: RunData) -> list[str]:
             continue
         steps, values = run.series(name)
         known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
-        broken = run.logs(name)[1]
+        broken = values.count(None)
         text = f"{label} was not finite"
         if known:
             worst, at = max(known, key=lambda pair: pair[0])

@@ -11,8 +11,8 @@ from typing import Any
 from mismatch_ext.doctor.diagnosis import DOCTOR_FILE as DOCTOR_FILE
 from mismatch_ext.doctor.remedies import HOSTS
 from mismatch_ext.doctor.text import STATUS, VERDICTS
+from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.text import quantity
-from mismatch_ext.rundata import RUN_FOLDER
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from mismatch_ext.host_names import PREFIX
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report.charts import Figure, present
 from mismatch_ext.report.lines import over_steps
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, pooled
-from mismatch_ext.rundata import RunData
 from mismatch_ext.staleness import SOURCES
 
 MARK = PREFIX + "staleness_max"
@@ -45,7 +45,7 @@ class Parts:
 
 def parts(run: RunData) -> Parts | None:
     """Return the parts of a run's gap; None if its rollouts always come from the weights that score them."""
-    logs = run.logs(MARK)[0]
+    logs = len(run.series(MARK)[0])
     if not logs:
         return None
     found = {name: pooled(run, name) for name in (f"{NUMERICS}{ABS_DIFF_MEAN}", f"{NUMERICS}k3_kl", "staleness_mean")}
@@ -56,7 +56,7 @@ def parts(run: RunData) -> Parts | None:
         total=of[ABS_DIFF_MEAN],
         stale=of[f"stale/{ABS_DIFF_MEAN}"],
         staleness=found["staleness_mean"],
-        unknown=logs - run.logs(f"{PREFIX}{NUMERICS}source")[0],
+        unknown=logs - len(run.series(f"{PREFIX}{NUMERICS}source")[0]),
         logs=logs,
         sources=_sources(run),
     )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.host_names import Role
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report import drift
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
 from mismatch_ext.report.learning_rate import learning_rate
@@ -18,7 +19,6 @@ from mismatch_ext.report.lines import over_steps, step_traces
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
 from mismatch_ext.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, PREFIX
-from mismatch_ext.rundata import RunData
 
 MAX_SCATTER_POINTS = 1500
 
@@ -166,7 +166,8 @@ def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
     for trace in traces:
         trace["line"] |= {"shape": "hv"}
     for index, (name, run) in enumerate(runs.items()):
-        fell = dict(run.falls(PREFIX + "loss_scale"))
+        rows = list(zip(*run.series(PREFIX + "loss_scale"), strict=True))
+        fell = {step: b for (_, a), (step, b) in zip(rows, rows[1:], strict=False) if a and b and b < a}
         steps = sorted(set(fell) | {event.step for event in run.events if event.name == "overflow"})
         if not steps:
             continue

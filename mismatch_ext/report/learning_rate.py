@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from mismatch_ext.host_names import Role
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report.charts import Figure, present
 from mismatch_ext.report.lines import over_steps
 from mismatch_ext.report.summary import PREFIX
-from mismatch_ext.rundata import RunData
 
 MULTIPLIER = PREFIX + "lr_multiplier"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, trace_of
-from mismatch_ext.rundata import RunData
 
 MAX_POINTS = 2000
 """A curve of up to this many points is drawn unchanged; a longer one is thinned (see `thinned`)."""

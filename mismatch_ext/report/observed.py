@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from mismatch_ext.rundata import RunData
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.verdicts import EVENT
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.files import write_whole
+from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.report import tables
 from mismatch_ext.report.charts import require_plotly, style
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
@@ -19,7 +20,6 @@ from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, summarise
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
-from mismatch_ext.rundata import METRICS_FILE, RunData
 from mismatch_ext.versions import installed
 
 TEMPLATE = "template.html.j2"
@@ -155,7 +155,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary, unread: Sequence[tup
                 "level": LEVEL_LABELS[v.level],
                 "status": ("evaluation " if v.ended == "evaluation" else "") + STATUS_LABELS[v.status],
                 "row": summary.row(v.run, v.split),
-                "steps": runs[v.run].logs(PREFIX + "logp_abs_diff_mean", v.split)[0],
+                "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),
                 "segments": len(runs[v.run].headers),
                 **style(index),
             }

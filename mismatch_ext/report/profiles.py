@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from mismatch_ext.rundata import RunData
+from mismatch_ext.log_reading import RunData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,10 +6,10 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.report.charts import Figure, figure_of, log_axis, present, trace_of
 from mismatch_ext.report.lines import over_steps, step_traces
 from mismatch_ext.report.summary import NATIVE, PREFIX, pooled
-from mismatch_ext.rundata import RunData
 
 ROUTING = "routing/"
 LAYER = re.compile(re.escape(PREFIX + ROUTING) + r"layer_(\d{1,6})_set_mismatch")

@@ -15,8 +15,8 @@ from typing import Any
 
 from mismatch_ext.host_names import PREFIX as PREFIX
 from mismatch_ext.host_names import Role
+from mismatch_ext.log_reading import RunData, find_runs, read_run
 from mismatch_ext.metrics.names import PARTS_OF_STALE
-from mismatch_ext.rundata import RunData, find_runs, read_run
 
 NATIVE = "native/"
 KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer")), *PARTS_OF_STALE)
@@ -122,7 +122,7 @@ def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     return Row(
         run=name,
         split=split,
-        steps=run.count(split),
+        steps=sum(record.split == split for record in run.steps),
         values={column: pooled(run, column, split) for column in columns},
         reward_first=first,
         reward_last=last,

@@ -8,11 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.host_names import Role
+from mismatch_ext.log_reading import EventRecord, RunData
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.report.lines import MAX_POINTS
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
-from mismatch_ext.report.verdict import run_status
-from mismatch_ext.rundata import EventRecord, RunData
 
 # More than this many info events of one name in one run become one line.
 COLLAPSE_INFO = 3
@@ -151,11 +150,11 @@ def missing(runs: Mapping[str, RunData], summary: Summary) -> list[tuple[str, st
 
 
 def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
-    status, texts = run_status(run), []
+    status, texts = run.ending.status, []
     if status == "open":
         texts.append("no end line: the run was killed or is still running, and later steps are missing.")
     elif status == "failed":
-        texts.append(f"the {run.ends[-1].of} ended with an error, later steps are missing: {run.ends[-1].message}")
+        texts.append(f"the {run.ending.of} ended with an error, later steps are missing: {run.ending.message}")
     if not run.steps:
         return [*texts, "no step was recorded."]
     rows = [row for row in summary.rows if row.run == name]
@@ -168,7 +167,7 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
                 "metrics; those values are gaps in the plots and are left out of the table."
             )
     for split in run.splits:
-        if (count := run.count(split)) > MAX_POINTS:
+        if (count := sum(record.split == split for record in run.steps)) > MAX_POINTS:
             texts.append(
                 f"curves of {split} show {MAX_POINTS // 2} stretches of its {count} steps, each by its smallest and its largest "
                 "value; tables, verdict and events are over all steps."

@@ -21,13 +21,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.drift import Parts, parts
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
 from mismatch_ext.report.text import quantity
-from mismatch_ext.rundata import RunData
 
 SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02
@@ -127,8 +127,8 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
         trainer_dtype=side_dtype(run.header.get("trainer")),
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=_known_cause(run, summary, name),
-        status=run_status(run),
-        ended=run.ends[-1].of if run.ends else "training",
+        status=run.ending.status,
+        ended=run.ending.of,
         parts=known,
     )
 
@@ -144,13 +144,6 @@ def _mean(row: Row | None) -> float | None:
 def _severity(row: Row) -> tuple[int, float]:
     mean = row.values.get(ABS_DIFF_MEAN)
     return LEVELS.index(level_of(mean, row.values.get("k3_kl"))), mean or 0.0
-
-
-def run_status(run: RunData) -> str:
-    """Return completed, failed, or open (no end line in the last segment: killed or still running)."""
-    segment = run.header.get("segment", 0)
-    ends = [end for end in run.ends if end.segment == segment]
-    return ends[-1].status if ends else "open"
 
 
 def side_dtype(side: Any) -> str | None:

@@ -11,7 +11,7 @@ import pytest
 
 from examples.bootstrap import bootstrap_quotient
 from examples.sequences import judged_replay, read_sequences
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.commands import ROOT, shell
 from tests.evidence import judges
 

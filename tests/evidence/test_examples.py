@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from examples.sequences import MEASURES, judged_replay, read_sequences, times_larger
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.commands import shell
 from tests.evidence import judges
 from tests.peers.test_examples import BATCH, IN_EVIDENCE, ROOT, example, python

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.commands import shell
 from tests.peers.engines.served import answering
 from tests.peers.engines.sglang_environment import HELD, MAIN, PYTHON, environment, stub_uses

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.report.page import build
-from mismatch_ext.rundata import RunData, read_run
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:

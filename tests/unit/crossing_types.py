@@ -22,9 +22,9 @@ from transformers import TrainerState
 from vllm import LLM
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.log import RunLog
 from mismatch_ext.loop import Run
 from mismatch_ext.patching import Patch
-from mismatch_ext.run.log import RunLog
 
 
 def ours(model: nn.Module, llm: LLM, verdict: ServerVerdict) -> None:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from mismatch_ext.stream import RunStream
+from mismatch_ext.log import RunStream
+from mismatch_ext.log_reading import read_run
 
 POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 PROBABILITY_EDGES = (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1)
 # Spread of the per-token difference per dtype; 3 mantissa bits, a factor of 8, part the half precisions.
 SPREAD = {"bf16": 4e-2, "fp16": 5e-3, "fp32": 4e-6}
 DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@contextmanager
+def run_stream(run_dir: Path, *, header: dict[str, Any], resume_step: int | None = None) -> Iterator[RunStream]:
+    """Yield a stream, and say at the end that the run is complete."""
+    stream = RunStream.open(run_dir, header=header, resume_step=resume_step)
+    yield stream
+    stream.end(read_run(run_dir).last_step, "completed")
+    stream.close()
 
 
 def header(name: str, **changes: Any) -> dict[str, Any]:

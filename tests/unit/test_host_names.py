@@ -15,12 +15,11 @@ import pytest
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.monitor import Monitor
 from mismatch_ext.report import closing_lines, load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
-from mismatch_ext.rundata import read_run
-from mismatch_ext.stream import RunStream
-from tests.unit.synthetic_runs import header, write_run
+from tests.unit.synthetic_runs import header, run_stream, write_run
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests/data/verl"
@@ -89,7 +88,7 @@ def test_the_rate_that_was_applied_is_read_whether_the_stream_has_it_or_the_next
 
 
 def test_the_next_rate_is_not_drawn_where_a_step_is_missing(tmp_path: Path) -> None:
-    with RunStream.open(tmp_path, header=header("a", names={"next_rate": True})) as stream:
+    with run_stream(tmp_path, header=header("a", names={"next_rate": True})) as stream:
         for step in (1, 2, 5, 6):
             stream.step(step, {"learning_rate": float(step)})
     assert read_run(tmp_path).series(Role.LEARNING_RATE) == ([2, 6], [1.0, 5.0])
@@ -130,7 +129,7 @@ def test_a_trl_stream_from_before_names_is_read_as_before(tmp_path: Path) -> Non
 
 def test_a_loop_of_ones_own_logs_roles_or_names_its_metrics(tmp_path: Path) -> None:
     for name, names in (("plain", {}), ("named", {"length": "tokens per answer"})):
-        with RunStream.open(tmp_path / name, header=header(name, names=names)) as stream:
+        with run_stream(tmp_path / name, header=header(name, names=names)) as stream:
             for step in range(3):
                 stream.step(step, {HostNames(**names).length: 7.0, "reward": 0.5})
     assert [trace["y"] for trace in plots(tmp_path)["length"]] == [[7.0] * 3] * 2

@@ -7,16 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext import stream
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build
 from mismatch_ext.report.lines import MAX_POINTS, thinned
-from mismatch_ext.rundata import parse_line, read_run
-from mismatch_ext.stream import RunStream
-from tests.unit.synthetic_runs import header
+from tests.unit.synthetic_runs import header, run_stream
 
 
 def test_ten_thousand_steps_are_read_and_reported(tmp_path: Path) -> None:
-    with RunStream.open(tmp_path, header=header("bf16")) as out:
+    with run_stream(tmp_path, header=header("bf16")) as out:
         for step in range(1, 10_001):
             gap = 5.5 if step == 3333 else 0.01
             out.step(step, {"reward": 0.5, "mismatch/tokens": 9.0, "mismatch/logp_abs_diff_mean": gap})
@@ -43,15 +41,3 @@ def test_a_curve_that_is_drawn_in_stretches_keeps_its_peaks() -> None:
     assert (found[12_346], found[30_001], found[40_001]) == (9.0, -9.0, None)
     assert all(values[step - 1] == value for step, value in found.items())
     assert thinned(steps[:MAX_POINTS], values[:MAX_POINTS]) == (steps[:MAX_POINTS], values[:MAX_POINTS])
-
-
-def test_resuming_parses_a_line_per_segment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for number in range(3):
-        with RunStream.open(tmp_path, header=header("bf16"), resume_step=number * 500 if number else None) as out:
-            for step in range(500):
-                out.step(number * 500 + step, {"reward": 1.0})
-    parsed: list[bytes] = []
-    monkeypatch.setattr(stream, "parse_line", lambda line: parsed.append(line) or parse_line(line))
-    with RunStream.open(tmp_path, header=header("bf16"), resume_step=1500) as out:
-        assert out.segment == 3
-    assert len(parsed) == 3

@@ -15,10 +15,10 @@ from hypothesis import strategies as st
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
+from mismatch_ext.log import RunStream
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.monitor import DEFAULTS, Monitor
 from mismatch_ext.report import closing_lines
-from mismatch_ext.rundata import read_run
-from mismatch_ext.stream import RunStream
 from tests.unit import synthetic_runs
 
 NAN, INF = math.nan, math.inf
@@ -381,8 +381,8 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
 
 
 def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:
-    with RunStream.open(tmp_path, header=synthetic_runs.header("bf16")) as stream:
-        stream.end(1, "completed", "x is 2 at step 1, above 1.")
+    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
+    stream.end(1, "completed", "x is 2 at step 1, above 1.")
     assert (
         closing_lines(read_run(tmp_path))[0]
         == "mismatch-ext: training was stopped after 1 step: x is 2 at step 1, above 1."

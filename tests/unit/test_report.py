@@ -18,6 +18,8 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.log import RunStream
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.precision.names import spelled
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
 from mismatch_ext.report.learning_rate import learning_rate
@@ -25,8 +27,7 @@ from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
 from mismatch_ext.report.text import quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, STALE_ABS_DIFF, side_dtype
-from mismatch_ext.stream import RunStream, read_run
-from tests.unit.synthetic_runs import header, write_arms, write_run
+from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
 
@@ -96,7 +97,7 @@ def flat_run(
     **head: Any,
 ) -> Path:
     """Write a run of three equal steps with the given gap."""
-    with RunStream.open(run_dir, header=header(name, **head)) as stream:
+    with run_stream(run_dir, header=header(name, **head)) as stream:
         for step in range(3):
             gap = {"logp_abs_diff_mean": mean, "logp_abs_diff_max": 3 * mean, "tokens": 10.0}
             gap["k3_kl"] = 0.8 * mean**2 if k3 is None else k3
@@ -170,7 +171,7 @@ def test_plots_hold_the_numbers_of_the_stream(arms: Path, page: Page) -> None:
 
 def test_rewards_and_ratios(tmp_path: Path) -> None:
     for name, gap in (("bf16", 8.0), ("fp16", 1.0)):
-        with RunStream.open(tmp_path / name, header=header(name)) as stream:
+        with run_stream(tmp_path / name, header=header(name)) as stream:
             for step in range(12):
                 metrics = {
                     "logp_abs_diff_mean": gap * 1e-3,
@@ -195,7 +196,7 @@ def test_rewards_and_ratios(tmp_path: Path) -> None:
 
 def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_path: Path) -> None:
     for name, counts in (("all", (10.0, 30.0)), ("some", (10.0, None))):
-        with RunStream.open(tmp_path / name, header=header(name)) as stream:
+        with run_stream(tmp_path / name, header=header(name)) as stream:
             for step, count in enumerate(counts):
                 tokens = {} if count is None else {"mismatch/tokens": count}
                 stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
@@ -247,22 +248,22 @@ def test_the_verdict_compares_runs(arms: Path) -> None:
 
 def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
     stale = flat_run(tmp_path / "stale", 0.3, name="fp16")
-    with RunStream.open(stale, header=header("fp16"), resume_step=2) as stream:
+    with run_stream(stale, header=header("fp16"), resume_step=2) as stream:
         stream.event(2, "error", "weight_sync", "engine holds the weights of step 1")
     assert say(stale).endswith("the weight-sync check failed at step 2, so fix the weight sync first.")
     mixed = flat_run(tmp_path / "mixed", 0.05, name="fp16", engine={"model_dtype": "torch.bfloat16"})
     assert "trainer computes in float16 and its engine in bfloat16, so give both one dtype" in say(mixed)
     alike = flat_run(tmp_path / "alike", 1e-5, name="fp16", engine={"dtype": "half"})
     assert "nothing to do" in say(alike)
-    with RunStream.open(tmp_path / "nan", header=header("fp16")) as stream:
+    with run_stream(tmp_path / "nan", header=header("fp16")) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 1e-5, "mismatch/k3_kl": math.nan})
     assert "1 steps hold NaN or infinite mismatch metrics" in say(tmp_path / "nan")
-    with RunStream.open(tmp_path / "top_p", header=header("fp16")) as stream:
+    with run_stream(tmp_path / "top_p", header=header("fp16")) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 1e-5, "mismatch/support_truncated": 1.0})
     assert "switch top_p, top_k and min_p off" in say(tmp_path / "top_p")
     for name, stopped in (("clipped", 0.12), ("hardly", 0.004)):
         run = flat_run(tmp_path / name, 1e-3, name="fp16", engine={"model_dtype": "torch.bfloat16"})
-        with RunStream.open(run, header=header("fp16"), resume_step=2) as stream:
+        with run_stream(run, header=header("fp16"), resume_step=2) as stream:
             stream.step(3, {"mismatch/logp_abs_diff_mean": 1e-3, "mismatch/phantom_clip_frac": stopped})
         assert ("stops 12% of the tokens" in say(run)) == (name == "clipped")
 
@@ -278,7 +279,7 @@ def test_profiles_pool_by_token_count_and_find_where_the_gap_is(tmp_path: Path) 
         }
 
     run = flat_run(tmp_path, 0.05, name="bf16")
-    with RunStream.open(run, header=header("bf16"), resume_step=2) as stream:
+    with run_stream(run, header=header("bf16"), resume_step=2) as stream:
         stream.profile(1, {"probability": columns([1, 9], [4.0, 0.0])})
         stream.profile(2, {"probability": columns([3, 7], [2.0, 1.0])})
     pooled = pool_profile(read_run(run), "probability", "train")
@@ -286,7 +287,7 @@ def test_profiles_pool_by_token_count_and_find_where_the_gap_is(tmp_path: Path) 
     assert pooled is not None
     assert pooled.count == (4, 16) and pooled.mean == (2.5, 0.4375) and pooled.largest == (4.0, 1.0)
     assert pooled.gap_share == (10 / 17, 7 / 17) and pooled.share_below(0.5) == (0.2, 10 / 17)
-    with RunStream.open(run, header=header("bf16"), resume_step=2) as stream:
+    with run_stream(run, header=header("bf16"), resume_step=2) as stream:
         stream.profile(2, {"probability": columns([4, 6], [2.0, 0.1])})
     # (1*4 + 4*2) / (12 + 6*0.1) of the gap, 5 of 20 tokens.
     assert "95% of the gap sits on the 25% of tokens with a probability below 0.5" in say(run)
@@ -348,7 +349,7 @@ def test_an_unwritable_report_is_an_error(tmp_path: Path) -> None:
 )
 def test_hostile_names_stay_text(tmp_path: Path, page: Page, name: str) -> None:
     run = flat_run(tmp_path / "run", 0.01, name=name, engine={name: name}, versions={name: name})
-    with RunStream.open(run, header=header(name, engine={name: name}), resume_step=2) as stream:
+    with run_stream(run, header=header(name, engine={name: name}), resume_step=2) as stream:
         stream.event(2, "error", name, name, {name: name})
         stream.scatter(2, [-0.5], [-0.4])
         stream.step(2, {"mismatch/logp_abs_diff_mean": 0.01}, f"eval/{name}")
@@ -369,7 +370,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
 
 
 def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
-    with RunStream.open(tmp_path, header=header("a")) as stream:
+    with run_stream(tmp_path, header=header("a")) as stream:
         for step, value in enumerate((1e-3, 0.0, 1e-20, 1e-4)):
             stream.step(step, {"mismatch/logp_abs_diff_mean": value})
     plot = rendered(tmp_path).plots["plot-gap-mean"]

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.torch_rollout import VOCABULARY, Recurrent
 from tests.unit.loops import (

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.verdicts import Finding
 from tests.unit.loops import (
     NOISE,

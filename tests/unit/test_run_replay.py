@@ -12,7 +12,7 @@ from mismatch_ext.errors import (
     LoopError,
     RoutingError,
 )
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.models import tiny_model
 from tests.unit.loops import (
     PROMPTS,

@@ -15,7 +15,7 @@ from mismatch_ext.errors import (
     RecordError,
     WeightSyncError,
 )
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.unit.loops import (
     EVERYTHING,
     PROMPTS,

@@ -12,13 +12,12 @@ import torch
 from torch import Tensor
 
 from examples.bootstrap import bootstrap_ratio
-from mismatch_ext.config import LrConfig, MonitorConfig
+from mismatch_ext.config import LrConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import RateControl, numerics_statistics
 from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.monitor import Monitor
-from mismatch_ext.recorder import RunRecorder
-from mismatch_ext.records import SamplingSettings
 from mismatch_ext.staleness import (
     UNKNOWN,
     Segment,
@@ -164,15 +163,9 @@ def test_versions_that_are_ahead_are_refused() -> None:
         replace(given, scoring=2).gap()
 
 
-def recorder(folder: Path) -> RunRecorder:
-    return RunRecorder(
-        folder, monitor=MonitorConfig(), sampling=SamplingSettings(), header=lambda: {}, rank=0, world_size=1
-    )
-
-
-def test_the_recorder_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
+def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    plain, followed = recorder(tmp_path / "a"), recorder(tmp_path / "b")
+    plain, followed = (RunLog(MismatchConfig(), tmp_path / name, info=dict, step=lambda: 0) for name in "ab")
     followed.follow_versions()
     for one in (plain, followed):
         one.observe("train", given.old, given.rollout, given.mask)

@@ -14,10 +14,10 @@ import pytest
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RunDirectoryError, WeightSyncError
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import closing_lines, render
-from mismatch_ext.rundata import read_run
-from mismatch_ext.stream import RunStream
 from mismatch_ext.verdicts import ALL_WRITTEN, Verdicts
+from tests.unit.synthetic_runs import run_stream
 
 STALE = WeightSyncError("the weights are stale")
 
@@ -113,7 +113,7 @@ def test_a_check_that_always_fails_does_not_fill_the_file() -> None:
 
 def observed_run(folder: Path, level: str | None, verdicts: Verdicts | None) -> Path:
     config: dict[str, Any] = {"monitor": {}} | ({} if level is None else {"level": level})
-    with RunStream.open(folder, header={"run": {"name": "r"}, "config": config}) as stream:
+    with run_stream(folder, header={"run": {"name": "r"}, "config": config}) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01})
         if verdicts is not None:
             verdicts.report_to(stream.event)

@@ -22,10 +22,10 @@ from torch.nn.utils.rnn import pad_sequence
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import PREFIX
+from mismatch_ext.log import RunLog
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.recorder import PREFIX
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import UNKNOWN, StaleGap
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class LossMixin(_Host):
         with torch.no_grad(), forked_rng(self.accelerator.device), self._autocast(), self._routed(inputs, kwargs):
             outputs = model(**kwargs)
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
-        whole = self._log.recorder.stale
+        whole = self._log.stale
         assert whole is not None  # versions are followed from the beginning
         whole.add_buffer(terms.logprobs, terms.rollout, terms.mask)
         self._fresh_gap = StaleGap(sampling=whole.sampling, least=whole.least)
@@ -177,7 +177,7 @@ class LossMixin(_Host):
         """Measure the gap of the trained tokens, those of the present weights apart from those of older ones."""
         given = (terms.logprobs, terms.rollout, terms.mask)
         self._log.observe("train", *given)
-        whole = self._log.recorder.stale
+        whole = self._log.stale
         assert whole is not None  # versions are followed from the beginning
         part = StaleGap(sampling=whole.sampling, least=whole.least)
         part.add_batch(*given, terms.versions, scoring=self.state.global_step)

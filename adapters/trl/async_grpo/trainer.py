@@ -25,7 +25,6 @@ from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator
 from mismatch_ext.adapters.trl.async_grpo.transfer import CheckedTransfer
 from mismatch_ext.adapters.trl.async_grpo.worker import ending, naming
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
-from mismatch_ext.adapters.trl.integration import INTEGRATION
 from mismatch_ext.adapters.trl.lr import LrMixin
 from mismatch_ext.adapters.trl.metrics import LoggingMixin, of_agreement
 from mismatch_ext.adapters.trl.overridden import overridden, shadowed
@@ -106,7 +105,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         """Ask the server what it runs with, audit both sides, and come between TRL and its rollout worker and weight transfer."""
         self._sampling: SamplingSettings = sampling_settings(config, None)
         self._log.sampled_with(self._sampling)
-        self._log.recorder.follow_versions()
+        self._log.follow_versions()
         if self._config.correction is not None:
             self._correction = resolve(self._config.correction)
         self.add_callback(self._alarms)
@@ -130,7 +129,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
             length=config.max_completion_length,
         )
         self._follow(self._remote, config)
-        self._log.announce(INTEGRATION, measured="in every loss")
+        self._log.announce()
 
     def _find_server(self, config: Any) -> RemoteEngine:
         """Wait for the server as TRL does, and refuse one that does not run as the block needs it."""
@@ -226,7 +225,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
     def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         if split != "train":
             return {}, {}
-        extra = self._log.recorder.flush(split, self.state.global_step)
+        extra = self._log.flush(split, self.state.global_step)
         agreement = None if self._routing is None else self._routing.take_agreement(split, self._ranks)
         logged, by_layer = of_agreement(agreement)
         return extra | logged | (self._training_metrics() if of_training else {}), by_layer

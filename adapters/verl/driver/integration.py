@@ -1,4 +1,4 @@
-"""How a run in verl describes itself: the header of its metrics file, and how each part of the block reaches verl."""
+"""How a run in verl describes itself: the header of its metrics file."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ from typing import Any
 from mismatch_ext.adapters.verl.driver.reports import Checked
 from omegaconf import DictConfig
 
-from mismatch_ext.banner import Integration
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import VERL
+from mismatch_ext.log import run_info
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.run.info import run_info
 from mismatch_ext.versions import installed
 
 PACKAGES = ("transformers", "verl", "ray")
@@ -52,7 +51,9 @@ def info_of(
         trainer=checked.trainer,
         engine=engine,
         sampling=sampling,
-        worker={key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker},
+        more={
+            "worker": {key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker}
+        },
         patches=[*patches, *worker.get("patches", []), *checked.patches],
         audit=checked.audit,
         packages=(*PACKAGES, engine.engine),
@@ -67,21 +68,3 @@ def logs_applied_rate(report: Mapping[str, Any]) -> bool:
     """
     steered = report.get("lr") is not None
     return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
-
-
-def integration_of(report: Mapping[str, Any], *, verified: bool) -> Integration:
-    """Return the ways in which the block reaches a worker, from the worker's own report.
-
-    Args:
-        report: The worker's report.
-        verified: Whether weight updates are verified where the block asks for it.
-    """
-    megatron = report.get("strategy") == "megatron"
-    return Integration(
-        trainer="registered engine; verl's own replay, checked" if megatron else "registered engine",
-        correction="configuration, set_loss_fn",
-        lr="registered engine",
-        kl="set_loss_fn",
-        precision="configuration",
-        verified=verified,
-    )

@@ -21,11 +21,10 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.log import SCATTER_SAMPLES, RunLog
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import GapGroups
-from mismatch_ext.recorder import SCATTER_SAMPLES
 from mismatch_ext.records import non_finite
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ class MeasuringMixin(_Host):
     @contextmanager
     def _measuring(self, batch: Any, group: str) -> Iterator[None]:
         """Let the pass that scores a batch measure its gap, as a group of its own."""
-        batch.extra_info[ASKED] = {"group": group, **self._log.recorder.part()}
+        batch.extra_info[ASKED] = {"group": group, **self._log.part()}
         try:
             yield
         finally:

@@ -12,9 +12,9 @@ from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PatchVerificationError
+from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import apply
-from mismatch_ext.recorder import PREFIX
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host

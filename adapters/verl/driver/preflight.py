@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.verl.driver.integration import info_of, integration_of
+from mismatch_ext.adapters.verl.driver.integration import info_of
 from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
     check_reports,
@@ -21,11 +21,11 @@ from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWei
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
+from mismatch_ext.log import RunLog
 from mismatch_ext.origins import Origins
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import draw_probes
@@ -155,8 +155,7 @@ class PreflightMixin(_Host):
             self._event("warning", "weights_unverified", self._unverified)
         if (bias := self._scored_sampling.ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
             self._event("warning", "sampling", bias)
-        integration = integration_of(self._checked.worker, verified=self._unverified is None)
-        self._log.announce(integration, measured="at every step")
+        self._log.announce()
 
     def _readiness_of_ranks(self) -> list[str]:
         """Return the warnings about weights, each once, with the first rank that has it where there are several ranks."""

@@ -15,8 +15,8 @@ from mismatch_ext.adapters.verl.settings.modes import SYNC
 from mismatch_ext.adapters.verl.worker.staleness import STALE
 
 from mismatch_ext.config import MismatchConfig, Trigger
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import numerics_statistics
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.staleness import StaleGap
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ class StalenessMixin(_Host):
     def _follow_versions(self) -> None:
         """Measure numerics and drift apart from here on, if rollouts may be of older weights and the trainer scores them."""
         if self.trainer_mode != SYNC and not self._bypasses():
-            self._log.recorder.follow_versions()
+            self._log.follow_versions()
 
     @property
     def _version(self) -> int:
@@ -60,7 +60,7 @@ class StalenessMixin(_Host):
     @contextmanager
     def _by_version(self, batch: Any) -> Iterator[None]:
         """Let the pass that scores a batch measure it by version."""
-        if self._log.recorder.stale is None:
+        if self._log.stale is None:
             yield
             return
         batch.extra_info[STALE] = {"version": self._version, "replayed": self._replayed}
@@ -71,7 +71,7 @@ class StalenessMixin(_Host):
 
     def _measure_parts(self) -> None:
         """Take the workers' measurements of a scored batch by version."""
-        whole = self._log.recorder.stale
+        whole = self._log.stale
         if whole is None:
             return
         # Only this batch's gap leads the rate; the log merges the gaps of all local updates of a step.

@@ -34,12 +34,11 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import VERL
+from mismatch_ext.host_names import PREFIX, VERL
+from mismatch_ext.log import RunLog, run_folder
 from mismatch_ext.origins import Origins
-from mismatch_ext.recorder import PREFIX, run_folder
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replaying import MeasuredPasses
-from mismatch_ext.run.log import RunLog
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Finding, Verdicts
 

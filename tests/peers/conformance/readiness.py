@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from mismatch_ext.rundata import RunData
+from mismatch_ext.log_reading import RunData
 
 NAME = "model.layers.1.mlp.up_proj.weight"
 

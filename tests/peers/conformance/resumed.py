@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 
 Told = dict[str, Any]
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.rundata import METRICS_FILE, read_run
+from mismatch_ext.log_reading import METRICS_FILE, read_run
 from tests.peers.scenarios import Ran, named
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext import patching
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import AtStep, arguments, build, digest_of, graded, keep_names, rows
 
 KEPT = ("loss", "grad_norm", "reward", "learning_rate", "completions/mean_length")

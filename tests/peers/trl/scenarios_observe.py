@@ -21,8 +21,8 @@ from mismatch_ext.adapters.trl import (
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import render
-from mismatch_ext.rundata import read_run
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 Fault = Callable[[Any], Any]
@@ -156,8 +156,7 @@ def faults(model: str, out: str) -> dict[str, Any]:
         _generations(trainer, nan)
         log = getattr(trainer, "_log", None)
         if log is not None:
-            recorder = log.recorder
-            plain, calls = recorder.flush, []
+            plain, calls = log.flush, []
 
             def failing(*args: Any) -> Any:
                 calls.append(1)
@@ -165,7 +164,7 @@ def faults(model: str, out: str) -> dict[str, Any]:
                     raise ZeroDivisionError("a mistake of our own")
                 return plain(*args)
 
-            recorder.flush = failing
+            log.flush = failing
 
     def go_on(trainer: Any) -> None:
         checkpoint = Path(trainer.args.output_dir) / "checkpoint-2"

@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}

@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.engines.vllm_server import processes, serving
 from tests.peers.trl.ends import watch_ends

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.oracle import expect_float32
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.drawn import Draw, drawn

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.patching import digest_of
-from mismatch_ext.rundata import read_run
 from tests.peers.scenarios import Ran, Run, named
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     patches = data.header["patches"]
     assert sorted(patch["name"] for patch in patches) == ran.expect()["patched"]
     assert {"trl/own_loss", "vllm/cpu_moe_repack"} <= set(ran.expect()["patched"])
-    assert all(f"\n  patch      {patch['name']} on {patch['target']}" in ran.stdout for patch in patches)
+    assert all(f"\n  patch         {patch['name']} on {patch['target']}" in ran.stdout for patch in patches)
     assert ran.expect()["patch_digest"] == digest_of(patches)
     closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]
     for line in ("gap ", "alarms ", "lr ", "loss scale ", "sync ", "routing ", "report "):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.kills import Whole, killed_run, planned, whole_run
 

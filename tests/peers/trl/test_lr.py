@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
-from mismatch_ext.rundata import METRICS_FILE, read_run
+from mismatch_ext.log_reading import METRICS_FILE, read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Ran, Run, named
@@ -81,7 +81,7 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert [step["mismatch/routing/set_mismatch_frac"] for step in result["history"]] == [0.0] * 3
     assert result["engine"]["model_dtype"] == result["engine"]["kv_cache_dtype"] == "float32"
     assert set(result["engine"]["parameter_dtypes"]) == {"float32"}
-    assert "uniform float32: audited on both sides" in ran.stdout and "trl/server_client" in ran.stdout
+    assert "dtype=float32" in ran.stdout and "trl/server_client" in ran.stdout
     (examined,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
     assert examined.data["causes"] == [], examined.message  # type: ignore[index]
 

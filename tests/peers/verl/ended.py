@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.main_ppo import KILLED, VerlRun, run_verl
 

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mismatch_ext.log_reading import METRICS_FILE, RunData, read_run
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.rundata import METRICS_FILE, RunData, read_run
 from tests.peers.death import plain
 from tests.peers.scenarios import Ran, named
 from tests.peers.verl.main_ppo import KILLED, VerlRun, lasting, run_verl
@@ -139,7 +139,7 @@ def check_equal(whole: Whole, work: Path, kills: int) -> None:
     if lost:  # the alarms have not seen those steps
         for state in (found, expected):
             state["mismatch.json"] = {
-                name: part for name, part in state["mismatch.json"].items() if name not in ("monitor", "recorder")
+                name: part for name, part in state["mismatch.json"].items() if name not in ("monitor", "log")
             }
     for name in expected:
         assert found[name] == expected[name], name

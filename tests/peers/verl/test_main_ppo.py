@@ -14,8 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import render
-from mismatch_ext.rundata import read_run
 from tests.peers.conformance.origins import check_header
 from tests.peers.verl.cpu.at_start import LEFT
 from tests.peers.verl.cpu.faults import FAULT
@@ -98,7 +98,7 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
     patched = {patch["name"] for patch in data.header["patches"]}
     assert {"verl/validate_config", "verl/runtime_env"} <= patched
-    assert all(f"\n  patch      {name} on " in run.log for name in patched)
+    assert all(f"\n  patch         {name} on " in run.log for name in patched)
     check_header(data.header, "vllm")
     (alarm,) = [event for event in data.events if event.name == "alarm"]
     assert (alarm.step, alarm.data["metric"]) == (2, "response_length/mean")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.conformance import readiness
 from tests.peers.verl.cpu.assets import write_prompts
 from tests.peers.verl.main_ppo import (

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.verl.main_ppo import ANSWERS, CPU, PROMPTS, run_verl
 from tests.peers.verl.test_main_ppo import EVERYTHING, FLOAT32_K3
 

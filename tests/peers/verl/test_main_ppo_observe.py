@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import render
-from mismatch_ext.rundata import read_run
 from tests.models import tiny_model
 from tests.peers.death import plain
 from tests.peers.verl.cpu.faults import FAULT

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.models import tiny_model
 from tests.peers.engines.sglang_environment import MAIN
 from tests.peers.verl.main_ppo import run_verl
@@ -26,7 +26,7 @@ def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path:
     run = run_verl(tmp_path, overrides, model=model, plugin=True)
     steps = run.expect()
     assert all(0 < step["mismatch/k3_kl"] < 0.1 for step in steps), steps
-    assert f"uniform bfloat16, engine's weights in {FORMAT}: audited on both sides" in run.log
+    assert f"weights={FORMAT}" in run.log and "\n  audit " in run.log
     data = read_run(tmp_path / "checkpoints/mismatch")
     assert data.header["audit"]["ok"] and "float8_e4m3fn" in data.header["engine"]["parameter_dtypes"]
     # Each update was judged, and none was found to be of other weights.
@@ -44,5 +44,5 @@ def test_verl_trains_with_sglang_whose_cache_is_quantised(tmp_path: Path) -> Non
     run = run_verl_sglang(tmp_path, overrides, model=model, plugin=True, version=MAIN)
     steps = run.expect()
     assert all(0 < step["mismatch/k3_kl"] < 0.1 and step["mismatch/weight_sync_gap"] > 0 for step in steps), steps
-    assert "uniform bfloat16, engine's KV cache in fp8_e4m3: audited on both sides" in run.log
+    assert "kv_cache=fp8_e4m3" in run.log and "\n  audit " in run.log
     assert not [event for event in read_run(tmp_path / "checkpoints/mismatch").events if event.name == "weight_sync"]

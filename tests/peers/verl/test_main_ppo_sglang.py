@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.conformance.origins import check_header
 from tests.peers.engines.sglang_environment import OLDEST, stub_uses
 from tests.peers.verl.cpu.faults import FAULT
@@ -45,7 +45,7 @@ def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
     assert len({step["mismatch/kl_coef"] for step in steps}) > 1
     # The actor learns, and the server's weights follow: the gap would be that of the update.
     assert steps[2]["mismatch/kl_ref_k3"] > 1e-6 > FLOAT32_K3 >= steps[2]["mismatch/k3_kl"]
-    assert f"\n  engine     sglang {OLDEST}, float32" in run.log and "recorded by sglang, replayed in" in run.log
+    assert f"engine=sglang, version={OLDEST}, model_dtype=float32" in run.log and "mode=R3" in run.log
     data = read_run(work / "checkpoints/mismatch")
     assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == OLDEST
     check_header(data.header, "sglang")

@@ -23,7 +23,7 @@ def test_float16_with_replay_trains_experts(tmp_path: Path) -> None:
         for name, section in (("half", "{dtype:float16,init_scale:16}"), ("brain", "{dtype:bfloat16}"))
     )
     steps = half.expect()
-    assert f"sglang {MAIN}, float16" in half.log and "uniform float16: audited on both sides" in half.log
+    assert f"engine=sglang, version={MAIN}, model_dtype=float16" in half.log and "\n  audit " in half.log
     assert [step["mismatch/skipped_steps"] for step in steps] == [0.0] * 3
     assert all(step["actor/grad_norm"] > 0 for step in steps)
     gaps = [[step["mismatch/k3_kl"] for step in run.expect()] for run in (half, brain)]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from mismatch_ext.rundata import read_run
+from mismatch_ext.log_reading import read_run
 from tests.peers.verl.main_ppo import lasting, run_verl
 from tests.peers.verl.test_main_ppo import FLOAT32_K3, FSDP1, TOOLS
 

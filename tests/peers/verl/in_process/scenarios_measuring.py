@@ -17,9 +17,8 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.log import SCATTER_SAMPLES, RunLog
 from mismatch_ext.metrics import MismatchAccumulator
-from mismatch_ext.recorder import SCATTER_SAMPLES
-from mismatch_ext.run.log import RunLog
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -99,7 +98,7 @@ def parts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         host = driver(folder)
         for sizes in ((7,), (4, 3), (2, 2, 2, 1)):
-            measured_parts = parts_of(data, logprobs, sizes, **host._log.recorder.part())
+            measured_parts = parts_of(data, logprobs, sizes, **host._log.part())
             for order in itertools.permutations(measured_parts):
                 gaps, known = host._added_up(batch(), order)
                 merged = MismatchAccumulator(scatter_samples=SCATTER_SAMPLES)

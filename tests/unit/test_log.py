@@ -1,9 +1,10 @@
-"""What is written of a run, whatever trains: header, gap, alarms, what a checkpoint holds of them, and the end."""
+"""What is written of a run, whatever trains: segments, gap, alarms, what a checkpoint holds of them, and the end."""
 
 from __future__ import annotations
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.banner import Integration
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.host_names import TRL, VERL, HostNames
+from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.run.info import run_info
-from mismatch_ext.run.log import RunLog
-from mismatch_ext.rundata import EventRecord, read_run
 from mismatch_ext.verdicts import Verdicts
 
 STOP = {"above": 1.0, "patience": 1, "action": "stop"}
@@ -92,7 +91,7 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     run = Run(tmp_path)
     run.log.event("info", "early", "before the file is open")
     run.log.begin(None)
-    run.log.announce(Integration(trainer="a", correction="b", lr="c", kl="d"), measured="at every step")
+    run.log.announce()
     run.log.observe("train", *logprobs(0.5))
     run.at = 1
     logged = run.log.log(1, {"reward": torch.tensor(0.25), "text": "left out"})
@@ -107,6 +106,101 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert [(end.step, end.status) for end in data.ends] == [(1, "completed")]
     said = capsys.readouterr().out
     assert "is active on a loop" in said and "training completed after 1 step" in said
+    assert re.search(r"engine +engine=vllm, version=1, model_dtype=float32", said)
+
+
+def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
+    with run.log.evaluation(step):
+        run.log.write(step, {"reward": reward}, split)
+
+
+def train(run: Run, steps: range, resume_step: int | None = None) -> None:
+    run.log.begin(resume_step)
+    for step in steps:
+        run.log.write(step, {"reward": float(step)})
+
+
+def ending(folder: Path) -> tuple[str, str]:
+    end = read_run(folder).ending
+    return end.of, end.status
+
+
+def test_an_evaluation_is_a_segment_that_ends_once(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with run.log.evaluation(7):
+        for split in ("eval/familiar", "eval/unfamiliar"):
+            evaluate(run, 7, split)  # TRL evaluates each of several sets by a call of its own
+            assert ending(tmp_path) == ("evaluation", "open")
+    assert ending(tmp_path) == ("evaluation", "completed")
+    with pytest.raises(ValueError, match="gone"), run.log.evaluation(7):
+        raise ValueError("gone")
+    evaluate(run, 7, "eval/long")  # which does not make up for the one that failed
+    data = read_run(tmp_path)
+    assert (data.ending.status, data.ending.message) == ("failed", "ValueError: gone")
+    assert [header["of"] for header in data.headers] == ["evaluation"] * 3
+    assert data.splits == ["eval/familiar", "eval/long", "eval/unfamiliar"]
+
+
+def test_the_training_counts_whatever_was_evaluated_before_or_after_it(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    evaluate(run, 0)
+    train(run, range(1, 3))
+    assert ending(tmp_path) == ("training", "open")  # killed here, it is a training that broke off
+    evaluate(run, 2)
+    assert ending(tmp_path) == ("training", "open")
+    run.log.end("completed", step=2)
+    assert ending(tmp_path) == ("training", "completed")
+    with pytest.raises(ValueError), run.log.evaluation(2):
+        raise ValueError
+    data = read_run(tmp_path)
+    assert (data.ending.of, data.ending.status) == ("training", "completed")
+    assert [header["of"] for header in data.headers] == ["evaluation", "training", "evaluation"]
+    assert (data.series("reward", "eval/default")[0], data.header["segment"]) == ([0, 2], 1)
+
+
+def test_an_evaluation_goes_with_the_training_that_follows(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    train(Run(tmp_path), range(1, 4))
+    resumed = Run(tmp_path)
+    evaluate(resumed, 0)
+    train(resumed, range(3, 4), 2)
+    data = read_run(tmp_path)
+    assert data.series("reward") == ([1, 2, 3], [1.0, 2.0, 3.0]) and data.series("reward", "eval/default")[0] == [0]
+    assert not list(tmp_path.glob("metrics-*")) and caplog.text == ""
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    other = Run(tmp_path)
+    evaluate(other, 0, reward=0.25)
+    train(other, range(1, 2))
+    data = read_run(tmp_path)
+    assert data.series("reward") == ([1], [1.0]) and data.series("reward", "eval/default") == ([0], [0.25])
+    assert (tmp_path / "metrics-1.jsonl").read_bytes().startswith(before) and "it is kept as metrics-1" in caplog.text
+    train(other, range(1, 3))  # again by the same trainer
+    assert read_run(tmp_path).series("reward")[0] == [1, 2] and (tmp_path / "metrics-2.jsonl").exists()
+
+
+def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
+    log = Run(tmp_path).log
+    log.begin()
+    for split, gap, native in (
+        ("train", 0.5, False),
+        ("eval/default", 0.25, False),
+        ("eval/default", 0.125, True),
+        ("train", 0.5, False),
+    ):
+        log.observe(split, *logprobs(gap), native=native)
+    name = "mismatch/logp_abs_diff_mean"
+    trained, evaluated = log.flush("train", 1), log.flush("eval/default", 1)
+    assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
+    assert (evaluated[name], evaluated["mismatch/tokens"]) == (0.25, 6)
+    assert evaluated["mismatch/native/logp_abs_diff_mean"] == 0.125 and "mismatch/native/tokens" not in trained
+    assert log.flush("train", 2) == {} == log.flush("eval/default", 2)
+
+
+def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert run_folder(MonitorConfig(run_dir="~/x"), Path("out")) == tmp_path / "x"
+    assert run_folder(MonitorConfig(), Path("out")) == Path("out/mismatch")
+    with pytest.raises(RunDirectoryError, match="run_dir='~nobody-of-that-name/x'.*Give the whole path"):
+        run_folder(MonitorConfig(run_dir="~nobody-of-that-name/x"), Path("out"))
 
 
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
@@ -185,10 +279,10 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     first.log.observe("train", *logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    ((step, gap),) = saved["recorder"]["growth"]
+    ((step, gap),) = saved["log"]["growth"]
     assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
     counted = {"flushes": {"train": 1}, "created": 1, "growth": [[step, gap]]}
-    assert saved["recorder"] == counted and set(saved) == {"monitor", "recorder"}
+    assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)
     second.log.load_state_dict(saved, step=1)
@@ -198,7 +292,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     assert raised == ["x", "z"]  # x goes on with its streak, y has another rule, z stops it again
     assert logged.stop is not None and "z is 2" in logged.stop
     assert [(e.step, e.data["metrics"]) for e in events(tmp_path, "alarms_anew")] == [(1, ["y"]), (1, ["z"])]
-    assert second.log.recorder.state_dict() == saved["recorder"]
+    assert json.loads(json.dumps(second.log.state_dict()["log"])) == saved["log"]
 
     third = Run(tmp_path / "anew", x=rule)
     third.log.load_state_dict({}, step=0)  # a checkpoint of a stock host

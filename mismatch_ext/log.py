@@ -1,0 +1,720 @@
+"""What a run says of itself: the metrics file, the lines at its start and end, and `RunLog`, through which every host writes.
+
+`mismatch_ext.log_reading` documents the format. Each line is written by one call, so that a killed run leaves at most a torn last
+line. A resumed run cuts that line off and appends a segment; complete lines are never rewritten.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+import os
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from torch import Tensor
+
+from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.files import write_whole
+from mismatch_ext.host_names import PREFIX, HostNames
+from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
+from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
+from mismatch_ext.metrics.growth import Growth
+from mismatch_ext.monitor import ANEW, Monitor
+from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.records import SamplingSettings
+from mismatch_ext.report.closing import closing_lines
+from mismatch_ext.staleness import StaleGap
+from mismatch_ext.states import from_json, state, to_json
+from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.versions import installed
+
+if TYPE_CHECKING:
+    from mismatch_ext.run.doctor import RunDoctor
+
+logger = logging.getLogger(__name__)
+
+PROFILE_EVERY = 5
+"""Logs of the trainer between two records of the per-position and per-probability profiles."""
+SCATTER_SAMPLES = 500
+"""Tokens kept per profile record for the rollout-vs-trainer scatter."""
+PROCESSES = 32
+"""Number of low bits of a seed that tell processes apart."""
+
+_HEADER = re.compile(rb'\{"kind": "header", "segment": (\d+)')
+
+
+# The file.
+
+
+def run_folder(monitor: MonitorConfig, output: Path) -> Path:
+    """Return the folder of a run's metrics, by default `mismatch` in the host's output folder; raises RunDirectoryError."""
+    if not monitor.run_dir:
+        return output / "mismatch"
+    try:
+        return Path(monitor.run_dir).expanduser()
+    except RuntimeError as error:
+        raise RunDirectoryError(
+            f"mismatch.monitor.run_dir={monitor.run_dir!r}: {error} Give the whole path."
+        ) from error
+
+
+def ensure_writable(run_dir: Path) -> None:
+    """Check, before anything expensive starts, that metrics can be written; raises RunDirectoryError."""
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=run_dir):
+            pass
+    except OSError as error:
+        raise RunDirectoryError(
+            f"run directory {run_dir} is not writable: {error.strerror or error}. Set mismatch.monitor.run_dir to a folder that "
+            "can be written."
+        ) from error
+
+
+class RunStream:
+    """Writes one segment of a metrics file. Create it with `RunStream.open`."""
+
+    def __init__(self, fd: int, path: Path, segment: int) -> None:
+        self.path, self.segment, self._fd = path, segment, fd
+        self.start = os.fstat(fd).st_size
+        """Size of the file in front of the segment."""
+
+    @classmethod
+    def open(
+        cls,
+        run_dir: str | Path,
+        *,
+        header: Mapping[str, Any],
+        of: Segment = "training",
+        resume_step: int | None = None,
+        own: int | None = None,
+    ) -> RunStream:
+        """Append a segment to the file of a folder. A training that resumes nothing first sets the file of an earlier run aside.
+
+        Args:
+            run_dir: Folder to create or to continue.
+            header: JSON-able description of the run, as `run_info` returns it.
+            of: What is written: a training, or an evaluation outside of a training.
+            resume_step: Last optimizer step in the checkpoint that is resumed; None begins a new training.
+            own: Where in the file the new training's own segments start, its evaluations so far; None if it has none.
+
+        Raises:
+            RunDirectoryError: The folder cannot be written.
+        """
+        path = Path(run_dir) / METRICS_FILE
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if of == "training" and resume_step is None:
+                _set_aside(path, own)
+            fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        except (OSError, ValueError) as error:
+            raise _unwritable(path, error) from error
+        try:
+            segment, torn = _end_of(fd)
+            stream = cls(fd, path, segment)
+            now = datetime.now(UTC).isoformat(timespec="seconds")
+            resumed = {} if resume_step is None else {"resume_step": resume_step}
+            opening = {"kind": "header", "segment": segment, "schema": SCHEMA, "time": now, "of": of}
+            stream._write(opening | resumed | dict(header))
+            if torn:
+                message = f"cut off {len(torn)} bytes of a last line that the previous segment did not finish"
+                stream.event(
+                    resume_step or 0, "warning", "recovered", message, {"text": torn[:200].decode("utf-8", "replace")}
+                )
+            if resume_step is not None:
+                message = f"segment {segment} continues from step {resume_step}"
+                stream.event(resume_step, "info", "resumed", message, {"resume_step": resume_step})
+        except BaseException:
+            os.close(fd)
+            raise
+        return stream
+
+    def step(self, step: int, metrics: Mapping[str, float | None], split: str = "train") -> None:
+        """Write the metrics of one optimizer step."""
+        self._write({**self._at("step", step), "split": split, "metrics": dict(metrics)})
+
+    def profile(self, step: int, profiles: Mapping[str, Mapping[str, Any]], split: str = "train") -> None:
+        """Write the profiles of one step by name; each is a mapping of columns."""
+        self._write({**self._at("profile", step), "split": split, "profiles": dict(profiles)})
+
+    def scatter(self, step: int, rollout: Sequence[float], old: Sequence[float], split: str = "train") -> None:
+        """Write a sample of tokens: their log-probabilities of both sides."""
+        pair = {"rollout_logprobs": list(rollout), "old_logprobs": list(old)}
+        self._write({**self._at("scatter", step), "split": split, **pair})
+
+    def event(self, step: int, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
+        """Write something that happened; `level` is info, warning or error."""
+        said = {"level": level, "name": name, "message": message, "data": {} if data is None else data}
+        self._write(self._at("event", step) | said)
+
+    def end(self, step: int, status: str, message: str = "") -> None:
+        """Write how the segment ended; `status` is completed or failed."""
+        self._write(self._at("end", step) | {"status": status, "message": message})
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._fd)
+
+    def _at(self, kind: str, step: int) -> dict[str, Any]:
+        return {"kind": kind, "segment": self.segment, "step": int(step)}
+
+    def _write(self, line: dict[str, Any]) -> None:
+        nonfinite: list[str] = []
+        plain = _finite(line, "", nonfinite)
+        try:
+            text = json.dumps(plain | ({"nonfinite": nonfinite} if nonfinite else {}), allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise RecordError(f"a {line['kind']} line cannot be written as JSON: {error}.") from error
+        payload = text.encode("ascii") + b"\n"
+        size = os.fstat(self._fd).st_size
+        try:
+            written = os.write(self._fd, payload)
+        except OSError as error:
+            raise _unwritable(self.path, error) from error
+        if written != len(payload):
+            os.ftruncate(self._fd, size)
+            raise RunDirectoryError(
+                f"{self.path}: only {written} of {len(payload)} bytes of a line could be written, and they were taken back. Free "
+                "disk space, then resume the run."
+            )
+
+
+def _finite(value: Any, path: str, nonfinite: list[str]) -> Any:
+    """Return a value with None for numbers that are not finite, whose dotted paths are added to `nonfinite`."""
+    if isinstance(value, Mapping):
+        return {key: _finite(inner, f"{path}.{key}", nonfinite) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(inner, f"{path}.{index}", nonfinite) for index, inner in enumerate(value)]
+    if isinstance(value, np.generic):
+        value = value.item()
+    if isinstance(value, float) and not math.isfinite(value):
+        nonfinite.append(path.removeprefix(".metrics").removeprefix("."))
+        return None
+    # JSON would carry lone surrogates, which no file encoding has.
+    return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
+
+
+def _set_aside(path: Path, own: int | None) -> None:
+    """Move the file of an earlier run aside, whoever may still write to it; what starts at `own` stays."""
+    if own == 0 or not path.exists() or not path.stat().st_size:
+        return
+    number = 1
+    while (aside := path.with_name(f"metrics-{number}.jsonl")).exists():
+        number += 1
+    kept = b"" if own is None else path.read_bytes()[own:]
+    path.rename(aside)
+    if kept:
+        write_whole(path, kept)
+    logger.warning("%s holds an earlier run; it is kept as %s.", path, aside.name)
+
+
+def _end_of(fd: int) -> tuple[int, bytes]:
+    """Return the number of the next segment, and the torn bytes that were cut off the end of the file."""
+    last, tail = -1, b""
+    with open(fd, "rb", closefd=False) as file:
+        for raw in file:
+            if header := _HEADER.match(raw):
+                last = max(last, int(header[1]))
+            tail = b"" if raw.endswith(b"\n") else raw
+    if not tail:
+        return last + 1, b""
+    try:
+        parse_line(tail)
+    except ValueError:
+        os.ftruncate(fd, os.fstat(fd).st_size - len(tail))
+        return last + 1, tail
+    # Only the newline is missing, so the line is complete, and cutting it off would lose a step.
+    os.write(fd, b"\n")
+    return last + 1, b""
+
+
+def _unwritable(path: Path, error: OSError | ValueError) -> RunDirectoryError:
+    reason = getattr(error, "strerror", None) or error
+    return RunDirectoryError(
+        f"{path} cannot be written: {reason}. Set mismatch.monitor.run_dir to a folder that can be written."
+    )
+
+
+# The run's description, and the lines that a host prints.
+
+
+def run_info(
+    block: MismatchConfig,
+    names: HostNames,
+    *,
+    trainer: TrainerReading,
+    engine: EngineReading | None = None,
+    sampling: SamplingSettings | None = None,
+    patches: Sequence[Mapping[str, Any]] = (),
+    audit: AuditReport | None = None,
+    packages: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+    **run: Any,
+) -> dict[str, Any]:
+    """Return the header of a run's metrics file, as JSON-able data, with the same keys for every host.
+
+    Args:
+        block: The `mismatch:` block.
+        names: The host's names of its own metrics.
+        trainer: What the trainer computes with, read back from it.
+        engine: What the engine computes with, read back from it; None if there is no engine, or if it cannot be asked.
+        sampling: Settings that the engine samples with; None if they are not known.
+        patches: Descriptions of the patches in use.
+        audit: The precision audit; None if no precision was asked for.
+        packages: Packages whose versions are noted, in addition to this package and torch.
+        more: Further entries that only this host has.
+        **run: Name, host, model, model_type, parameters, device and seed.
+    """
+    parts = {"trainer": trainer, "engine": engine, "sampling": sampling}
+    return {
+        "run": run,
+        "names": names.to_dict(),
+        **{name: None if part is None else dataclasses.asdict(part) for name, part in parts.items()},
+        **(more or {}),
+        "patches": [dict(patch) for patch in patches],
+        "config": block.to_dict(),
+        "versions": {name: installed(name) or "not installed" for name in ("mismatch-ext", "torch", *packages)},
+        "audit": None if audit is None else audit.to_dict(),
+    }
+
+
+def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, run_dir: Path) -> str:
+    """Return the lines at the start of a run: what both sides compute with, the sections that are on, and the patches."""
+    active = "observes, and changes nothing in," if block.level == "observe" else "is active on"
+    lines = [f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}"]
+    lines += [_line(side, header[side] or "none: the trainer's own model generates") for side in ("trainer", "engine")]
+    lines += section_lines(block)
+    if header["audit"] is not None:
+        lines.append(_line("audit", "both sides compute as asked: their dtypes were read back"))
+    lines += [_line("patch", f"{patch['name']} on {patch['target']}") for patch in header["patches"]]
+    return "\n".join([*lines, *monitor_lines(monitor, run_dir)])
+
+
+def section_lines(block: MismatchConfig) -> list[str]:
+    """Return a line with the settings of each section that is on, alarms aside."""
+    sections = {name: dict(keys) for name, keys in block.to_dict().items() if isinstance(keys, Mapping)}
+    for name in ("alarms", "default_alarms"):
+        sections.get("monitor", {}).pop(name, None)
+    return [_line(name, keys) for name, keys in sections.items()]
+
+
+def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
+    """Return the lines that say which alarms are watched, and where metrics are written."""
+    named = [rule.describe() for rule in monitor.rules.values() if rule.named]
+    if built_in := len(monitor.rules) - len(named):
+        named.append(f"{built_in} built-in ones (docs/alarms.md)")
+    return [_line("alarms", "; ".join(named) or "none"), _line("metrics", str(run_dir))]
+
+
+def _line(name: str, text: str | Mapping[str, Any]) -> str:
+    return f"  {name:<13} {text if isinstance(text, str) else ', '.join(_settings(text))}"
+
+
+def _settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
+    """Yield `key=value` for each setting that is set."""
+    for key, value in settings.items():
+        if isinstance(value, Mapping):
+            yield from _settings(value, f"{prefix}{key}.")
+        elif value is not None:
+            yield f"{prefix}{key}={str(value).lower() if isinstance(value, bool) else value}"
+
+
+# What every host writes through.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """Result of a log: metrics that the host adds to its own, and the message of the alarm that stops training, or None."""
+
+    metrics: dict[str, float]
+    stop: str | None
+
+
+@state
+class LogState:
+    """What a checkpoint holds of a log: the counters that choose profiled steps and scattered tokens, and the gap's growth."""
+
+    flushes: dict[str, int]
+    created: int
+    growth: list[tuple[int, float]]
+
+
+class RunLog:
+    """Measurements, alarms and events of one trainer; every rank has one, and the main process writes.
+
+        log = RunLog(block, run_dir, info=lambda: run_info(block, names, ...), step=lambda: steps, names=names)
+        log.begin(None)
+        for batch in rollouts:
+            log.observe("train", old, rollout, mask)
+            ...                                     # the step
+            logged = log.log(steps, {"reward": reward})
+            if logged.stop:
+                break
+        log.end("completed")
+
+    Args:
+        block: The `mismatch:` block.
+        run_dir: Folder of the metrics.
+        info: Builds the header of a segment, as `run_info` does; called when the segment is opened.
+        step: Returns the number of finished optimizer steps, for events.
+        names: The host's names of its own metrics; None if it logs them under their roles' names.
+        ranks: The processes that train together.
+        verdicts: Decides whether a failed check ends the run; None ends it, whatever the block's level.
+        tell: Shows a warning to the user; None logs it.
+
+    Attributes:
+        monitor: Raises the alarms.
+        stopped: Message of the alarm that stopped training; None while none has.
+        doctor: Examines batches in the main process; None on other ranks, and if the block does not ask for it.
+        stale: Measures stale rollouts since the last flush; None if versions are not followed.
+
+    Raises:
+        RunDirectoryError: The folder cannot be written.
+    """
+
+    def __init__(
+        self,
+        block: MismatchConfig,
+        run_dir: Path,
+        *,
+        info: Callable[[], dict[str, Any]],
+        step: Callable[[], int],
+        names: HostNames | None = None,
+        ranks: Ranks = ONE_PROCESS,
+        verdicts: Verdicts | None = None,
+        tell: Callable[[str], None] | None = None,
+    ) -> None:
+        self.block, self.run_dir, self.ranks = block, run_dir, ranks
+        self.verdicts = Verdicts("enforce", step) if verdicts is None else verdicts
+        self._names, self._info, self._step = names, info, step
+        self._tell = logger.warning if tell is None else tell
+        self.monitor = Monitor(block.monitor, names)
+        self.stopped: str | None = None
+        self._looked = False
+        self._stream: RunStream | None = None
+        self._segment: Segment | None = None
+        self._own: int | None = None
+        self._early_events: list[tuple[Any, ...]] = []
+        self._sampling = SamplingSettings()
+        self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
+        self.stale: StaleGap | None = None
+        self._flushes: dict[str, int] = {}
+        self._created = 0
+        self._growth = Growth()
+        self.doctor: RunDoctor | None = None
+        if ranks.rank == 0:
+            ensure_writable(run_dir)
+            self.verdicts.report_to(self._write_event)
+            if block.monitor.doctor is not None:
+                from mismatch_ext.run.doctor import RunDoctor  # the doctor reads runs
+
+                self.doctor = RunDoctor(block.monitor, run_dir, self.event)
+
+    # The run.
+
+    def begin(self, resume_step: int | None = None) -> None:
+        """Open a segment for a training; `resume_step` is the last step of the checkpoint that it resumes."""
+        self._open("training", resume_step)
+        self._own = None
+
+    @contextlib.contextmanager
+    def evaluation(self, step: int) -> Iterator[None]:
+        """Write an evaluation of the weights after `step` steps as a segment of its own; within another segment, as its part."""
+        if self._segment is not None:
+            yield
+            return
+        self._open("evaluation")
+        status, message = "completed", ""
+        try:
+            yield
+        except BaseException as error:
+            status, message = "failed", f"{type(error).__name__}: {error}"
+            raise
+        finally:
+            # An error of a full disk must not hide the error that is already being raised.
+            with contextlib.suppress(RunDirectoryError) if message else contextlib.nullcontext():
+                self._close(step, status, message)
+
+    def _open(self, of: Segment, resume_step: int | None = None) -> None:
+        if self.ranks.rank == 0:
+            self._open_file(of, resume_step)
+        self._segment = of
+
+    def _open_file(self, of: Segment, resume_step: int | None) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+        self._stream = RunStream.open(self.run_dir, header=self._info(), of=of, resume_step=resume_step, own=self._own)
+        if self._own is None:
+            self._own = self._stream.start
+        for event in self._early_events:
+            self._stream.event(*event)
+        self._early_events.clear()
+
+    def _close(self, step: int, status: str, message: str) -> None:
+        """End the segment; what happens before the next one begins is still written to it."""
+        self._segment = None
+        if self._stream is not None:
+            self._stream.end(step, status, message)
+
+    def announce(self) -> None:
+        """Print what both sides compute with, which sections are on, and which alarms are watched."""
+        if self.ranks.rank == 0:
+            say(banner(self.block, self._info(), self.monitor, self.run_dir))
+
+    def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
+        """Write what was measured since the last log, and how training ended; then print a summary.
+
+        Args:
+            status: "completed" or "failed".
+            message: Reason; "" takes the message of the alarm that stopped training, if one did.
+            step: Number of finished optimizer steps; None takes the number that the `step` of this log returns.
+        """
+        if self._segment != "training":
+            return
+        at = self._step() if step is None else step
+        # With several ranks merging is a collective operation, and after a failure the other ranks may not take part.
+        if self.ranks.size == 1 and (left := self.flush("train", at)):
+            self.write(at, left)
+        self._close(at, status, message or self.stopped or "")
+        if self.ranks.rank == 0:
+            try:
+                say("\n".join(closing_lines(read_run(self.run_dir))))
+            except RunDirectoryError as error:  # training has already ended well
+                logger.warning("The summary of the run cannot be printed: %s", error)
+
+    def event(
+        self, level: str, name: str, message: str, data: dict[str, Any] | None = None, *, step: int | None = None
+    ) -> None:
+        """Write an event of the current step, or of `step`; before the first segment, keep it until that is open."""
+        if self.ranks.rank == 0:
+            self._write_event(self._step() if step is None else step, level, name, message, data)
+
+    def _write_event(self, *event: Any) -> None:
+        if self._stream is None:
+            self._early_events.append(event)
+        else:
+            self._stream.event(*event)
+
+    # The gap.
+
+    def sampled_with(self, sampling: SamplingSettings) -> None:
+        """Set the sampling settings of the tokens that are observed from now on."""
+        self._sampling = sampling
+
+    def observe(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
+        """Add a batch of `[B, T]` log-probabilities to a split; with `native`, of the trainer's own routing.
+
+        Raises:
+            NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
+        """
+        if (split, native) not in self._accumulators:
+            self._accumulators[split, native] = self._new()
+        self._accumulators[split, native].update(old, rollout, mask)
+
+    def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
+        """Add the state of another process's `MismatchAccumulator` to a split."""
+        part = self._new()
+        part.load_state_dict(state)
+        if (split, native) in self._accumulators:
+            self._accumulators[split, native].merge(part)
+        else:
+            self._accumulators[split, native] = part
+
+    def part(self) -> dict[str, int]:
+        """Return the arguments with which `GapGroups` of other processes draw tokens for a scatter plot.
+
+        Each process adds its number to the seed; `merge` takes the states afterwards.
+        """
+        self._created += 1
+        return {"scatter_samples": SCATTER_SAMPLES, "seed": self._created << PROCESSES}
+
+    def follow_versions(self) -> None:
+        """From now on, separate drift from numerics in the train split; either all ranks must call this or none."""
+        self.stale = StaleGap(sampling=self._sampling)
+
+    def flush(self, split: str, step: int) -> dict[str, float]:
+        """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
+
+        Returns:
+            Metrics with the prefix "mismatch/", or "mismatch/native/" for those without routing replay; plus those of
+            `StaleGap` if versions are followed, and those of `Growth` for the train split. Empty if nothing was observed.
+        """
+        summary, native = self._take(split, native=False), self._take(split, native=True)
+        stale = self._take_stale() if split == "train" else {}
+        if summary is None:
+            return {}
+        count = self._flushes.get(split, 0)
+        self._flushes[split] = count + 1
+        if split != "train" or count % PROFILE_EVERY == 0:
+            self._write_profiles(split, step, summary)
+        scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
+        if native is not None:
+            scalars |= {f"{PREFIX}native/{name}": value for name, value in native.scalars.items()}
+        scalars |= stale
+        # Where versions are followed, only the numerics part is asked whether it grows.
+        prefix = PREFIX if self.stale is None else f"{PREFIX}numerics/"
+        if split == "train" and (k3 := scalars.get(f"{prefix}k3_kl")) is not None:
+            scalars |= {prefix + name: value for name, value in self._growth.add(step, k3).items()}
+        return scalars
+
+    def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
+        """Return what all ranks observed since the last flush; None if there was nothing, or all of it was masked."""
+        accumulator = self._accumulators.pop((split, native), None)
+        if self.ranks.size > 1:
+            gathered = self.ranks.gather(None if accumulator is None else accumulator.state_dict())
+            states = [saved for saved in gathered if saved is not None]
+            if not states:
+                return None
+            accumulator = self._new()
+            for saved in states:
+                part = self._new()
+                part.load_state_dict(saved)
+                accumulator.merge(part)
+        return None if accumulator is None or accumulator.is_empty else accumulator.compute()
+
+    def _take_stale(self) -> dict[str, float]:
+        """Return what all ranks measured about stale rollouts since the last flush."""
+        if self.stale is None:
+            return {}
+        whole, self.stale = self.stale, StaleGap(sampling=self._sampling)
+        if self.ranks.size > 1:
+            states = self.ranks.gather(whole.state_dict())
+            whole = StaleGap(sampling=self._sampling)
+            for saved in states:
+                part = StaleGap(sampling=self._sampling)
+                part.load_state_dict(saved)
+                whole.merge(part)
+        return {PREFIX + name: value for name, value in whole.metrics().items()}
+
+    def _new(self) -> MismatchAccumulator:
+        # Each rank and flush needs its own seed, because otherwise all of them would sample the same places.
+        self._created += 1
+        seed = self._created * self.ranks.size + self.ranks.rank
+        return MismatchAccumulator(sampling=self._sampling, scatter_samples=SCATTER_SAMPLES, seed=seed)
+
+    def _write_profiles(self, split: str, step: int, summary: MismatchSummary) -> None:
+        if self.ranks.rank:
+            return
+        self._file().profile(step, {name: profile.to_dict() for name, profile in summary.profiles.items()}, split)
+        if summary.scatter is not None:
+            self._file().scatter(step, summary.scatter["rollout_logprobs"], summary.scatter["old_logprobs"], split)
+
+    # A step.
+
+    def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> Logged:
+        """Write the host's metrics with those measured since the last log, and raise alarms for "train"; on all ranks."""
+        measured = self.measured(step, split)
+        whole = {**metrics, **measured}
+        self.write(step, whole, split)
+        return Logged(metrics=measured, stop=self.watch(step, whole) if split == "train" else None)
+
+    def measured(self, step: int, split: str = "train") -> dict[str, float]:
+        """Return the metrics of all ranks' tokens observed since the last call; for "train", those of the findings so far too."""
+        metrics = self.flush(split, step)
+        if split == "train":
+            metrics |= {PREFIX + name: value for name, value in self.verdicts.metrics().items()}
+        return metrics
+
+    def write(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
+        """Write those of the metrics that are numbers, or None."""
+        plain = {name: _plain(value) for name, value in metrics.items()}
+        numbers = {name: value for name, value in plain.items() if value is None or isinstance(value, (int, float))}
+        if self.ranks.rank == 0 and numbers:
+            self._file().step(step, numbers, split)
+
+    def _file(self) -> RunStream:
+        """Return the open segment; what is logged outside of trainings and evaluations opens one that has no end."""
+        if self._stream is None:
+            self._open("evaluation")
+            self._segment = None
+        assert self._stream is not None
+        return self._stream
+
+    def watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Raise the alarms of a training log, and return the message of an alarm that stops training; all ranks must call it."""
+        return self.decided(self.look(step, metrics))
+
+    def look(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        """Raise the alarms of a training log in the main process; return the message of one that stops training."""
+        stop = None
+        if self.ranks.rank == 0:
+            with self.verdicts.checking("alarms"):
+                stop = self._watch(step, metrics)
+        return stop
+
+    def decided(self, stop: str | None) -> str | None:
+        """Return on every rank what `look` returned in the main process; all ranks must call it."""
+        if self.verdicts.observes:
+            return None
+        if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):
+            # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
+            stop = self.ranks.gather(stop)[0]
+        self.stopped = self.stopped if stop is None else stop
+        return stop
+
+    def _watch(self, step: int, metrics: Mapping[str, Any]) -> str | None:
+        if not self._looked:
+            # Done at the first log, so that the user need not wait for the end of training.
+            self._looked = True
+            for metric, message in self.monitor.unwatched(metrics).items():
+                self.event("warning", "unwatched", message, {"metric": metric}, step=step)
+                self._tell(message)
+        stop = None
+        for alarm in self.monitor.observe(step, metrics):
+            self.event(alarm.level, "alarm", alarm.message, alarm.to_dict(), step=step)
+            if alarm.status == "raised":
+                self._tell(alarm.message)
+                if self.doctor is not None:
+                    self.doctor.raised(alarm)
+            if alarm.stops and self.verdicts.observes:
+                self.verdicts.found("alarm", alarm.message, step=step)
+            elif alarm.stops:
+                stop = alarm.message
+        return stop
+
+    # What a checkpoint holds.
+
+    def begin_anew(self) -> None:
+        """Forget the alarms of an earlier training of this trainer; those of a checkpoint are loaded afterwards."""
+        self.monitor = Monitor(self.block.monitor, self._names)
+        self.stopped, self._looked = None, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
+        growth = [(step, value) for step, value in self._growth.state_dict()]
+        log = LogState(flushes=dict(self._flushes), created=self._created, growth=growth)  # type: ignore[arg-type]
+        return {"monitor": self.monitor.state_dict(), "log": to_json(log)}
+
+    def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
+        """Continue from a checkpoint of `step`, and say which alarms begin anew; raises RecordError if the state is damaged.
+
+        The state may have further keys, and a part that is missing begins anew.
+        """
+        self.begin_anew()
+        if state.get("log") is not None:
+            log = from_json(LogState, state["log"], "log")
+            self._flushes, self._created = dict(log.flushes), log.created
+            self._growth.load_state_dict(log.growth)
+        for message, metrics in self.monitor.resume(state.get("monitor")):
+            self.event("info", ANEW, message, {"metrics": metrics}, step=step)
+            self._tell(message)
+
+
+def _plain(value: Any) -> Any:
+    """Return the number in a tensor without dimensions or a numpy scalar, and of a bool; return any other value as it is."""
+    value = value.item() if getattr(value, "shape", None) == () and hasattr(value, "item") else value
+    return int(value) if isinstance(value, bool) else value

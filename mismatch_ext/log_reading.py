@@ -1,0 +1,338 @@
+"""Reads the metrics of a run back: whatever is well-formed is data, everything else is a sentence in `problems`.
+
+Each line of `metrics.jsonl` is a strict JSON object. A header opens a segment: a training, a training that resumes another one,
+or an evaluation outside of a training. A segment without an `end` line was killed, or is still being written.
+
+    header   {"kind", "segment", "schema": 1, "time", "of": "training" or "evaluation", ["resume_step"], "run": {"name", "host"},
+              "names": {role: name in the log}, "trainer": {...}, "engine": {...}, "patches": [...], "config": {...},
+              "versions": {package: version}}
+    step     {"kind", "segment", "step", "split", "metrics": {name: number or null}, ["nonfinite": [name]]}
+    profile  {"kind", "segment", "step", "split", "profiles": {"position": {...}, "probability": {...}}}
+    scatter  {"kind", "segment", "step", "split", "rollout_logprobs": [...], "old_logprobs": [...]}
+    event    {"kind", "segment", "step", "level", "name", "message", "data"}
+    end      {"kind", "segment", "step", "status", "message"}
+
+`split` is "train" or "eval/<name>". A number that is not finite is null, and named in `nonfinite`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.host_names import HostNames, Role, names_of
+
+METRICS_FILE = "metrics.jsonl"
+RUN_FOLDER = "mismatch"
+"""Sub-folder of its own output folder in which a host writes the run directory."""
+SCHEMA = 1
+Segment = Literal["training", "evaluation"]
+COLUMNS = frozenset({"count", "abs_diff_mean", "abs_diff_max", "k3_mean"})
+Count = Annotated[int, Field(ge=0, le=2**53)]  # readers in other languages keep no larger integer exactly
+
+
+class _Line(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False)
+
+    segment: Count
+
+
+class Header(_Line):
+    """Opens a segment; what the host says of the run stands in further keys."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    kind: Literal["header"]
+    of: Segment = "training"
+    resume_step: Count | None = None
+
+
+class _Record(_Line):
+    step: Count
+
+
+class _Measured(_Record):
+    split: Annotated[str, Field(pattern=r"^(train|eval/\S.*)$")]
+
+
+class StepRecord(_Measured):
+    """Metrics of one optimizer step and split; None marks a value that was NaN or infinite."""
+
+    kind: Literal["step"]
+    metrics: dict[str, float | None]
+
+
+class ProfileRecord(_Measured):
+    """Profiles of one step and split: name -> {edges, count, abs_diff_mean, abs_diff_max, k3_mean}, a number for each bin."""
+
+    kind: Literal["profile"]
+    profiles: dict[str, dict[str, list[float | None]]]
+
+    @model_validator(mode="after")
+    def _check(self) -> ProfileRecord:
+        for name, profile in self.profiles.items():
+            bins = len(profile.get("count", ()))
+            whole = profile.keys() == COLUMNS | {"edges"} and all(len(profile[key]) == bins for key in COLUMNS)
+            # The last bin may be open.
+            if not whole or len(profile["edges"]) not in (bins, bins + 1):
+                raise ValueError(f"profile {name!r}: the columns do not fit together")
+            if any(value is None or value < 0 for value in profile["edges"] + profile["count"]):
+                raise ValueError(f"profile {name!r}: edges and counts must be numbers, not negative")
+        return self
+
+
+class ScatterRecord(_Measured):
+    """A sample of tokens as both sides saw them: natural-log probabilities, equal lengths."""
+
+    kind: Literal["scatter"]
+    rollout_logprobs: list[float]
+    old_logprobs: list[float]
+
+    @model_validator(mode="after")
+    def _check(self) -> ScatterRecord:
+        if len(self.rollout_logprobs) != len(self.old_logprobs):
+            raise ValueError("the lists have two lengths")
+        return self
+
+
+class EventRecord(_Record):
+    """Something that happened: a weight-sync verdict, an overflow, a recovery, an engine that died."""
+
+    kind: Literal["event"]
+    level: Literal["info", "warning", "error"]
+    name: str
+    message: str
+    data: Any = None
+
+
+class EndRecord(_Record):
+    """The line that a segment's writer writes last; one that was killed has written none."""
+
+    kind: Literal["end"]
+    status: Literal["completed", "failed"]
+    message: str
+
+
+Line = Header | StepRecord | ProfileRecord | ScatterRecord | EventRecord | EndRecord
+_LINE: TypeAdapter[Line] = TypeAdapter(Annotated[Line, Field(discriminator="kind")])
+
+
+def parse_line(raw: bytes) -> Line:
+    """Return a line by its kind; raises ValueError with the reason if it is not one."""
+    try:
+        return _LINE.validate_json(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """How a run ended; `open` means that a line about it is missing: it was killed or is still running."""
+
+    of: Segment
+    status: Literal["completed", "failed", "open"]
+    message: str = ""
+    step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunData:
+    """Everything read from one run directory, in step order; later segments replace earlier ones."""
+
+    path: Path
+    headers: tuple[dict[str, Any], ...] = ()
+    steps: tuple[StepRecord, ...] = ()
+    profiles: tuple[ProfileRecord, ...] = ()
+    scatters: tuple[ScatterRecord, ...] = ()
+    events: tuple[EventRecord, ...] = ()
+    ends: tuple[EndRecord, ...] = ()
+    problems: tuple[str, ...] = ()
+
+    @property
+    def splits(self) -> list[str]:
+        """Splits that have step lines, train first."""
+        return sorted({record.split for record in self.steps}, key=lambda split: (split != "train", split))
+
+    @property
+    def trainings(self) -> list[dict[str, Any]]:
+        """Headers of the segments that are trainings."""
+        return [header for header in self.headers if header["of"] == "training"]
+
+    @property
+    def header(self) -> dict[str, Any]:
+        """Header of the last training, otherwise of the last evaluation; empty if none could be read."""
+        return (self.trainings or list(self.headers) or [{}])[-1]
+
+    @property
+    def names(self) -> HostNames:
+        """The names that the host of this run gives its own metrics."""
+        return names_of(self.header)
+
+    @property
+    def ending(self) -> Ending:
+        """How the last training ended; without a training, how the evaluations did: badly if one of them did."""
+        of: Segment = "training" if self.trainings or not self.headers else "evaluation"
+        evaluations = {header["segment"] for header in self.headers}
+        segments = {self.header.get("segment", 0)} if of == "training" else evaluations
+        ends = {end.segment: end for end in self.ends if end.segment in segments}
+        failed = [end for end in ends.values() if end.status == "failed"]
+        if not failed and len(ends) < len(segments):
+            return Ending(of=of, status="open")
+        last = (failed or list(ends.values()))[-1]
+        return Ending(of=of, status=last.status, message=last.message, step=last.step)
+
+    @property
+    def last_step(self) -> int:
+        """The last step that has a line; 0 if no step has one."""
+        return max((record.step for record in self.steps), default=0)
+
+    def logged(self, split: str | None = None) -> set[str]:
+        """Return the names of all metrics that a split logged; of all splits if none is given."""
+        return {name for record in self.steps if split in (None, record.split) for name in record.metrics}
+
+    def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
+        """Return the steps at which a metric was logged and its values, None where it was not finite.
+
+        Args:
+            name: The name under which the metric was logged; or its `Role`, which works for every host.
+            split: "train" or "eval/<name>".
+        """
+        logged = self.names.of(name) if isinstance(name, Role) else name
+        rows = [(r.step, r.metrics[logged]) for r in self.steps if r.split == split and logged in r.metrics]
+        if name is Role.LEARNING_RATE and self.names.next_rate:
+            # The host logs at each step the rate of the next step; the last value belongs to a step that was not taken.
+            logged_at = dict(rows)
+            rows = [(step, logged_at[step - 1]) for step, _ in rows if step - 1 in logged_at]
+        return [step for step, _ in rows], [value for _, value in rows]
+
+
+def find_runs(directory: str | Path) -> dict[str, Path]:
+    """Find the run directories at a path: the folder itself, otherwise its direct sub-folders; or the `mismatch` folders in them.
+
+    Returns:
+        Name -> path of every folder that holds a `metrics.jsonl`, sorted by name. A folder `mismatch` in a trainer's output
+        folder goes by the name of the output folder.
+
+    Raises:
+        RunDirectoryError: The path is missing, is a file, or holds no run.
+    """
+    root = Path(directory)
+    try:
+        if (run := _run_of(root)) is not None:
+            return {root.resolve().name: run}
+        if not root.is_dir():
+            state = "is a file, not a folder" if root.exists() else "does not exist"
+            raise RunDirectoryError(f"{root} {state}; give a folder that holds {METRICS_FILE}.")
+        runs = {folder.name: run for folder in sorted(root.iterdir()) if (run := _run_of(folder)) is not None}
+    except (PermissionError, ValueError) as error:
+        raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
+    if not runs:
+        raise RunDirectoryError(
+            f"{root} holds no {METRICS_FILE}, and none of its sub-folders does; give the run directory "
+            f"(`mismatch.monitor.run_dir`, by default `mismatch` in the trainer's output folder) or a folder of run directories."
+        )
+    return runs
+
+
+def _run_of(folder: Path) -> Path | None:
+    """Return the run directory of a folder: the folder itself, or its sub-folder `mismatch` if it is a host's output folder."""
+    return next((path for path in (folder, folder / RUN_FOLDER) if (path / METRICS_FILE).is_file()), None)
+
+
+def read_run(run_dir: str | Path) -> RunData:
+    """Read a run directory, tolerating torn, garbage and unknown lines.
+
+    Lines of the same segment, step and split are merged. A later segment's line replaces an earlier segment's. Earlier
+    lines beyond the step that a later segment resumed from are left out.
+
+    Returns:
+        The data, with one sentence in `problems` for every line that could not be used.
+
+    Raises:
+        RunDirectoryError: `metrics.jsonl` is missing or cannot be read.
+    """
+    reader, number = _Reader(), 0
+    path = Path(run_dir) / METRICS_FILE
+    try:
+        lines = path.open("rb")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunDirectoryError(f"{path} cannot be read: {reason}; give a folder that holds {METRICS_FILE}.") from error
+    with lines:
+        for number, raw in enumerate(lines, start=1):
+            try:
+                reader.add(parse_line(raw.removesuffix(b"\n")))
+            except ValueError as error:
+                if raw.endswith(b"\n"):
+                    reader.problems.append(f"line {number} was left out: {error}.")
+                else:
+                    reader.problems.append(f"line {number} is torn ({error}): the run was killed while writing it.")
+    if not number:
+        reader.problems.append(f"{METRICS_FILE} is empty: the run stopped before it wrote its header.")
+    return reader.finish(Path(run_dir))
+
+
+@dataclass
+class _Reader:
+    """Collects the data of one file, line by line."""
+
+    headers: list[dict[str, Any]] = field(default_factory=list)
+    # By step and split, for each of the three kinds that are measured.
+    measured: dict[str, dict[tuple[int, str], Any]] = field(
+        default_factory=lambda: {"step": {}, "profile": {}, "scatter": {}}
+    )
+    events: list[EventRecord] = field(default_factory=list)
+    ends: list[EndRecord] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+
+    def add(self, line: Line) -> None:
+        if isinstance(line, Header):
+            self.headers.append(line.model_dump())
+        elif isinstance(line, EventRecord):
+            self.events.append(line)
+        elif isinstance(line, EndRecord):
+            self.ends.append(line)
+        else:
+            table, key = self.measured[line.kind], (line.step, line.split)
+            before = table.get(key)
+            if before is not None and before.segment > line.segment:
+                return  # the process of an older segment was not dead yet
+            if isinstance(line, StepRecord) and before is not None and before.segment == line.segment:
+                line = line.model_copy(update={"metrics": before.metrics | line.metrics})
+            table[key] = line
+
+    def finish(self, path: Path) -> RunData:
+        if not self.headers:
+            self.problems.append("no header could be read: versions, dtypes and settings are unknown.")
+        for header in self.headers:
+            if header["resume_step"] is not None:
+                self._drop_abandoned(header["segment"], header["resume_step"])
+        steps, profiles, scatters = (tuple(table[key] for key in sorted(table)) for table in self.measured.values())
+        return RunData(
+            path=path,
+            headers=tuple(self.headers),
+            steps=steps,
+            profiles=profiles,
+            scatters=scatters,
+            events=tuple(self.events),
+            ends=tuple(self.ends),
+            problems=tuple(self.problems),
+        )
+
+    def _drop_abandoned(self, segment: int, resumed: int) -> None:
+        """Leave out the records of earlier segments after the checkpoint that a segment resumed from."""
+        for kind, table in self.measured.items():
+            lost = sorted(key for key, record in table.items() if record.segment < segment and key[0] > resumed)
+            for key in lost:
+                del table[key]
+            if kind == "step" and lost:
+                self.problems.append(
+                    f"segment {segment} resumed from step {resumed}: {len(lost)} earlier step lines "
+                    f"(steps {lost[0][0]} to {lost[-1][0]}) have not been run again and are left out."
+                )

@@ -1,0 +1,295 @@
+"""The metrics file: what is written can be read back, whatever happened to the process or the file."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.log import RunStream
+from mismatch_ext.log_reading import RunData, find_runs, read_run
+from tests.unit.synthetic_runs import run_stream
+
+HEADER = {"run": {"name": "a"}, "trainer": {"dtype": "float32"}, "engine": {}, "versions": {"torch": "2.13.0"}}
+PROFILE = {
+    "edges": [0, 1, 2],
+    "count": [3, 0],
+    "abs_diff_mean": [0.5, None],
+    "abs_diff_max": [1.5, None],
+    "k3_mean": [0.25, None],
+}
+
+
+def small_run(run_dir: Path) -> bytes:
+    """Write one line of every kind and return the file."""
+    with run_stream(run_dir, header=HEADER) as stream:
+        stream.step(1, {"reward": 0.5, "mismatch/k3_kl": 1e-6})
+        stream.step(1, {"reward": 0.25}, "eval/long")
+        stream.profile(1, {"position": PROFILE})
+        stream.scatter(1, [-0.5, -1.0], [-0.25, -1.0])
+        stream.event(1, "info", "weight_sync", "in sync", {"max": 0.0})
+        stream.step(2, {"reward": 0.75})
+    return (run_dir / "metrics.jsonl").read_bytes()
+
+
+def test_everything_written_is_read_back(tmp_path: Path) -> None:
+    small_run(tmp_path)
+    data = read_run(tmp_path)
+    assert data.problems == ()
+    assert (data.header["schema"], data.header["segment"], data.header["of"]) == (1, 0, "training")
+    assert data.header["versions"] == {"torch": "2.13.0"}
+    assert [(s.step, s.split, s.metrics) for s in data.steps] == [
+        (1, "eval/long", {"reward": 0.25}),
+        (1, "train", {"reward": 0.5, "mismatch/k3_kl": 1e-6}),
+        (2, "train", {"reward": 0.75}),
+    ]
+    assert data.splits == ["train", "eval/long"] and data.series("reward") == ([1, 2], [0.5, 0.75])
+    assert data.profiles[0].profiles == {"position": PROFILE}
+    assert (data.scatters[0].rollout_logprobs, data.scatters[0].old_logprobs) == ([-0.5, -1.0], [-0.25, -1.0])
+    event = data.events[0]
+    assert (event.level, event.name, event.data) == ("info", "weight_sync", {"max": 0.0})
+    assert [(end.step, end.status) for end in data.ends] == [(2, "completed")]
+
+
+def test_each_line_is_one_write_and_on_disk_before_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    payloads: list[bytes] = []
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda fd, data: (payloads.append(data), write(fd, data))[1])
+    stream = RunStream.open(tmp_path, header=HEADER)
+    for step in range(3):
+        stream.step(step, {"reward": 1.0})
+        assert (tmp_path / "metrics.jsonl").read_bytes() == b"".join(payloads)
+    stream.close()
+    assert len(payloads) == 4 and all(p.endswith(b"\n") and p.count(b"\n") == 1 for p in payloads)
+
+
+def test_the_file_is_strict_json(tmp_path: Path) -> None:
+    with run_stream(tmp_path, header={"trainer": {"scale": math.inf}}) as stream:
+        stream.step(np.int64(0), {"a": math.nan, "b": np.float32("inf"), "c": np.float64(0.5), "d": None})
+        stream.event(0, "info", "odd", "half a \ud83d pair")
+        with pytest.raises(RecordError, match="event line cannot be written"):
+            stream.event(0, "info", "x", "y", {"tensor": torch.zeros(2)})
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    header, step, *_ = (json.loads(line, parse_constant=pytest.fail) for line in lines)
+    assert header["trainer"] == {"scale": None} and header["nonfinite"] == ["trainer.scale"]
+    assert step["metrics"] == {"a": None, "b": None, "c": 0.5, "d": None} and step["nonfinite"] == ["a", "b"]
+    data = read_run(tmp_path)
+    assert data.problems == () and data.events[0].message == "half a ? pair"
+
+
+def test_unwritable_places_are_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "folder" / "metrics.jsonl").mkdir(parents=True)
+    for place in (tmp_path / "file" / "below", tmp_path / "folder", Path("/proc/nowhere/run"), Path("nul\0byte")):
+        with pytest.raises(RunDirectoryError, match=r"cannot be written.*mismatch\.monitor\.run_dir") as caught:
+            RunStream.open(place, header=HEADER, resume_step=1)
+        assert str(place) in str(caught.value)
+
+
+def test_a_line_that_does_not_fit_on_the_disk_is_taken_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = RunStream.open(tmp_path, header=HEADER)
+    stream.step(1, {"reward": 1.0})
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    write = os.write
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: write(fd, data[:7]))
+        with pytest.raises(RunDirectoryError, match="only 7 of .* bytes"):
+            stream.step(2, {"reward": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    stream.step(2, {"reward": 2.0})
+    stream.close()
+    assert [s.step for s in read_run(tmp_path).steps] == [1, 2]
+
+
+def test_resuming_cuts_a_torn_line_says_so_and_rewrites_nothing(tmp_path: Path) -> None:
+    before = small_run(tmp_path)
+    whole = before[: before.rindex(b"\n", 0, -1) + 1]
+    (tmp_path / "metrics.jsonl").write_bytes(whole + b'{"kind":"step","se')
+    with run_stream(tmp_path, header=HEADER, resume_step=2) as stream:
+        stream.step(3, {"reward": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes().startswith(whole)
+    data = read_run(tmp_path)
+    assert data.problems == () and (data.header["segment"], data.header["resume_step"]) == (1, 2)
+    recovered, resumed = (event for event in data.events if event.segment == 1)
+    assert (recovered.name, resumed.name) == ("recovered", "resumed") and "18 bytes" in recovered.message
+    assert recovered.data == {"text": '{"kind":"step","se'}
+    assert data.series("reward")[0] == [1, 2, 3]
+
+
+def test_a_later_segment_replaces_steps_and_abandoned_ones_are_left_out(tmp_path: Path) -> None:
+    with run_stream(tmp_path, header=HEADER) as stream:
+        for step in range(1, 8):
+            stream.step(step, {"reward": float(step), "only_first": 0.0})
+        stream.profile(7, {"position": PROFILE})
+    # The checkpoint was of step 4; the second segment runs 5 and 6 again and never reaches 7.
+    with run_stream(tmp_path, header=HEADER, resume_step=4) as stream:
+        stream.step(5, {"reward": 50.0})
+        stream.step(6, {"reward": 60.0})
+        with (tmp_path / "metrics.jsonl").open("a") as late:  # of the first process, which was not dead yet
+            line = {"kind": "step", "segment": 0, "step": 6, "split": "train", "metrics": {"reward": 5.5}}
+            late.write(json.dumps(line) + "\n")
+        stream.profile(6, {"position": PROFILE})
+    data = read_run(tmp_path)
+    assert data.series("reward") == ([1, 2, 3, 4, 5, 6], [1.0, 2.0, 3.0, 4.0, 50.0, 60.0])
+    assert data.steps[4].metrics == {"reward": 50.0}
+    assert [(p.step, p.segment) for p in data.profiles] == [(6, 1)]
+    assert len(data.problems) == 1 and "resumed from step 4" in data.problems[0] and "7 to 7" in data.problems[0]
+
+
+def test_lines_of_one_step_in_one_segment_are_merged(tmp_path: Path) -> None:
+    with run_stream(tmp_path, header=HEADER) as stream:
+        stream.step(1, {"reward": 1.0, "loss": 3.0})
+        stream.step(1, {"mismatch/k3_kl": 2.0, "loss": 4.0})
+    assert read_run(tmp_path).steps[0].metrics == {"reward": 1.0, "loss": 4.0, "mismatch/k3_kl": 2.0}
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        (b"garbage", "line 2 was left out: Invalid JSON"),
+        (b"\xff\xfe\xfa", "Invalid JSON"),
+        (b"[1]", "an object"),
+        (b"[" * 100_000, "recursion"),
+        (b'{"kind":"step","segment":0,"step":1,"split":"train","metrics":{"a":NaN}}', "finite number"),
+        (b'{"kind":"step","segment":0,"step":1,"split":"train","metrics":{"a":"x"}}', r"step\.metrics\.a"),
+        (b'{"kind":"step","segment":0,"step":-1,"split":"train","metrics":{}}', r"step\.step"),
+        (b'{"kind":"step","segment":0,"step":1,"split":"other","metrics":{}}', r"step\.split"),
+        (b'{"kind":"news","segment":0,"step":1}', "news"),
+        (b'{"kind":"event","segment":0,"step":1,"level":"fatal","name":"x","message":""}', r"event\.level"),
+    ],
+)
+def test_a_line_that_cannot_be_used_is_named_and_left_out(tmp_path: Path, line: bytes, problem: str) -> None:
+    good = b'{"kind":"step","segment":0,"step":9,"split":"train","metrics":{"reward":1}}\n'
+    (tmp_path / "metrics.jsonl").write_bytes(b'{"kind":"header","schema":1,"segment":0}\n' + line + b"\n" + good)
+    data = read_run(tmp_path)
+    assert len(data.problems) == 1 and re.search(problem, data.problems[0]), data.problems
+    assert data.steps[-1].step == 9
+
+
+def test_truncation_at_every_byte_is_read_and_can_be_resumed(tmp_path: Path) -> None:
+    content = small_run(tmp_path / "whole")
+    for size in range(len(content) + 1):
+        run_dir = tmp_path / str(size)
+        run_dir.mkdir()
+        (run_dir / "metrics.jsonl").write_bytes(content[:size])
+        whole_lines = content[:size].count(b"\n") + (content[size : size + 1] == b"\n")
+        data = read_run(run_dir)
+        assert count(data) == whole_lines, size
+        # A cut right before or right after a newline loses nothing.
+        clean = size == 0 or b"\n" in content[size - 1 : size + 1]
+        assert any("torn" in problem for problem in data.problems) != clean, size
+        RunStream.open(run_dir, header=HEADER, resume_step=2).close()
+        resumed = read_run(run_dir)
+        assert not resumed.problems, (size, resumed.problems)
+        kept = content[:size] if content[size : size + 1] == b"\n" else content[: content.rfind(b"\n", 0, size) + 1]
+        assert (run_dir / "metrics.jsonl").read_bytes().startswith(kept)
+
+
+def count(data: RunData) -> int:
+    return sum(map(len, (data.headers, data.steps, data.profiles, data.scatters, data.events, data.ends)))
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+almost_lines = st.fixed_dictionaries(
+    {
+        "kind": st.sampled_from(["header", "step", "profile", "scatter", "event", "end"]),
+        "segment": st.integers(0, 3) | json_values,
+        "step": st.integers(0, 5) | json_values,
+    },
+    optional={
+        "split": st.just("train") | json_values,
+        "metrics": st.dictionaries(st.text(max_size=4), json_values, max_size=3) | json_values,
+        "profiles": json_values,
+        "of": st.just("evaluation") | json_values,
+        "resume_step": st.integers(0, 5) | json_values,
+        "message": json_values,
+        "rollout_logprobs": json_values,
+    },
+).map(lambda line: json.dumps(line).encode())
+
+
+@settings(max_examples=80, deadline=None)
+@given(garbage=st.lists(st.binary(max_size=40) | almost_lines, max_size=6))
+def test_garbage_never_stops_the_reader(tmp_path_factory: pytest.TempPathFactory, garbage: list[bytes]) -> None:
+    run_dir = tmp_path_factory.mktemp("run")
+    good = b'{"kind":"end","segment":7,"step":9,"status":"completed","message":"kept"}'
+    (run_dir / "metrics.jsonl").write_bytes(b"\n".join([*garbage, good]))
+    data = read_run(run_dir)
+    assert data.ends[-1].message == "kept" and data.ending is not None
+    RunStream.open(run_dir, header=HEADER, resume_step=0).close()
+    assert read_run(run_dir).events[-1].name == "resumed"
+
+
+WRITER = """
+import sys
+from mismatch_ext.log import RunStream
+stream = RunStream.open(sys.argv[1], header={"run": {"name": "killed"}})
+step = 0
+while True:
+    step += 1
+    stream.step(step, {f"metric_{i}": step / 7 for i in range(200)})
+"""
+
+
+def test_a_killed_writer_leaves_whole_lines_and_is_resumed(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    process = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)])
+    try:
+        while not path.exists() or path.read_bytes().count(b"\n") < 50:
+            assert process.poll() is None
+            time.sleep(0.01)
+    finally:
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    killed = path.read_bytes()
+    data = read_run(tmp_path)
+    assert data.ending.status == "open" and len(data.problems) <= 1
+    last = data.last_step
+    assert [s.step for s in data.steps] == list(range(1, last + 1)) and last >= 49
+    with run_stream(tmp_path, header=HEADER, resume_step=last) as stream:
+        stream.step(last + 1, {"reward": 1.0})
+    assert path.read_bytes().startswith(killed[: killed.rindex(b"\n") + 1])
+    resumed = read_run(tmp_path)
+    assert resumed.problems == () and resumed.last_step == last + 1 and resumed.ending.status == "completed"
+
+
+def test_find_runs(tmp_path: Path) -> None:
+    for name in ("fp16", "bf16"):
+        small_run(tmp_path / "runs" / name)
+        small_run(tmp_path / "outputs" / name / "mismatch")
+    (tmp_path / "runs" / "notes").mkdir()
+    runs, outputs = tmp_path / "runs", tmp_path / "outputs"
+    assert find_runs(runs) == {"bf16": runs / "bf16", "fp16": runs / "fp16"}
+    assert find_runs(runs / "bf16") == {"bf16": runs / "bf16"}
+    assert find_runs(outputs) == {name: outputs / name / "mismatch" for name in ("bf16", "fp16")}
+    assert find_runs(outputs / "bf16") == {"bf16": outputs / "bf16/mismatch"}
+    (tmp_path / "file").touch()
+    for place, why in (
+        (tmp_path / "absent", "does not exist"),
+        (tmp_path / "file", "is a file, not a folder"),
+        (runs / "notes", "holds no metrics.jsonl"),
+    ):
+        with pytest.raises(RunDirectoryError, match=why) as caught:
+            find_runs(place)
+        assert str(place) in str(caught.value)
+    with pytest.raises(RunDirectoryError, match="No such file"):
+        read_run(tmp_path)
+    (tmp_path / "metrics.jsonl").touch()
+    assert "is empty" in read_run(tmp_path).problems[0] and "no header" in read_run(tmp_path).problems[1]
