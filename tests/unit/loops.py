@@ -101,8 +101,9 @@ class Two:
 
     def gather(self, value: Any) -> list[Any]:
         self.asked.append(value)
-        # Of metrics a rank says a mapping; what is of the same kind is merged.
-        merged = value is not None and isinstance(self.said, type(value))
+        # Of metrics a rank says a mapping; what is of the same kind is merged, but for the state of a measurement.
+        state = isinstance(value, dict) and "version" in value
+        merged = value is not None and isinstance(self.said, type(value)) and not state
         return [value, type(value)(self.said) if merged else value]
 
     def sum(self, values: Tensor) -> Tensor:

@@ -72,7 +72,7 @@ def one(name: str, fails: bool, folder: Path) -> str:
             rollout.drops_updates = True
         run.send()
         if fails and name == "write":
-            run._log.step = fail("disk is full")  # type: ignore[method-assign]
+            run._log.write = fail("disk is full")  # type: ignore[method-assign]
         run.log(reward=object() if fails and name == "log" else 1.0)
         if fails and name == "save":
             (folder.parent / "saved").touch()

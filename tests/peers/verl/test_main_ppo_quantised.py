@@ -26,7 +26,7 @@ def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path:
     run = run_verl(tmp_path, overrides, model=model, plugin=True)
     steps = run.expect()
     assert all(0 < step["mismatch/k3_kl"] < 0.1 for step in steps), steps
-    assert f"weights={FORMAT}" in run.log and "\n  audit " in run.log
+    assert f"engine_weights={FORMAT}" in run.log and "\n  audit " in run.log
     data = read_run(tmp_path / "checkpoints/mismatch")
     assert data.header["audit"]["ok"] and "float8_e4m3fn" in data.header["engine"]["parameter_dtypes"]
     # Each update was judged, and none was found to be of other weights.
@@ -44,5 +44,5 @@ def test_verl_trains_with_sglang_whose_cache_is_quantised(tmp_path: Path) -> Non
     run = run_verl_sglang(tmp_path, overrides, model=model, plugin=True, version=MAIN)
     steps = run.expect()
     assert all(0 < step["mismatch/k3_kl"] < 0.1 and step["mismatch/weight_sync_gap"] > 0 for step in steps), steps
-    assert "kv_cache=fp8_e4m3" in run.log and "\n  audit " in run.log
+    assert "engine_kv_cache=fp8_e4m3" in run.log and "\n  audit " in run.log
     assert not [event for event in read_run(tmp_path / "checkpoints/mismatch").events if event.name == "weight_sync"]
