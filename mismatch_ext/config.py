@@ -322,6 +322,11 @@ class MonitorConfig:
     in the main process while it looks; see docs/doctor.md."""
 
     def __post_init__(self) -> None:
+        if self.run_dir is not None and not self.run_dir.strip():
+            raise ConfigError(
+                f"mismatch.monitor.run_dir: {self.run_dir!r} is not allowed; allowed: the path of a folder. Leave it out for the "
+                "default."
+            )
         rules: Mapping[str, Any] = {}
         if self.alarms:
             from mismatch_ext.monitor.rules import resolve as resolve_alarms
@@ -543,7 +548,13 @@ def _parsed(text: str, source: str) -> Any:
         ) from json_error
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's safe loader, but a key given twice is refused; a merged-in key may be overridden."""
+        """PyYAML's safe loader, but a key given twice is refused, and 1:30 is text; a merged-in key may be overridden."""
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+        def construct_yaml_float(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_float(node)
 
         def flatten_mapping(self, node: Any) -> None:
             values: dict[Any, Any] = {}
@@ -557,6 +568,8 @@ def _parsed(text: str, source: str) -> Any:
                 values[key] = value_node
             super().flatten_mapping(node)
 
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", getattr(Loader, f"construct_yaml_{kind}"))
     try:
         return yaml.load(text, Loader)
     except ConfigError:

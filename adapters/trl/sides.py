@@ -12,6 +12,7 @@ from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order,
 from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded, same_everywhere
+from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.trl.generation import TrainerSide
@@ -159,7 +160,9 @@ class SidesMixin(_Host):
 
     def _score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1."""
-        scores = score_tokens(self.accelerator.unwrap_model(self.model), token_ids, self._autocast)
+        model = self.accelerator.unwrap_model(self.model)
+        scores = score_tokens(model, token_ids, self._autocast)
+        reshard(model)  # a weight update sends shards, and FSDP2 keeps whole weights for a backward pass
         forget_order(self.accelerator)
         return scores
 

@@ -120,6 +120,8 @@ def test_configuration_is_frozen() -> None:
         ({"routing": {"mode": "R3", "measured": 1.5}}, ["mismatch.routing.measured", "1.5", "<= 1"]),
         ({"lr": {"period": True}}, ["mismatch.lr.period", "expected a whole number", "bool"]),
         ({"lr": {"period": 5, "surge_ratio": 3}}, ["mismatch.lr.surge_ratio", "no effect with period=5"]),
+        ("kl: {coef: 1:30}", ["mismatch.kl.coef", "expected a number", "'1:30'"]),  # 90 in base 60, to YAML 1.1
+        ({"monitor": {"run_dir": " "}}, ["mismatch.monitor.run_dir", "' '", "the path of a folder"]),
         ({"monitor": {"weight_sync": "eror"}}, ["'eror'", "'error', 'warn' or 'off'", "Did you mean 'error'?"]),
         ({"monitor": {"alarms": []}}, ["mismatch.monitor.alarms", "expected a mapping", "list []"]),
         ({"monitor": {"alarms": {3: {"above": 1}}}}, ["mismatch.monitor.alarms", "key 3", "found int"]),

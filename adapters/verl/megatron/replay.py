@@ -23,7 +23,7 @@ from verl.utils.megatron.router_replay_utils import (
 from verl.utils.megatron_utils import unwrap_model
 
 from mismatch_ext.errors import ReplayError, RoutingError
-from mismatch_ext.ranks import agree, gathered
+from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.stages import Layers, RouteAgreement
 
@@ -60,8 +60,8 @@ class ReplayGuard:
         if not self._replays(engine, data, forward_only):
             yield
             return
-        error, others = None, False
-        try:
+        others = False
+        with together(WORLD):
             routers = self._routers(engine)
             records = (
                 engine.engine_config.router_replay.mode == "R2" and forward_only and data.get("routed_experts") is None
@@ -69,9 +69,6 @@ class ReplayGuard:
             if not records:
                 others = is_of_other_tokens(data, forward_only)
                 check_routes(engine, data)
-        except RoutingError as failure:
-            error = failure
-        agree(error)
         if any(gathered(others)):
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self._others += 1

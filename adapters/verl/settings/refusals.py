@@ -122,6 +122,11 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         raise refused(
             setting, given, f"{EXTENSION}, or a class derived from it", why, "Derive your class from ours, or remove it"
         )
+    setting = "actor_rollout_ref.actor.checkpoint.async_save"
+    stops = [metric for metric, rule in block.monitor.alarms.items() if rule.action == "stop"]
+    if OmegaConf.select(config, setting) and stops:
+        why = f"the alarm {stops[0]!r} stops training with a checkpoint, which verl has only begun to write when the run ends"
+        raise refused(setting, True, "False", why, "Change it, or let the alarm warn (action: warn)")
     if block.monitor.doctor is not None:
         why = "no batch is examined in a run of verl"
         instead = "Remove it, and give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`"

@@ -13,7 +13,7 @@ from mismatch_ext.adapters.verl.worker.ulysses import Share
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.ranks import agree, gathered
+from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.routing.replaying import REFERENCE
 
 if TYPE_CHECKING:
@@ -63,18 +63,15 @@ class RoutingMixin(_Host):
             return super().forward_backward_batch(data, loss_function, forward_only)
         reference = self._is_reference
         self._recording = replay.config.mode == "R2" and forward_only and not reference
-        error, others = None, False
-        if self._recording:
-            # If the batch has routes already, they would be replaced by those that are recorded of other tokens.
-            others = data.get(FIELD, None) is not None and bool(samples.altered(data))
-        else:
-            try:
-                others = self._is_of_other_tokens(data, forward_only)
-                self._routes = self._ingested(replay, data)
-            except RoutingError as failure:
-                error = failure
+        others = False
         try:
-            agree(error)
+            with together(WORLD):
+                if self._recording:
+                    # If the batch has routes already, they would be replaced by those that are recorded of other tokens.
+                    others = data.get(FIELD, None) is not None and bool(samples.altered(data))
+                else:
+                    others = self._is_of_other_tokens(data, forward_only)
+                    self._routes = self._ingested(replay, data)
             if any(gathered(others)):
                 # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
                 replay.others[TRAIN] += 1

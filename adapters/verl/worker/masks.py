@@ -16,8 +16,8 @@ from mismatch_ext.patches.verl.response_logprobs import scoring_with
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
-from mismatch_ext.errors import MismatchError, RecordError, ReplayError
-from mismatch_ext.ranks import WORLD, agree
+from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.ranks import WORLD, together
 from mismatch_ext.sampling_mask import TokenSupport, join, support_logprobs
 
 if TYPE_CHECKING:
@@ -51,12 +51,8 @@ class MaskMixin(_Host):
         if self._masking is None:
             return super().forward_backward_batch(data, loss_function, forward_only)
         found: list[TokenSupport] | None = None
-        error: MismatchError | None = None
-        try:
+        with together(WORLD):
             found = self._read(data)
-        except MismatchError as failure:
-            error = failure
-        agree(error)
         data = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
         if found is not None:
             data[ROW] = torch.arange(len(data))

@@ -10,8 +10,7 @@ from verl.utils.fs import copy_to_local
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
-from mismatch_ext.errors import MismatchError, RecordError
-from mismatch_ext.ranks import WORLD, agree, gathered
+from mismatch_ext.ranks import WORLD, gathered, together
 
 
 def write_state(folder: str, state: Mapping[str, Any]) -> None:
@@ -24,13 +23,9 @@ def write_state(folder: str, state: Mapping[str, Any]) -> None:
     Raises:
         RunDirectoryError: The folder or the file cannot be written.
     """
-    error: MismatchError | None = None
-    if WORLD.rank == 0:
-        try:
+    with together(WORLD):
+        if WORLD.rank == 0:
             checkpoint.write_state(Path(folder) / STATE_FILE, state)
-        except MismatchError as failure:
-            error = failure
-    agree(error)
 
 
 def read_state(folder: str) -> dict[str, Any] | None:
@@ -39,13 +34,10 @@ def read_state(folder: str) -> dict[str, Any] | None:
     Raises:
         RecordError: The file is damaged, or of another version of this package.
     """
-    state, error = None, None
-    if WORLD.rank == 0:
-        try:
+    state = None
+    with together(WORLD):
+        if WORLD.rank == 0:
             state = _read(folder)
-        except RecordError as failure:
-            error = failure
-    agree(error)
     return gathered(state)[0]  # type: ignore[no-any-return]
 
 

@@ -174,6 +174,14 @@ def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
         prepared_megatron(refused)
 
 
+def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> None:
+    saved = "actor_rollout_ref.actor.checkpoint.async_save=True"
+    with pytest.raises(ConfigError, match=r"async_save=True .* the alarm 'k3_kl' stops .*action: warn"):
+        prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:stop}}")
+    prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:warn}}")
+    prepared_megatron("+mismatch.monitor.alarms={k3_kl:{action:stop}}")
+
+
 SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
 
 
