@@ -25,7 +25,7 @@ def _readiness(arguments: argparse.Namespace) -> int:
     """Print the scan and its verdict; the exit status is 1 when the checkpoint is not ready."""
     from mismatch_ext.adapters.transformers import scan_checkpoint
 
-    from mismatch_ext.precision.names import NAMES
+    from mismatch_ext.precision.dtypes import NAMES
 
     if arguments.dtype not in NAMES:
         raise ConfigError(

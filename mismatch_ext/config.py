@@ -18,7 +18,7 @@ import pydantic.dataclasses
 from pydantic import BeforeValidator, Field, PlainValidator, Strict, ValidationError
 
 from mismatch_ext.errors import ConfigError, shown, suggestion
-from mismatch_ext.precision.names import MEANT
+from mismatch_ext.precision.dtypes import MEANT
 from mismatch_ext.presets import resolve
 
 if TYPE_CHECKING:

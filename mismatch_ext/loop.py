@@ -44,7 +44,7 @@ from mismatch_ext.log import Logged, RunLog, run_folder, run_info
 from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.provenance import expect_present

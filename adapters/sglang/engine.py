@@ -21,7 +21,7 @@ from mismatch_ext.adapters.sglang.answers import MAX_TOKEN_ID
 from torch import Tensor
 
 from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError, RecordError
-from mismatch_ext.precision.names import spelled
+from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.versions import PEERS
 
 if TYPE_CHECKING:

@@ -19,9 +19,7 @@ from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical
-from mismatch_ext.precision.names import spelled
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import LOGPROBS_MODE, PrecisionPolicy, canonical, spelled
 from mismatch_ext.versions import PEERS
 
 BYPASSING = ("flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel")
@@ -156,7 +154,7 @@ def check_server(
 
 
 def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> list[ServerProblem]:
-    peer, dtype = PEERS["sglang"], policy.engine_dtype
+    peer, dtype = PEERS["sglang"], policy.dtype
     auto = reading.model_dtype == "auto"
     unquantized = "leave out --quantization, --torchao-config and --modelopt-quant"
     return _problems(
@@ -173,7 +171,7 @@ def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> l
          unquantized if policy.quantization is None else f"--quantization {policy.quantization}",
          "Quantized weights are not the trainer's." if policy.quantization is None else
          "mismatch.precision.engine_weights asks for it."),
-        (reading.logprobs_mode != policy.logprobs_mode, ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}",
+        (reading.logprobs_mode != LOGPROBS_MODE, ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}",
          "Log-probabilities then ignore the temperature that is sampled with."),
     )  # fmt: skip
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import PrecisionError, RecordError
 from mismatch_ext.precision.audit import SyncReading
-from mismatch_ext.precision.dtypes import canonical, facts, torch_dtype
+from mismatch_ext.precision.dtypes import canonical, limits, torch_dtype
 from mismatch_ext.weights import NamedTensors, in_parts
 
 if TYPE_CHECKING:
@@ -131,8 +131,8 @@ def _not_finite(name: str, tensor: Tensor, dtype: torch.dtype) -> str:
     if not bool(torch.isfinite(tensor).all()):
         count = int((~torch.isfinite(tensor)).sum())
         return f"{name}: {count} of {tensor.numel()} weights are NaN or infinite in the trainer. {again}"
-    largest, limit = float(tensor.abs().max()), facts(dtype)
+    largest, limit = float(tensor.abs().max()), limits(dtype)
     return (
-        f"{name}: weight {largest:.6g} overflows in {limit.name}; allowed: magnitudes up to {limit.max:g}. Run engine and "
+        f"{name}: weight {largest:.6g} overflows in {canonical(dtype)}; allowed: magnitudes up to {limit.max:g}. Run engine and "
         f"trainer in bfloat16, or check the checkpoint with `mismatch-ext readiness`. {again}"
     )

@@ -45,7 +45,7 @@ def scan_checkpoint(model_dir: str | Path, prompts: Sequence[str], dtype: str = 
                 model(**tokenizer(prompt, return_tensors="pt", return_token_type_ids=False), use_cache=False)
 
     activations = scan_activations(model, forward, dtype) if prompts else []
-    return ReadinessReport.of(weights=weights, activations=activations, dtype=dtype)
+    return ReadinessReport(weights=weights, activations=activations, dtype=dtype)
 
 
 def _folder(model_dir: str | Path) -> Path:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.metrics.clipping import PhantomSums
-from mismatch_ext.precision.dtypes import facts
+from mismatch_ext.precision.dtypes import limits
 from mismatch_ext.ranks import Ranks
 
 # TRL's losses with PPO's clip; the others use the ratio in their own ways, and stop nothing.
@@ -55,7 +55,7 @@ def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: st
         engine_dtype: Dtype of the engine's weights; None if unknown.
         quantization: Quantisation of the engine's weights; None for none.
     """
-    if quantization is None and (engine_dtype is None or facts(engine_dtype).eps <= facts(trainer_dtype).eps):
+    if quantization is None and (engine_dtype is None or limits(engine_dtype).eps <= limits(trainer_dtype).eps):
         return None
     held = f"{quantization} weights" if quantization is not None else f"weights in {engine_dtype}"
     return (

@@ -23,7 +23,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import TRL
 from mismatch_ext.log import RunLog, run_folder
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.records import SamplingSettings

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from mismatch_ext.precision.fixes import TrainerFixes
+from mismatch_ext.precision.dtypes import TrainerFixes
 
 MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
 FIXES = TrainerFixes(

@@ -8,8 +8,7 @@ from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.names import spelled
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy, spelled
 from mismatch_ext.versions import installed
 
 LOGPROBS = "processed_logprobs"

@@ -23,13 +23,13 @@ def seen() -> float:
 
 def with_workaround() -> float:
     """Audit an engine with such a cache as every run is."""
-    from mismatch_ext.precision.audit import AuditReport, EngineReading, _Audit, _audit_engine
-    from mismatch_ext.precision.policy import PrecisionPolicy
+    from mismatch_ext.precision.audit import AuditReport, EngineReading, engine_checks
+    from mismatch_ext.precision.dtypes import PrecisionPolicy
 
     held = {"model_dtype": "bfloat16", "parameter_dtypes": {}, "logprobs_mode": "", "quantization": None}
-    reading, found = EngineReading(engine="vllm", version="0", kv_cache_dtype="fp8_e4m3", **held), _Audit()
-    _audit_engine(found, PrecisionPolicy("bfloat16"), reading)
-    AuditReport(dtype="bfloat16", checks=(), findings=tuple(found.findings)).raise_for_findings()
+    reading = EngineReading(engine="vllm", version="0", kv_cache_dtype="fp8_e4m3", **held)
+    checks = engine_checks(PrecisionPolicy("bfloat16"), reading)
+    AuditReport(dtype="bfloat16", checks=tuple(checks)).raise_for_findings()
     return seen()
 
 

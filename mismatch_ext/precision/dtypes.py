@@ -1,88 +1,121 @@
-"""Names of the three compute dtypes, and the facts about them that the checks use."""
+"""The three compute dtypes, and what one uniform precision asks for. Without torch, so that a block is read quickly."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-
-import torch
+from typing import TYPE_CHECKING
 
 from mismatch_ext.errors import PrecisionError
-from mismatch_ext.precision.names import ALIASES, NAMES, bare
 
-_TORCH = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+if TYPE_CHECKING:
+    import torch
+
+    from mismatch_ext.config import PrecisionConfig
+
+NAMES = ("float32", "float16", "bfloat16")
+SHORT = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
+"""Short names, as in the arguments of trainers and engines."""
+ALIASES = {name: name for name in NAMES} | {short: name for name, short in SHORT.items()}
+ALIASES |= {"float": "float32", "half": "float16"}
+"""Canonical name of each accepted name."""
+MEANT = ALIASES | {
+    "f32": "float32",
+    "single": "float32",
+    "full": "float32",
+    "32": "float32",
+    "f16": "float16",
+    "16": "float16",
+}
+"""Canonical name that a user probably means: also by names that are not accepted, as "16" is two dtypes."""
+LOGPROBS_MODE = "processed_logprobs"
+"""Which log-probabilities an engine must return: those that it samples from, after the temperature."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class DtypeFacts:
-    """Limits of a floating-point dtype.
+def _bare(dtype: object) -> str:
+    return str(dtype).lower().removeprefix("torch.")
 
-    Args:
-        name: Canonical name.
-        max: Largest finite value.
-        smallest_normal: Smallest positive value with full relative precision.
-        smallest_subnormal: Smallest positive value; a value of at most half of it rounds to zero.
-        eps: Distance from 1 to the next larger value.
-    """
 
-    name: str
-    max: float
-    smallest_normal: float
-    smallest_subnormal: float
-    eps: float
+def spelled(dtype: object) -> str:
+    """Return the canonical name of a dtype that was read from a peer, or its lower-case name if it has none."""
+    return ALIASES.get(_bare(dtype), _bare(dtype))
 
 
 def canonical(dtype: str | torch.dtype) -> str:
-    """Return the canonical name of a compute dtype.
-
-    Args:
-        dtype: A torch dtype, or a name such as "fp16", "half", "torch.float16", "bf16" or "float32", in any
-            case.
-
-    Returns:
-        "float32", "float16" or "bfloat16".
-
-    Raises:
-        PrecisionError: It is none of the three. "auto" is refused too, because the engine then chooses the
-            dtype.
-    """
-    key = bare(dtype)
-    if key not in ALIASES:
+    """Return the canonical name of a compute dtype; raises PrecisionError for any other, such as "auto"."""
+    if _bare(dtype) not in ALIASES:
         raise PrecisionError(
             f"dtype {str(dtype)!r} is not a compute dtype; allowed: {', '.join(NAMES)} (or {', '.join(ALIASES)})."
         )
-    return ALIASES[key]
+    return ALIASES[_bare(dtype)]
 
 
-def torch_dtype(name: str | torch.dtype) -> torch.dtype:
-    """Return the torch dtype of a name or alias.
+def torch_dtype(dtype: str | torch.dtype) -> torch.dtype:
+    """Return the torch dtype of a name or alias."""
+    import torch
 
-    Raises:
-        PrecisionError: The name is no compute dtype.
-    """
-    return _TORCH[canonical(name)]
+    return {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}[canonical(dtype)]
 
 
-def facts(dtype: str | torch.dtype) -> DtypeFacts:
-    """Return the limits of a dtype.
+def limits(dtype: str | torch.dtype) -> torch.finfo:
+    """Return the limits of a compute dtype."""
+    import torch
 
-    Raises:
-        PrecisionError: The name is no compute dtype.
-    """
-    name = canonical(dtype)
-    info = torch.finfo(_TORCH[name])
-    return DtypeFacts(
-        name=name,
-        max=info.max,
-        smallest_normal=info.smallest_normal,
-        smallest_subnormal=info.smallest_normal * info.eps,
-        eps=info.eps,
-    )
+    return torch.finfo(torch_dtype(dtype))
 
 
 def coarser(first: str | torch.dtype, second: str | torch.dtype) -> str:
-    """Return the dtype with the larger eps; it determines the gap between two sides that compute in these dtypes.
+    """Return the dtype with the larger eps; it determines the gap between two sides that compute in these dtypes."""
+    return max(canonical(first), canonical(second), key=lambda name: float(limits(name).eps))
 
-    Raises:
-        PrecisionError: One of the two is no compute dtype.
+
+@dataclass(frozen=True)
+class PrecisionPolicy:
+    """One dtype for both sides (arXiv 2510.26788, for float16), and what the engine quantizes on purpose."""
+
+    dtype: str
+    quantization: str | None = None
+    kv_cache: str | None = None
+
+    @classmethod
+    def of(cls, precision: PrecisionConfig) -> PrecisionPolicy:
+        """Return the policy that the `precision` section asks for."""
+        return cls(precision.dtype, precision.engine_weights, precision.engine_kv_cache)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", canonical(self.dtype))
+
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
+        return self.dtype == "float16"
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of the engine's KV cache: the compute dtype, by name or as "auto", or the format asked for."""
+        if self.kv_cache is None:
+            return ("auto", self.dtype)
+        return (self.kv_cache, "fp8_e4m3") if self.kv_cache == "fp8" else (self.kv_cache,)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainerFixes:
+    """Advice per problem, in the host's own terms; the defaults are for a training loop of your own.
+
+    In `autocast`, `{dtype}` is the dtype asked for, and `{flag}` its entry in `flags`. `float16_on_cpu` takes its place where
+    autocast is off on a CPU although float16 was asked for.
     """
-    return max(canonical(first), canonical(second), key=lambda name: facts(name).eps)
+
+    masters: str = "Load the model in float32 (dtype='float32') and let autocast compute in the half dtype"
+    autocast_off: str = "Take torch.autocast off the forward passes"
+    autocast: str = "Run the forward passes under torch.autocast(dtype=torch.{dtype}); see that no wrapper ends it."
+    float16_on_cpu: str | None = None
+    flags: tuple[tuple[str, str], ...] = ()
+    reduction: str = "Set reduce_dtype of the sharding's mixed-precision policy to float32"
+
+    def for_autocast(self, dtype: str, *, off_on_cpu: bool) -> str:
+        """Return the advice for autocast that is not as asked for; `off_on_cpu`: it is off, and the device is a CPU."""
+        if dtype == "float32":
+            return f"{self.autocast_off}: float32 was asked for."
+        if off_on_cpu and dtype == "float16" and self.float16_on_cpu is not None:
+            return self.float16_on_cpu
+        return self.autocast.format(dtype=dtype, flag=dict(self.flags).get(dtype, ""))

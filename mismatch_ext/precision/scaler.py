@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from mismatch_ext.config import PrecisionConfig
 
 STATE_KEY = "mismatch_ext"
-STATE_VERSION = 1
 _COUNTERS = ("steps", "overflow_steps", "overflow_streak", "longest_overflow_streak")
 _SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5  # torch.amp.GradScaler's own, which arXiv 2510.26788's code keeps
@@ -26,25 +25,22 @@ MAX_OVERFLOW_STREAK = 20  # a choice: from 2^16 the scale falls below MIN_SCALE 
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Replacement for `torch.amp.GradScaler` that raises an error where torch's stays silent.
+    """Replacement for `torch.amp.GradScaler` that raises an error where torch's stays silent (arXiv 2510.26788 needs scaling
+    throughout).
 
-    It differs from torch's in five ways. It cannot be created disabled. Ranks agree on an overflow before any
-    of them steps. On an overflow `optimizer.step` is never called, not even a fused optimizer's. Overflows are
-    counted, and too long a streak of them is an error. Its state contains the counters; torch's scaler can load
-    its state, and it can load torch's.
-
-    torch's `ShardedGradScaler` also makes ranks agree. But on a CPU it disables itself unless it is given
-    `device="cpu"`, which accelerate does not do, and it still calls the step of a fused optimizer.
+    It cannot be created disabled, unlike torch's `ShardedGradScaler`, which disables itself on a CPU. Ranks agree on an
+    overflow before any of them steps. On an overflow `optimizer.step` is never called, not even a fused optimizer's. Overflows
+    are counted, and too long a streak of them is an error. Its state contains the counters; torch's scaler can load its state,
+    and it can load torch's.
 
     Args:
         device: Device type that gradients live on, for example "cuda" or "cpu".
-        init_scale: First loss scale; a power of two keeps scaling exact.
-        growth_interval: Steps in a row without overflow before the scale grows (400 in arXiv 2510.26788's
-            code).
+        init_scale: First loss scale, at least 1; a power of two keeps scaling exact.
+        growth_interval: Steps in a row without overflow before the scale doubles (400 in arXiv 2510.26788's code).
         process_group: Ranks that step together; None is all of them.
 
     Raises:
-        PrecisionError: A setting is out of range, or torch would disable the scaler on this device.
+        PrecisionError: `init_scale` is below 1, or torch would disable the scaler on this device.
     """
 
     def __init__(
@@ -56,21 +52,19 @@ class LossScaler(torch.amp.GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         kind = torch.device(device).type
-        for name, value, good, allowed in (
-            ("growth_interval", growth_interval, growth_interval >= 1, "an integer >= 1"),
-            ("init_scale", init_scale, MIN_SCALE <= init_scale < math.inf, f"a finite number >= {MIN_SCALE:g}"),
-        ):
-            if not good:
-                raise PrecisionError(f"{name}={value!r} is not allowed for the loss scaler; allowed: {allowed}.")
+        if not MIN_SCALE <= init_scale < math.inf or growth_interval < 1:
+            raise PrecisionError(
+                f"init_scale={init_scale!r}, growth_interval={growth_interval!r} is not allowed for the loss scaler; allowed: a "
+                f"finite number >= {MIN_SCALE:g}, an integer >= 1."
+            )
         with warnings.catch_warnings():
             # torch only warns when it disables itself; the error below replaces that warning.
             warnings.simplefilter("ignore")
             super().__init__(kind, init_scale, GROWTH_FACTOR, BACKOFF_FACTOR, growth_interval, enabled=True)
         if not self.is_enabled():
             raise PrecisionError(
-                f"torch disables the loss scaler for device {kind!r}, which is not available to this "
-                "process; float16 training would run unscaled. Name the device that the gradients are on, "
-                "or train in bfloat16 or float32."
+                f"torch disables the loss scaler for device {kind!r}, which is not available to this process; float16 training "
+                "would run unscaled. Name the device that the gradients are on, or train in bfloat16 or float32."
             )
         self.init_scale = init_scale
         self.process_group = process_group
@@ -81,39 +75,21 @@ class LossScaler(torch.amp.GradScaler):
 
     @classmethod
     def of(cls, precision: PrecisionConfig, device: str | torch.device) -> LossScaler:
-        """Return the scaler that a block's `precision` asks for.
-
-        Args:
-            precision: That section.
-            device: Device type that gradients live on.
-
-        Raises:
-            PrecisionError: torch would disable it on this device.
-        """
+        """Return the scaler that a block's `precision` asks for."""
         return cls(device, init_scale=precision.init_scale, growth_interval=precision.growth_interval)
 
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """Divide the gradients by the scale, once per step, and tell all ranks if one of them has an overflow.
-
-        Raises:
-            PrecisionError: The optimizer has no gradient, or a float16 gradient.
-        """
-        gradients = 0
-        for group in optimizer.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradients += 1
-                if parameter.grad.dtype == torch.float16:
-                    raise PrecisionError(
-                        f"a gradient of shape {tuple(parameter.grad.shape)} is float16, so the master "
-                        "weights are; unscaling would flush its small values to zero. Load the model in "
-                        "float32 and compute under float16 autocast."
-                    )
-        if gradients == 0 and not self._shared():
+        """Divide the gradients by the scale, once per step, and tell all ranks if one of them has an overflow."""
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        for gradient in gradients:
+            if gradient.dtype == torch.float16:
+                raise PrecisionError(
+                    f"a gradient of shape {tuple(gradient.shape)} is float16, so the master weights are; unscaling would flush "
+                    "its small values to zero. Load the model in float32 and compute under float16 autocast."
+                )
+        if not gradients and not self._shared():
             raise PrecisionError(
-                f"no parameter of {type(optimizer).__name__} has a gradient; "
-                "call scaler.scale(loss).backward() before the step."
+                f"no parameter of {type(optimizer).__name__} has a gradient; call scaler.scale(loss).backward() before the step."
             )
         super().unscale_(optimizer)
         self._agree(self._found_inf_per_device(optimizer))
@@ -141,14 +117,10 @@ class LossScaler(torch.amp.GradScaler):
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done yet, then call `optimizer.step` unless the gradients overflowed.
 
-        On an overflow, torch still calls the step of a fused optimizer, whose kernel then skips the update.
-        accelerate takes this call for a real step: it reports no skip and advances the learning-rate schedule.
-        The test here costs a fused optimizer one host synchronisation per step, as for any other optimizer.
-
-        Raises:
-            PrecisionError: A closure was given, or for the reasons of `unscale_`.
+        On an overflow torch still calls the step of a fused optimizer, whose kernel skips the update. accelerate takes that
+        call for a real step, and advances the learning-rate schedule. The test here costs one host synchronization.
         """
-        if "closure" in kwargs or any(callable(a) for a in args):
+        if "closure" in kwargs or any(map(callable, args)):
             raise PrecisionError(
                 "the loss scaler cannot step with a closure: gradients that it recomputes would not be unscaled."
             )
@@ -157,22 +129,14 @@ class LossScaler(torch.amp.GradScaler):
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
             self.unscale_(optimizer)
-        overflow = any(bool(value.item()) for value in state["found_inf_per_device"].values())
+        overflow = _overflowed(state)
         result: float | None = None if overflow else optimizer.step(*args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale after all optimizers have stepped, and count overflows.
-
-        Raises:
-            PrecisionError: The streak of overflows is too long, or the scale fell below `MIN_SCALE`.
-        """
-        overflow = any(
-            bool(value.item())
-            for state in self._per_optimizer_states.values()
-            for value in state["found_inf_per_device"].values()
-        )
+        """Adapt the scale after all optimizers have stepped, and count overflows; raises PrecisionError if they do not end."""
+        overflow = any(_overflowed(state) for state in self._per_optimizer_states.values())
         super().update(new_scale)
         self.steps += 1
         self.overflow_steps += overflow
@@ -209,38 +173,28 @@ class LossScaler(torch.amp.GradScaler):
     def state_dict(self) -> dict[str, Any]:
         """Return torch's own entries, and the counters under an additional key that torch's scaler ignores."""
         counters = {name: getattr(self, name) for name in (*_COUNTERS, "init_scale")}
-        return {**super().state_dict(), STATE_KEY: {"version": STATE_VERSION, **counters}}
+        return {**super().state_dict(), STATE_KEY: counters}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore scale, growth tracker and counters from this scaler's state or from a plain torch state.
+        """Restore scale, growth tracker and counters from this scaler's state, or from torch's, which has no counters.
 
-        The constructor's settings stay, because an old checkpoint must not undo a changed configuration; a
-        warning names each setting that differs. If the saved scale started from another `init_scale`, the scale starts
-        again from the present one. A plain torch state has no counters, so they start at zero, and does not contain its
-        `init_scale`.
-
-        Raises:
-            PrecisionError: The state is empty, incomplete, of an unknown version, or holds a scale out of
-                range.
+        The constructor's settings stay, because an old checkpoint must not undo a changed configuration; a warning names each
+        setting that differs. If the saved scale started from another `init_scale`, the scale starts again from the present
+        one. Raises PrecisionError for a state that is empty, incomplete, or holds a scale out of range.
         """
+        ours = state_dict.get(STATE_KEY, dict.fromkeys(_COUNTERS, 0))
         missing = [key for key in ("scale", "_growth_tracker") if key not in state_dict]
-        if missing:
+        if missing or not all(type(ours.get(name)) is int for name in _COUNTERS):
             raise PrecisionError(
-                f"the loss-scaler state lacks {', '.join(missing)} (it has: "
-                f"{', '.join(state_dict) or 'nothing'}); an empty one was saved by a disabled scaler, so "
-                "that run trained without loss scaling. Delete it to start from init_scale."
+                f"the loss-scaler state lacks {', '.join(missing) or 'its counters'} (it has: "
+                f"{', '.join(state_dict) or 'nothing'}); an empty one was saved by a disabled scaler, so that run trained "
+                "without loss scaling. Delete it to start from init_scale."
             )
         scale = float(state_dict["scale"])
-        if not math.isfinite(scale) or scale < MIN_SCALE:
+        if not MIN_SCALE <= scale < math.inf:
             raise PrecisionError(
-                f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= {MIN_SCALE:g}. Resume from an "
-                "earlier checkpoint."
-            )
-        ours = state_dict.get(STATE_KEY, {"version": STATE_VERSION, **dict.fromkeys(_COUNTERS, 0)})
-        if ours.get("version") != STATE_VERSION or any(name not in ours for name in _COUNTERS):
-            raise PrecisionError(
-                f"the loss-scaler state has {STATE_KEY}={ours!r}; allowed: version {STATE_VERSION} with "
-                f"{', '.join(_COUNTERS)}. Load it with the release of mismatch-ext that saved it."
+                f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= {MIN_SCALE:g}. Resume from an earlier "
+                "checkpoint."
             )
         settings = {name: getattr(self, f"get_{name}")() for name in _SETTINGS}
         for name, value in settings.items():
@@ -259,6 +213,11 @@ class LossScaler(torch.amp.GradScaler):
             scale, tracker = self.init_scale, 0
         super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
         for name in _COUNTERS:
-            setattr(self, name, int(ours[name]))
+            setattr(self, name, ours[name])
         if before != self.init_scale:
             self.overflow_streak = 0
+
+
+def _overflowed(state: dict[str, Any]) -> bool:
+    """Tell whether an optimizer's gradients overflowed in this step."""
+    return any(bool(value.item()) for value in state["found_inf_per_device"].values())

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mismatch_ext.log_reading import RunData
-from mismatch_ext.precision.names import spelled
+from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.drift import Parts, parts
 from mismatch_ext.report.profiles import Pooled, pool_profile

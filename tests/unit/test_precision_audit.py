@@ -14,10 +14,15 @@ import torch
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import canonical, coarser, facts, torch_dtype
-from mismatch_ext.precision.fixes import TrainerFixes
-from mismatch_ext.precision.names import ALIASES, spelled
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import (
+    ALIASES,
+    PrecisionPolicy,
+    TrainerFixes,
+    canonical,
+    coarser,
+    spelled,
+    torch_dtype,
+)
 from mismatch_ext.provenance import SamplingSettings
 
 DTYPES = ("float32", "float16", "bfloat16")
@@ -243,22 +248,15 @@ def test_names_are_read_in_any_spelling() -> None:
         ),
         SyncReading(sent_dtype="fp32", received_dtype="torch.float16"),
     )
-    assert report.ok, str(report)
+    assert report.ok, report.findings
 
 
-def test_report_as_data_and_as_a_table() -> None:
+def test_report_as_data() -> None:
     report = halved(HALVES[0], HALVES[10])
     data = json.loads(json.dumps(report.to_dict(), allow_nan=False))
     assert data["ok"] is False and data["dtype"] == "float16"
-    assert [f["what"] for f in data["findings"]] == ["autocast", "dtype"]
-    assert {c["what"] for c in data["checks"]} >= {"parameters", "KV cache", "sent dtype"}
-    table = str(report).splitlines()
-    assert table[0].split() == ["side", "what", "expected", "found"]
-    assert sum(line.endswith("WRONG") for line in table) == 2
-    assert (
-        len({line.index("float16") for line in table if line.startswith(("trainer  autocast", "engine   dtype"))}) == 1
-    )
-    assert table[-1].startswith("fix: engine dtype: Start vllm")
+    assert [check["what"] for check in data["checks"] if not check["ok"]] == ["autocast", "dtype"]
+    assert {check["what"] for check in data["checks"]} >= {"parameters", "KV cache", "sent dtype"}
 
 
 @pytest.mark.parametrize(
@@ -277,18 +275,7 @@ def test_other_dtypes_are_refused_by_name(name: str | torch.dtype) -> None:
     assert spelled(name) == str(name).removeprefix("torch.")
 
 
-def test_facts() -> None:
-    # IEEE binary16: (2 - 2^-10) * 2^15, 2^-14, 2^-24, 2^-10; bfloat16: 8 exponent and 7 mantissa bits.
-    half = facts("half")
-    assert (half.max, half.smallest_normal, half.smallest_subnormal, half.eps) == (
-        65504.0,
-        2**-14,
-        2**-24,
-        2**-10,
-    )
-    brain = facts("bf16")
-    assert (brain.smallest_normal, brain.smallest_subnormal, brain.eps) == (2**-126, 2**-133, 2**-7)
-    assert facts("float32").smallest_subnormal == 2**-149
+def test_the_coarser_dtype_is_the_one_of_fewer_bits() -> None:
     assert [coarser(a, b) for a, b in (("fp32", "bf16"), ("bf16", "fp16"), ("fp16", "fp32"))] == [
         "bfloat16", "bfloat16", "float16",
     ]  # fmt: skip

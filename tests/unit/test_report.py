@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.precision.names import spelled
+from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
 from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.profiles import Pooled, pool_profile

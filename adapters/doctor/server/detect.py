@@ -11,7 +11,7 @@ from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.http import brief
 
 from mismatch_ext.errors import ConfigError, suggestion
-from mismatch_ext.precision.names import NAMES, spelled
+from mismatch_ext.precision.dtypes import NAMES, spelled
 from mismatch_ext.versions import PEERS
 
 COMMON = (

@@ -20,7 +20,7 @@ from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.origins import EngineAnswer
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.policy import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
 

@@ -20,7 +20,7 @@ from verl.trainer.ppo.utils import need_reference_policy
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
-from mismatch_ext.precision.names import SHORT, spelled
+from mismatch_ext.precision.dtypes import SHORT, spelled
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, on_cpu_build
 

@@ -453,9 +453,7 @@ def shards(model: str, checkpoint: dict[str, str]) -> dict[str, Any]:
         *_, (name, part) = named_shards(module)
         with torch.no_grad():
             part.view(-1)[-1] = 1e6
-        report = ReadinessReport.of(
-            weights=scan_weights(named_shards(module), "float16"), activations=[], dtype="float16"
-        )
+        report = ReadinessReport(weights=scan_weights(named_shards(module), "float16"), activations=[], dtype="float16")
         found[str(orig)] = {
             "whole": together == checkpoint,
             "names": sorted(together),

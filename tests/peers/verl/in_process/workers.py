@@ -29,7 +29,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.precision.names import SHORT
+from mismatch_ext.precision.dtypes import SHORT
 from tests.peers.verl.in_process.routes import nested
 
 torch.set_num_threads(1)
