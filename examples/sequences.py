@@ -28,7 +28,7 @@ from transformers import PreTrainedModel
 from examples.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
 from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.routing import RoutingTrace, agreement
-from mismatch_ext.routing.replaying import REFERENCE
+from mismatch_ext.routing.replay import REFERENCE
 
 FILE = "sequences.json"
 # Split -> name -> one value per response.
@@ -145,7 +145,7 @@ def flips_of(recorded: RoutingTrace, native: RoutingTrace) -> float:
         native: The trainer's own, of every token.
     """
     own = native.slice(recorded.start, recorded.start + recorded.rows)
-    return float(sum(agreement(recorded, own).set_mismatches))
+    return float(agreement(recorded, own)["set_mismatches"].sum())
 
 
 def read_sequences(folder: Path) -> Sums:

@@ -52,7 +52,8 @@ from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
 from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import align
-from mismatch_ext.routing.replaying import REFERENCE, RouteReplay
+from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.run.batch import Batch, lay_out, routes_of
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.verdicts import Verdicts
@@ -650,10 +651,8 @@ class Run:
         if self._replay is not None:
             routes = self._replay.take_others(split, self.ranks)
             agreement = self._replay.take_agreement(split, self.ranks)
-            if agreement is not None:
-                routes |= agreement.metrics()
-                by_layer = {PREFIX + name: value for name, value in agreement.layer_metrics().items()}
-            logged |= {PREFIX + name: value for name, value in routes.items()}
+            by_layer = {PREFIX + name: value for name, value in agreement.items() if of_layer(name)}
+            logged |= {PREFIX + name: value for name, value in (routes | agreement).items() if not of_layer(name)}
         logged |= own_metrics
         with self._together():
             self._log.write(self.steps, logged | by_layer, split)

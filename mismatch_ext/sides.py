@@ -69,7 +69,7 @@ class LoopTrainer(TrainerSide, Protocol):
 
     @property
     def routing(self) -> Any:
-        """The `mismatch_ext.routing.replaying.Backend` that records and replays routes in the model."""
+        """The `mismatch_ext.routing.replay.Backend` that records and replays routes in the model."""
 
     def compute_in(self, dtype: str, scaler: LossScaler | None) -> None:
         """Run forward passes in a dtype from now on, and let a scaler scale the loss."""

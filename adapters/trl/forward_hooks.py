@@ -20,8 +20,8 @@ from transformers.utils import is_peft_available
 from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.routing import Agreement, RoutingTrace
-from mismatch_ext.routing.replaying import REFERENCE
+from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.replay import REFERENCE
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -192,9 +192,9 @@ class RoutingMixin(_Host):
         """Return how many forward passes of a split were over other tokens than were recorded, over all ranks."""
         return {} if self._routing is None else self._routing.take_others(split, self._ranks)
 
-    def _routing_agreement(self, split: str) -> Agreement | None:
+    def _routing_agreement(self, split: str) -> dict[str, float]:
         """Return the agreement since the last log, over all ranks; None where nothing was measured."""
-        return None if self._routing is None else self._routing.take_agreement(split, self._ranks)
+        return {} if self._routing is None else self._routing.take_agreement(split, self._ranks)
 
 
 def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

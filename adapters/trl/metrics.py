@@ -15,7 +15,7 @@ from mismatch_ext.adapters.trl.sides import SidesMixin
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.records import SamplingSettings
-from mismatch_ext.routing.agreement import Agreement
+from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.weights import SyncVerdict
 
 
@@ -90,7 +90,7 @@ class MetricsMixin(LoggingMixin):
 
         @property
         def _scored_sampling(self) -> SamplingSettings: ...
-        def _routing_agreement(self, split: str) -> Agreement | None: ...
+        def _routing_agreement(self, split: str) -> dict[str, float]: ...
         def _other_passes(self, split: str) -> dict[str, float]: ...
         def _examined_metrics(self) -> dict[str, float]: ...
 
@@ -108,7 +108,7 @@ class MetricsMixin(LoggingMixin):
 
     def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         extra: dict[str, float] = {}
-        agreement = None
+        agreement: dict[str, float] = {}
         # Each collective in a check of its own: a rank on which one fails still takes part in the others.
         with self._verdicts.checking("findings"):
             self._verdicts.gather(self._ranks)
@@ -173,6 +173,7 @@ def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
     return {PREFIX + name: value for name, value in metrics.items()}
 
 
-def of_agreement(agreement: Agreement | None) -> tuple[dict[str, float], dict[str, float]]:
+def of_agreement(agreement: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
     """Return what is logged of the agreement of routes, and what is written only to the metrics file."""
-    return ({}, {}) if agreement is None else (prefixed(agreement.metrics()), prefixed(agreement.layer_metrics()))
+    by_layer = {name: value for name, value in agreement.items() if of_layer(name)}
+    return prefixed({name: value for name, value in agreement.items() if name not in by_layer}), prefixed(by_layer)

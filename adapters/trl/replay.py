@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace, align, share_prompts
-from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]

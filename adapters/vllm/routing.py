@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.routing import RoutingShape, RoutingTrace
-from mismatch_ext.routing.shape import starts_of
+from mismatch_ext.routing.trace import starts_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput

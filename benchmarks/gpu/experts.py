@@ -16,7 +16,9 @@ from benchmarks.gpu.gap import TAILS, gap, scatter
 from benchmarks.gpu.models import in_dtype, policy, prompts_of
 from benchmarks.gpu.part import Found, Say, Setting
 from benchmarks.gpu.svg import Figure, Panel, Series
-from mismatch_ext.routing import Agreement, RoutingTrace, agreement, align
+from mismatch_ext.routing import RoutingTrace, agreement, agreement_metrics, align
+from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.sums import merged
 
 NAME, TITLE = "experts", "experts, with and without the engine's routes"
 DTYPES = {"bf16": torch.bfloat16, "FP16": torch.float16, "float32": torch.float32}
@@ -47,7 +49,7 @@ def run(setting: Setting, folder: Path, say: Say) -> Found:
         found["dtypes"][name] = {
             "own routes": gap(rollout.logprobs, native, rollout.mask),
             "replay": gap(rollout.logprobs, replayed, rollout.mask),
-            "routes": taken.metrics(),
+            "routes": {name: value for name, value in taken.items() if not of_layer(name)},
             "routes of the replayed pass that are the engine's": obeyed,
         }
         found["points"][name] = {
@@ -77,7 +79,7 @@ def _said(model: nn.Module, rollout: Rollout, ids: Tensor, real: Tensor) -> Tens
 
 
 @torch.no_grad()
-def own_routes(model: nn.Module, rollout: Rollout) -> tuple[Tensor, Agreement]:
+def own_routes(model: nn.Module, rollout: Rollout) -> tuple[Tensor, dict[str, float]]:
     """Return log-probabilities `[B, T]` under the trainer's own routes, and how far these are the engine's."""
     parts, counts = [], []
     for ids, routes, real in _batches(model, rollout):
@@ -85,10 +87,7 @@ def own_routes(model: nn.Module, rollout: Rollout) -> tuple[Tensor, Agreement]:
             parts.append(_said(model, rollout, ids, real))
         trace, known = align(routes, real)
         counts.append(agreement(trace, recording.trace, known, real=known))
-    total = counts[0]
-    for one in counts[1:]:
-        total = total.merge(one)
-    return torch.cat(parts), total
+    return torch.cat(parts), agreement_metrics(merged(*counts), trace.layers)
 
 
 @torch.no_grad()

@@ -1,21 +1,25 @@
 """Expert routing of mixture-of-experts models: the record of routes, its replay in the trainer, and how far two records agree."""
 
-from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES, Agreement, agreement
+from mismatch_ext.routing.agreement import (
+    OTHER_PASSES,
+    ROUTING_MEASURES,
+    agreement,
+    agreement_metrics,
+    check_plausible,
+    expert_overlap,
+)
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import storage_dtype
-from mismatch_ext.routing.plausibility import check_plausible, expert_overlap
-from mismatch_ext.routing.shape import RoutingShape
-from mismatch_ext.routing.sharing import Shared, share_prompts
-from mismatch_ext.routing.trace import RoutingTrace
+from mismatch_ext.routing.trace import RoutingShape, RoutingTrace, Shared, share_prompts
 
 __all__ = [
     "OTHER_PASSES",
     "ROUTING_MEASURES",
-    "Agreement",
     "RoutingShape",
     "RoutingTrace",
     "Shared",
     "agreement",
+    "agreement_metrics",
     "align",
     "align_packed",
     "check_plausible",

@@ -1,20 +1,20 @@
-"""How often two routings of the same tokens choose the same experts.
+"""How often two routings of the same tokens choose the same experts, and whether recorded routes can come from this model.
 
-Shapes: R rows, L MoE layers, K experts per token.
+Shapes: R rows, L MoE layers, K experts per token, E experts.
 """
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing.trace import RoutingTrace
+from mismatch_ext.sums import Sums
 
 ROUTING_MEASURES: dict[str, str] = {
     "routing/compared_tokens": "tokens whose recorded and native routing were compared",
@@ -24,7 +24,7 @@ ROUTING_MEASURES: dict[str, str] = {
     "routing/token_mismatch_frac": "share of tokens whose set of experts differs in any layer",
     "routing/order_agreement_frac": "share of (token, layer) pairs with equal experts in equal slots",
 }
-"""Names and meanings of what `Agreement.metrics` returns."""
+"""Names and meanings of what `agreement_metrics` returns, besides a `LAYER` share for each layer."""
 
 OTHER_PASSES = "routing/other_passes"
 """Name of the count of forward passes over other tokens than were recorded, which the model routed itself."""
@@ -32,96 +32,18 @@ OTHER_PASSES = "routing/other_passes"
 LAYER = "routing/layer_{}_set_mismatch"
 """Name of the share of tokens whose sets of experts differ in a layer; a host's loggers get only the worst layer's share."""
 
+# Rows that are compared for plausibility: enough to tell agreement from chance, with little memory for many layers and experts.
+SAMPLE = 256
+
 
 def of_layer(name: str) -> bool:
     """Tell whether a metric, with or without prefix, is a layer's; such metrics go only to a run's metrics file."""
     return re.search(LAYER.format(r"\d+") + "$", name) is not None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Agreement:
-    """Counts of agreement, additive over batches and ranks.
-
-    Args:
-        layers: Absolute indices of the MoE layers.
-        tokens: Number of compared tokens.
-        set_mismatches: Per layer, number of tokens whose sets of experts differ.
-        order_agreements: Per layer, number of tokens with equal experts in equal slots.
-        token_mismatches: Number of tokens whose sets differ in any layer.
-        native_rows: Number of tokens that were left out because they had no recorded route. Padding counts too, unless
-            `agreement` was told which rows are real.
-    """
-
-    layers: tuple[int, ...]
-    tokens: int
-    set_mismatches: tuple[int, ...]
-    order_agreements: tuple[int, ...]
-    token_mismatches: int
-    native_rows: int = 0
-
-    def merge(self, other: Agreement) -> Agreement:
-        """Return the sums of the counts of both.
-
-        Raises:
-            RoutingError: The two have different layers.
-        """
-        if self.layers != other.layers:
-            raise RoutingError(
-                f"agreement of layers {self.layers} cannot be merged with that of layers {other.layers}."
-            )
-        return Agreement(
-            layers=self.layers,
-            tokens=self.tokens + other.tokens,
-            set_mismatches=tuple(a + b for a, b in zip(self.set_mismatches, other.set_mismatches, strict=True)),
-            order_agreements=tuple(a + b for a, b in zip(self.order_agreements, other.order_agreements, strict=True)),
-            token_mismatches=self.token_mismatches + other.token_mismatches,
-            native_rows=self.native_rows + other.native_rows,
-        )
-
-    def metrics(self) -> dict[str, float]:
-        """Return the scalars that a run logs, with the names and meanings of `ROUTING_MEASURES`.
-
-        If no token was compared, only the first two are returned, because a mismatch of 0 would look like agreement.
-        """
-        rows = self.tokens + self.native_rows
-        scalars = {
-            "routing/compared_tokens": float(self.tokens),
-            "routing/native_rows_frac": self.native_rows / rows if rows else 0.0,
-        }
-        pairs = self.tokens * len(self.layers)
-        if pairs:
-            scalars |= {
-                "routing/set_mismatch_frac": sum(self.set_mismatches) / pairs,
-                "routing/layer_set_mismatch_max": max(self.set_mismatches) / self.tokens,
-                "routing/token_mismatch_frac": self.token_mismatches / self.tokens,
-                "routing/order_agreement_frac": sum(self.order_agreements) / pairs,
-            }
-        return scalars
-
-    def layer_metrics(self) -> dict[str, float]:
-        """Return `by_layer` under the names in a run's metrics file."""
-        return {LAYER.format(layer): share for layer, share in self.by_layer().items()}
-
-    def by_layer(self) -> dict[int, float]:
-        """Return the share of tokens whose sets of experts differ, by layer; empty if no token was compared."""
-        if not self.tokens:
-            return {}
-        return {layer: count / self.tokens for layer, count in zip(self.layers, self.set_mismatches, strict=True)}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the counts as JSON-able data."""
-        return {name: list(v) if isinstance(v, tuple) else v for name, v in vars(self).items()}
-
-    @classmethod
-    def from_state(cls, state: Mapping[str, Any]) -> Agreement:
-        """Return the counts of a state from `state_dict`."""
-        values: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in state.items()}
-        return cls(**values)
-
-
 def agreement(
     recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None, *, real: Tensor | None = None
-) -> Agreement:
+) -> Sums:
     """Compare two routings of the same tokens, on the device of the second.
 
     Args:
@@ -130,8 +52,12 @@ def agreement(
         mask: True where `recorded` holds a route `[R]`; None compares all rows.
         real: True at tokens that are not padding `[R]`; padding is neither compared nor counted. None counts all rows.
 
+    Returns:
+        Counts: "passes", 1; "tokens" compared; "native_rows" without a recorded route; "token_mismatches", tokens whose sets of
+        experts differ in any layer; per layer `[L]`, "set_mismatches" and "order_agreements" (equal experts in equal slots).
+
     Raises:
-        RoutingError: The two do not belong to the same tokens and model, or a mask has another length.
+        RoutingError: The two do not belong to the same tokens and model.
     """
     header = (recorded.layers, recorded.num_experts, recorded.rows, recorded.top_k)
     other = (native.layers, native.num_experts, native.rows, native.top_k)
@@ -141,39 +67,69 @@ def agreement(
             "recordings of the same tokens in the same model."
         )
     device = native.parts[0].device
-    counted = _flags("real", real, recorded.rows, device)
-    kept = counted & _flags("mask", mask, recorded.rows, device)
-    a, b = (_comparable(trace.experts.to(device)) for trace in (recorded, native))
-    equal_slots = _equal_rows(a, b) & kept[:, None]
-    # Only rows with another order need a comparison of their sets.
-    moved = kept[:, None] & ~equal_slots
-    differ = torch.zeros_like(moved)
-    differ[moved] = (a[moved].sort(-1).values != b[moved].sort(-1).values).any(-1)
-    counts = torch.cat(
-        [differ.sum(0), equal_slots.sum(0), differ.any(1).sum()[None], counted.sum()[None], kept.sum()[None]]
-    ).tolist()
-    layers = len(recorded.layers)
-    any_layer, total, compared = counts[2 * layers :]
-    return Agreement(
-        layers=recorded.layers,
-        tokens=compared,
-        set_mismatches=tuple(counts[:layers]),
-        order_agreements=tuple(counts[layers : 2 * layers]),
-        token_mismatches=any_layer,
-        native_rows=total - compared,
+    everywhere = torch.ones(recorded.rows, dtype=torch.bool, device=device)
+    counted, compared = (
+        everywhere if flags is None else flags.reshape(-1).to(device=device, dtype=torch.bool) for flags in (real, mask)
     )
+    compared = counted & compared
+    ids, native_ids = (_comparable(trace.experts.to(device)) for trace in (recorded, native))
+    same_order = _equal_rows(ids, native_ids) & compared[:, None]
+    # Only rows with another order need a comparison of their sets.
+    moved = compared[:, None] & ~same_order
+    differ = torch.zeros_like(moved)
+    differ[moved] = (ids[moved].sort(-1).values != native_ids[moved].sort(-1).values).any(-1)
+    layers = len(recorded.layers)
+    scalars = torch.stack([differ.any(1).sum(), counted.sum(), compared.sum()])
+    counts = torch.cat([differ.sum(0), same_order.sum(0), scalars]).cpu().double()
+    token_mismatches, total, tokens = counts[2 * layers :]
+    return {
+        "passes": torch.ones((), dtype=torch.float64),
+        "tokens": tokens,
+        "native_rows": total - tokens,
+        "token_mismatches": token_mismatches,
+        "set_mismatches": counts[:layers],
+        "order_agreements": counts[layers : 2 * layers],
+    }
 
 
-def _flags(name: str, flags: Tensor | None, rows: int, device: torch.device) -> Tensor:
-    if flags is None:
-        return torch.ones(rows, dtype=torch.bool, device=device)
-    if flags.numel() != rows:
-        raise RoutingError(f"{name} has {flags.numel()} values for {rows} rows of routing; allowed: one per row.")
-    return flags.reshape(-1).to(device=device, dtype=torch.bool)
+def no_agreement(layers: Sequence[int]) -> Sums:
+    """Return the sums of a rank that has compared nothing."""
+    scalars = {name: torch.zeros((), dtype=torch.float64) for name in _SCALARS}
+    return scalars | {name: torch.zeros(len(layers), dtype=torch.float64) for name in _PER_LAYER}
+
+
+_SCALARS = ("passes", "tokens", "native_rows", "token_mismatches")
+_PER_LAYER = ("set_mismatches", "order_agreements")
+
+
+def agreement_metrics(sums: Sums, layers: Sequence[int]) -> dict[str, float]:
+    """Return what a run logs of agreement: `ROUTING_MEASURES`, and a `LAYER` share for each layer.
+
+    Without a pass there is nothing to log. If no token was compared, only the first two measures are returned, because a
+    mismatch of 0 would look like agreement.
+    """
+    passes, tokens, native_rows, token_mismatches = (float(sums[name]) for name in _SCALARS)
+    if not passes:
+        return {}
+    rows, pairs = tokens + native_rows, tokens * len(layers)
+    metrics = {
+        "routing/compared_tokens": tokens,
+        "routing/native_rows_frac": native_rows / rows if rows else 0.0,
+    }
+    if not pairs:
+        return metrics
+    differing = sums["set_mismatches"].tolist()
+    return metrics | {
+        "routing/set_mismatch_frac": sum(differing) / pairs,
+        "routing/layer_set_mismatch_max": max(differing) / tokens,
+        "routing/token_mismatch_frac": token_mismatches / tokens,
+        "routing/order_agreement_frac": float(sums["order_agreements"].sum()) / pairs,
+        **{LAYER.format(layer): count / tokens for layer, count in zip(layers, differing, strict=True)},
+    }
 
 
 def _equal_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Compare along the last axis; as one machine word if its size allows, because a reduction over few values is slow."""
+    """Compare along the last axis; as one machine word if possible: a reduction over few values is 100 times slower."""
     word = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(a.shape[-1] * a.element_size())
     if word is None or a.numel() == 0:
         return (a == b).all(-1)
@@ -183,3 +139,88 @@ def _equal_rows(a: Tensor, b: Tensor) -> Tensor:
 def _comparable(ids: Tensor) -> Tensor:
     """Return uint16 ids as int16 bits: few devices can sort or index uint16, and equality does not depend on the order."""
     return ids.view(torch.int16) if ids.dtype == torch.uint16 else ids
+
+
+# Plausibility: swapped layers and shifted rows have valid ids too.
+
+
+def expert_overlap(
+    recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None, *, shift: int = 0
+) -> Tensor:
+    """Return how many experts each recorded layer shares with each native one `[L, L]`, float64, in [0, 1].
+
+    Entry (i, j) is the mean over rows of |recorded_i ∩ native_j| / K: 1 if the two layers chose the same experts, about K / E
+    if they are unrelated. Row r of `recorded` is compared with row r + `shift` of `native`, if that row exists.
+
+    Raises:
+        RoutingError: No row is left to compare.
+    """
+    rows = torch.arange(recorded.rows) if mask is None else mask.cpu().nonzero()[:, 0]
+    if not len(rows):
+        raise RoutingError("no row has a recorded route, so the trace says nothing; was routing recorded at all?")
+    rows = rows[(rows + shift >= 0) & (rows + shift < recorded.rows)]
+    # Take rows spread over the batch, because the first rows of padded sequences are often the same few tokens.
+    rows = rows[torch.linspace(0, len(rows) - 1, min(len(rows), SAMPLE)).long()]
+    chosen = [_one_hot(recorded, rows), _one_hot(native, rows + shift)]
+    return torch.einsum("rie,rje->ij", *chosen).double() / (len(rows) * recorded.top_k)
+
+
+def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None) -> Tensor:
+    """Refuse routes that in some layer agree with the model's own routes hardly better than chance.
+
+    Because of numerics, a few per cent of the choices differ. Routes of another layer agree by chance, about K / E of the time.
+    Routes of another token agree more often, especially if the tokens are similar to the model. There are therefore two limits:
+    in every layer, agreement must be at least half-way between chance and full agreement; in the first layer, the row before or
+    after must not agree better.
+
+    Layers are judged in order, and the error names the first wrong one. Up to that layer, the routes below are right, so the
+    model's own choice is meaningful, also if the recorded routes are replayed meanwhile. Above a wrong layer it is not.
+
+    Args:
+        recorded: Routes from elsewhere, R rows.
+        native: Routes that the model itself chose for the same tokens, in a pass without replay or in one that replays
+            `recorded`. With replay, a difference that the engine's numerics cause in one layer causes no more in later layers.
+        mask: True where `recorded` holds a route `[R]`; None compares all rows.
+
+    Returns:
+        The share of experts in common per layer `[L]`, float64.
+
+    Raises:
+        RoutingError: A layer agrees too little, or a neighboring row agrees better. Names the layer, the shares, and the layer
+            or row that agrees.
+    """
+    overlap = expert_overlap(recorded, native, mask)
+    shares = overlap.diagonal()
+    rows = recorded.rows if mask is None else int(mask.sum())
+    for shift in (1, -1) if recorded.rows > 1 else ():
+        # Only the first layer is compared: in later layers, the model's choice would follow from other tokens' experts.
+        share, shifted = float(shares[0]), float(expert_overlap(recorded, native, mask, shift=shift)[0, 0])
+        # Three standard errors of the difference of two shares near 1, as in a model that routes all tokens the same way.
+        if shifted - share > 3 * math.sqrt((2 - share - shifted) / (min(rows, SAMPLE) * recorded.top_k)):
+            raise RoutingError(
+                f"layer {recorded.layers[0]} of the routing trace shares {share:.0%} of its experts with the model's own choice "
+                f"for the same tokens, but {shifted:.0%} with that for the token {'after' if shift > 0 else 'before'}: rows are "
+                "shifted by one."
+            )
+    chance = recorded.top_k / recorded.num_experts
+    limit = (1 + chance) / 2
+    for wrong, layer in enumerate(recorded.layers):
+        if shares[wrong] >= limit:
+            continue
+        best = int(overlap[:, wrong].argmax())
+        cause = (
+            f"The trace's layer {recorded.layers[best]} shares {overlap[best, wrong]:.0%} with it: layers are swapped."
+            if best != wrong and overlap[best, wrong] >= limit
+            else "No other layer fits either: are these routes of other tokens (rows shifted or shuffled), or of other weights?"
+        )
+        raise RoutingError(
+            f"layer {layer} of the routing trace shares {shares[wrong]:.0%} of its experts with the model's own choice for "
+            f"the same tokens; chance is {chance:.0%}, allowed is {limit:.0%} or more. {cause}"
+        )
+    return shares
+
+
+def _one_hot(trace: RoutingTrace, rows: Tensor) -> Tensor:
+    """Return 1 at the chosen experts of some rows, 0 elsewhere `[R, L, E]`, float32."""
+    ids = torch.stack([trace.layer(layer).cpu()[rows] for layer in trace.layers], dim=1)
+    return torch.zeros(*ids.shape[:2], trace.num_experts).scatter_(-1, ids, 1.0)

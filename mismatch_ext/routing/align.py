@@ -36,20 +36,16 @@ def align(
         RoutingError: The number of traces or their rows do not fit, a row has padding between its tokens, or the traces come
             from different models.
     """
-    if attention_mask.dim() != 2 or len(traces) != len(attention_mask):
+    if attention_mask.dim() != 2 or len(traces) != len(attention_mask) or not attention_mask.numel():
         raise RoutingError(
             f"{len(traces)} routing traces for an attention mask of shape {tuple(attention_mask.shape)}; allowed: one trace per "
             "row of [B, S]."
         )
     real = attention_mask.detach().to(device="cpu", dtype=torch.bool)
-    width = real.shape[1]
-    if not width:
-        raise RoutingError(
-            f"the attention mask of shape {tuple(real.shape)} has no positions to align routing traces with."
-        )
-    flags = real.to(torch.uint8)
-    tokens, firsts = real.sum(1), flags.argmax(1)
-    apart = tokens != torch.where(tokens > 0, width - flags.flip(1).argmax(1) - firsts, 0)
+    width, tokens, firsts = real.shape[1], real.sum(1), real.to(torch.uint8).argmax(1)
+    positions = torch.arange(width)
+    inside = (positions >= firsts[:, None]) & (positions < (firsts + tokens)[:, None])
+    apart = (real != inside).any(1)
     if apart.any():
         raise RoutingError(
             f"row {int(apart.to(torch.uint8).argmax())}: there is padding between its tokens in the attention mask; pad left or "
@@ -72,7 +68,7 @@ def align_packed(
     Raises:
         RoutingError: As in `align`.
     """
-    if len(traces) != len(lengths):
+    if len(traces) != len(lengths) or not traces:
         raise RoutingError(
             f"{len(traces)} routing traces for {len(lengths)} packed sequences; allowed: one per sequence."
         )
@@ -88,18 +84,14 @@ def _lay(
     device: torch.device | str | None,
 ) -> tuple[RoutingTrace, Tensor]:
     """Copy each trace to its place and fill the positions between them; places must ascend."""
-    if not traces:
-        raise RoutingError("there are no routing traces to align.")
-    head = traces[0]
-    kind = head.parts[0]
-    experts = kind.new_empty((positions, len(head.layers), head.top_k))
-    filler = torch.arange(head.top_k, dtype=torch.int32, device=kind.device).to(kind.dtype)
-    recorded = torch.ones(positions, dtype=torch.bool)
-    filled = 0
-    known = all(trace.tokens is not None for trace in traces)
+    head, block = traces[0], traces[0].parts[0]
+    experts = block.new_empty((positions, len(head.layers), head.top_k))
+    filler = torch.arange(head.top_k, dtype=torch.int32, device=block.device).to(block.dtype)
+    recorded = torch.zeros(positions, dtype=torch.bool)
     ids = torch.full((positions,), PADDING, dtype=torch.int32)
     starts = torch.zeros(positions, dtype=torch.bool)
     stamps: list[tuple[int, int]] = []
+    end = 0  # of the rows that are filled
     for row, (trace, place, count) in enumerate(zip(traces, places, tokens, strict=True)):
         _check_fit(row, trace, head, count)
         if trace.tokens is not None and count:
@@ -110,15 +102,15 @@ def _lay(
             continue
         at = place + trace.start
         stamps += [(at + first, version) for first, version in trace.versions]
-        experts[filled:at] = filler
-        recorded[filled:at] = False
+        experts[end:at] = filler
+        recorded[at : at + trace.rows] = True
         for part in trace.parts:
             experts[at : at + len(part)] = part
             at += len(part)
-        filled = at
-    experts[filled:] = filler
-    recorded[filled:] = False
+        end = at
+    experts[end:] = filler
     stamps[:1] = [(0, stamps[0][1] if stamps else head.versions[0][1])]
+    known = all(trace.tokens is not None for trace in traces)
     aligned = RoutingTrace(
         parts=(experts,),
         layers=head.layers,
@@ -126,7 +118,7 @@ def _lay(
         versions=run_lengths(stamps),
         tokens=ids if known else None,
         starts=starts if known else None,
-    ).to(kind.device if device is None else device)
+    ).to(block.device if device is None else device)
     return aligned, recorded.to(aligned.parts[0].device)
 
 

@@ -20,7 +20,6 @@ token that does not see exactly the tokens before it in its row."""
 
 Others = Literal["refuse", "native", "replay"]
 """What happens to a pass that is not proven to have the tokens of its routes."""
-OTHERS = get_args(Others)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -42,15 +41,19 @@ class TokenRows:
         """Return the rows on a device."""
         return TokenRows(ids=self.ids.to(device), starts=self.starts.to(device), masked=self.masked)
 
-    def differ(self, found: TokenRows) -> Tensor:
-        """Return True where a pass has other tokens than these, bool `[R]`, without waiting for the device.
-
-        Args:
-            found: Tokens of the pass, with as many rows and on the same device.
-        """
+    def differ(self, other: TokenRows) -> Tensor:
+        """Return True where a pass with as many rows has other tokens than these, bool `[R]`, without waiting for the device."""
         real = self.ids != PADDING
-        wrong = real & (((self.ids != found.ids) & (self.ids != ANY)) | (self.starts != found.starts))
-        return wrong | (real != (found.ids != PADDING)) if found.masked else wrong
+        wrong = real & (((self.ids != other.ids) & (self.ids != ANY)) | (self.starts != other.starts))
+        return wrong | (real != (other.ids != PADDING)) if other.masked else wrong
+
+    def named(self, row: int) -> str:
+        """Return what is at a row, for messages."""
+        token = int(self.ids[row])
+        name = {PADDING: "padding", ANY: "any token", ASTRAY: "a token out of its sequence"}.get(
+            token, f"token {token}"
+        )
+        return f"{name} at the beginning of a sequence" if bool(self.starts[row]) else name
 
 
 def token_rows(
@@ -82,45 +85,43 @@ class Proof:
     Args:
         expected: The tokens for which the routes were recorded, one per row; None if they are not known.
         rows: Number of rows of routes.
-        others: What happens to other passes.
+        action: What happens to other passes.
 
     Attributes:
         others: Number of passes that were left to the model.
         reason: Why the last of these was left to the model.
 
     Raises:
-        RoutingError: The tokens are not known, and `others` is not "replay"; or `others` has no allowed value.
+        RoutingError: The tokens are not known, and `action` is not "replay"; or `action` has no allowed value.
     """
 
-    def __init__(self, expected: TokenRows | None, rows: int, others: Others) -> None:
-        if others not in OTHERS:
-            raise RoutingError(f"others={others!r}; allowed: {', '.join(map(repr, OTHERS))}.")
-        if others != "replay" and expected is None:
+    def __init__(self, expected: TokenRows | None, rows: int, action: Others) -> None:
+        if action not in get_args(Others):
+            raise RoutingError(f"others={action!r}; allowed: {', '.join(map(repr, get_args(Others)))}.")
+        if action != "replay" and expected is None:
             raise RoutingError(
-                "the routing trace does not know which tokens its routes are of (it comes from a file of schema 1, was made by "
-                "hand, or was recorded of a pass with images or other inputs beside its token ids), so that no forward pass can "
-                "be shown to be theirs; say so by trace.of_tokens(ids), for each sequence, or vouch for a pass with images by "
-                "others='replay'."
+                "the routing trace does not know which tokens its routes are of, so that no forward pass can be shown to be "
+                "theirs. Say so by trace.of_tokens(ids) for each sequence, or vouch for a pass with images or other inputs "
+                "beside its token ids by others='replay'."
             )
         self.others = 0
         self.reason = ""
-        self._expected, self._rows, self._do = expected, rows, others
-        self._placed: dict[torch.device, TokenRows] = {}
+        self._expected, self._rows, self._action = expected, rows, action
 
-    def holds(self, found: TokenRows | str, where: str, *, again: bool = False) -> bool:
+    def holds(self, tokens: TokenRows | str, where: str, *, again: bool = False) -> bool:
         """Tell whether a pass is to be replayed; this compares its tokens with the expected ones, on its device.
 
         Args:
-            found: Tokens of the pass, or why they are not known.
+            tokens: Tokens of the pass, or why they are not known.
             where: Beginning of messages.
             again: Whether the pass was counted before and now runs again in a backward pass.
 
         Raises:
-            ReplayError: The tokens are other ones or not known, and `others` is "refuse".
+            ReplayError: The tokens are other ones or not known, and other passes are refused.
         """
-        if self._do == "replay" or (why := self._why_other(found)) is None:
+        if self._action == "replay" or (why := self._why_other(tokens)) is None:
             return True
-        if self._do == "refuse":
+        if self._action == "refuse":
             raise ReplayError(
                 f"{where}: {why} Replay in this context the pass that the routes were recorded of; run others outside of it, or "
                 "let the model route them itself by replay_routing(..., others='native')."
@@ -137,30 +138,21 @@ class Proof:
                 f"nothing was replayed: {self.reason}"
             )
 
-    def _why_other(self, found: TokenRows | str) -> str | None:
-        if isinstance(found, str):
-            return f"a forward pass does not show which tokens it is over: {found}."
-        if len(found.ids) != self._rows:
+    def _why_other(self, tokens: TokenRows | str) -> str | None:
+        if isinstance(tokens, str):
+            return f"a forward pass does not show which tokens it is over: {tokens}."
+        if len(tokens.ids) != self._rows:
             return (
-                f"the routing trace has {self._rows} rows, the forward pass {len(found.ids)} tokens, padding included; pass the "
-                "rows of exactly these tokens, as mismatch_ext.routing.align makes them."
+                f"the routing trace has {self._rows} rows, the forward pass {len(tokens.ids)} tokens, padding included; pass "
+                "the rows of exactly these tokens, as mismatch_ext.routing.align makes them."
             )
         assert self._expected is not None
-        device = found.ids.device
-        if device not in self._placed:
-            self._placed[device] = self._expected.to(device)
-        wanted = self._placed[device]
-        wrong = wanted.differ(found)
+        self._expected = self._expected.to(tokens.ids.device)
+        wrong = self._expected.differ(tokens)
         if not bool(wrong.any()):
             return None
         row = int(wrong.nonzero()[0])
         return (
             f"a forward pass is over other tokens than its routes: {int(wrong.sum())} of {len(wrong)} rows differ, the first is "
-            f"row {row}, {_named(found, row)} in the pass and {_named(wanted, row)} in the trace."
+            f"row {row}, {tokens.named(row)} in the pass and {self._expected.named(row)} in the trace."
         )
-
-
-def _named(tokens: TokenRows, row: int) -> str:
-    token, begins = int(tokens.ids[row]), bool(tokens.starts[row])
-    name = {PADDING: "padding", ANY: "any token", ASTRAY: "a token out of its sequence"}.get(token, f"token {token}")
-    return f"{name} at the beginning of a sequence" if begins else name

@@ -5,7 +5,7 @@ Shapes: R rows (tokens with a recorded route), L MoE layers, K experts per token
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
@@ -14,17 +14,55 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing.ingest import checked, storage_dtype
+from mismatch_ext.routing.ingest import checked
 from mismatch_ext.routing.tokens import TokenRows
+
+Span = tuple[int, int]
+"""Versions of the weights at a sequence's first and last token."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoutingShape:
+    """The shape of a model's routes; take it from the model that replays them (`moe_layout(model).shape`).
+
+    An engine's answer does not contain it: SGLang sends bytes, and in vLLM's ids two swapped layers would not be noticed.
+
+    Args:
+        num_layers: Number of decoder layers, including dense ones (`num_hidden_layers`); SGLang sends ids for every layer.
+        layers: Absolute indices of the MoE layers, ascending.
+        num_experts: Experts per layer.
+        top_k: Experts per token.
+
+    Raises:
+        RoutingError: A value is out of range.
+    """
+
+    num_layers: int
+    layers: tuple[int, ...]
+    num_experts: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        last = max(self.layers, default=0)
+        ascending = list(self.layers) == sorted(set(self.layers)) and bool(self.layers)
+        for name, value, ok, allowed in (
+            ("num_experts", self.num_experts, 1 <= self.num_experts <= 65536, "1 to 65536"),
+            ("top_k", self.top_k, 1 <= self.top_k <= self.num_experts, f"1 to num_experts ({self.num_experts})"),
+            ("layers", self.layers, ascending and self.layers[0] >= 0, "ascending decoder indices >= 0, at least one"),
+            ("num_layers", self.num_layers, self.num_layers > last, f"more than {last}, the last MoE layer's index"),
+        ):
+            if not ok:
+                raise RoutingError(f"routing shape {name}={value!r:.60} is out of range; allowed: {allowed}.")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Expert ids of consecutive tokens, in the engine's slot order.
+    """Expert ids of consecutive tokens, in the engine's slot order; `ingest` makes one of an engine's answer, and checks it.
 
     Args:
-        parts: Blocks of rows `[rows, L, K]` in `storage_dtype(num_experts)`; the trace is their concatenation. A block may
-            belong to several traces: the completions of a GRPO group share their prompt's rows.
+        parts: Blocks of rows `[rows, L, K]` in `storage_dtype(num_experts)`, at least one; the trace is their concatenation. A
+            block may belong to several traces: the completions of a GRPO group share their prompt's rows.
         layers: Absolute decoder indices of the L MoE layers, ascending.
         num_experts: Experts per layer.
         start: Position of row 0 in the sequence; the prompt's length if its rows were left out.
@@ -34,9 +72,6 @@ class RoutingTrace:
             belong only to a forward pass over these tokens. `PADDING` and `ANY` of `mismatch_ext.routing.tokens` may be among
             them. None if they are not known; the routes can then not be replayed.
         starts: True where a sequence begins, if there are several sequences `[start + rows]`, bool; None for one sequence.
-
-    Raises:
-        RoutingError: The parts disagree with each other or with the other fields.
     """
 
     parts: tuple[Tensor, ...]
@@ -46,234 +81,6 @@ class RoutingTrace:
     versions: tuple[tuple[int, int], ...] = ((0, 0),)
     tokens: Tensor | None = None
     starts: Tensor | None = None
-
-    def __post_init__(self) -> None:
-        if not self.parts:
-            raise RoutingError("a routing trace has no rows: `parts` is empty; give at least one block [rows, L, K].")
-        if not 1 <= self.num_experts <= 65536 or self.top_k > self.num_experts:
-            raise RoutingError(
-                f"a routing trace has num_experts={self.num_experts} and {self.top_k} experts per token; allowed: 1 to 65536 "
-                "experts, and no more of them per token."
-            )
-        dtype = storage_dtype(self.num_experts)
-        for index, part in enumerate(self.parts):
-            if part.dim() != 3 or part.shape[1:] != (len(self.layers), self.top_k) or part.dtype != dtype:
-                raise RoutingError(
-                    f"part {index} of a routing trace is {part.dtype} {tuple(part.shape)}; allowed: {dtype} "
-                    f"[rows, {len(self.layers)}, {self.top_k}] for {self.num_experts} experts."
-                )
-        if list(self.layers) != sorted(set(self.layers)) or (self.layers and self.layers[0] < 0):
-            raise RoutingError(f"layers {self.layers} of a routing trace are not ascending absolute indices.")
-        firsts = [first for first, _ in self.versions]
-        if not firsts or firsts[0] != 0 or firsts != sorted(set(firsts)) or firsts[-1] >= max(self.rows, 1):
-            raise RoutingError(
-                f"versions {self.versions} of a routing trace of {self.rows} rows must be ((0, v), (row, v), ...) with rows "
-                "ascending and inside it."
-            )
-        if self.start < 0:
-            raise RoutingError(f"start={self.start} of a routing trace must be a position >= 0.")
-        for name, given, dtype in (("tokens", self.tokens, torch.int32), ("starts", self.starts, torch.bool)):
-            if given is not None and (given.shape != (self.start + self.rows,) or given.dtype != dtype):
-                raise RoutingError(
-                    f"{name} of a routing trace is {given.dtype} {tuple(given.shape)}; allowed: {dtype} "
-                    f"({self.start + self.rows},), one per token up to that of the last row."
-                )
-
-    def __getstate__(self) -> dict[str, Any]:
-        # torch 2.13 pickles uint16 tensors but cannot read them back, so they travel as int16 bits.
-        parts = tuple(part.view(torch.int16) if part.dtype == torch.uint16 else part for part in self.parts)
-        return {**self.__dict__, "parts": parts}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        parts = tuple(part.view(torch.uint16) if part.dtype == torch.int16 else part for part in state["parts"])
-        self.__dict__.update(state, parts=parts)
-
-    @property
-    def top_k(self) -> int:
-        """Experts per token."""
-        return self.parts[0].shape[-1] if self.parts[0].dim() == 3 else 0
-
-    @cached_property
-    def rows(self) -> int:
-        """Number of rows."""
-        return sum(len(part) for part in self.parts)
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all parts; a part that other traces share is counted in each."""
-        return sum(part.nbytes for part in self.parts)
-
-    @property
-    def experts(self) -> Tensor:
-        """All expert ids `[rows, L, K]`, in the storage dtype."""
-        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
-
-    def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
-        """Return one layer's expert ids `[rows, K]`, int64; ids are widened only here, so a device holds one wide layer at once.
-
-        Args:
-            layer: Absolute decoder index.
-            device: Device of the result; the narrow ids are moved before they are widened.
-
-        Raises:
-            RoutingError: The trace has no such layer.
-        """
-        try:
-            index = self.layers.index(layer)
-        except ValueError:
-            raise RoutingError(f"layer {layer} is not in the routing trace; it has layers {self.layers}.") from None
-        narrow = [part[:, index] for part in self.parts]
-        ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
-        return ids.to(device=device).to(torch.int64)
-
-    def to(self, device: torch.device | str) -> RoutingTrace:
-        """Return the trace on a device; parts that are already there are not copied."""
-        return replace(
-            self,
-            parts=tuple(part.to(device) for part in self.parts),
-            tokens=None if self.tokens is None else self.tokens.to(device),
-            starts=None if self.starts is None else self.starts.to(device),
-        )
-
-    def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
-        """Return the trace with the tokens of its routes, if it has none; replay compares them with the tokens of a pass.
-
-        Args:
-            ids: Token ids of the sequence, from its first token at least up to the token of the last row.
-
-        Raises:
-            RoutingError: There are too few ids, or the trace already has others.
-        """
-        known = torch.as_tensor(ids).flatten()[: self.start + self.rows].to(torch.int32)
-        if len(known) < self.start + self.rows:
-            raise RoutingError(
-                f"{len(known)} token ids for a routing trace that ends before position {self.start + self.rows}; give those "
-                "of the whole sequence."
-            )
-        if self.tokens is not None and not torch.equal(self.tokens.cpu(), known.cpu()):
-            raise RoutingError("the routing trace is of other tokens than these; its ids were recorded with it.")
-        return replace(self, tokens=known)
-
-    def token_rows(self) -> TokenRows | None:
-        """Return the tokens along the rows, or None if they are not known."""
-        if self.tokens is None:
-            return None
-        starts = self.starts
-        if starts is None:
-            starts = torch.arange(len(self.tokens), device=self.tokens.device) == 0
-        return TokenRows(ids=self.tokens[self.start :], starts=starts[self.start :])
-
-    def sequence(self, first: int, last: int) -> RoutingTrace:
-        """Return rows first to last - 1 as a separate sequence, whose first token is that of row `first`."""
-        rows, tokens = self.slice(first, last), self.tokens
-        own = None if tokens is None else tokens[self.start + first : self.start + last]
-        return replace(rows, start=0, tokens=own, starts=None)
-
-    def slice(self, first: int, last: int) -> RoutingTrace:
-        """Return rows first to last - 1, without copying; `start` and `versions` are adapted."""
-        if not 0 <= first <= last <= self.rows:
-            raise RoutingError(f"rows {first}:{last} are outside a routing trace of {self.rows} rows.")
-        kept, at = [], 0
-        for part in self.parts:
-            low, high = max(first - at, 0), min(last - at, len(part))
-            if low < high:
-                kept.append(part if (low, high) == (0, len(part)) else part[low:high])
-            at += len(part)
-        before = [version for row, version in self.versions if row <= first][-1]
-        after = [(row - first, version) for row, version in self.versions if first < row < last]
-        return replace(
-            self,
-            parts=tuple(kept) or (self.parts[0][:0],),
-            start=self.start + first,
-            versions=((0, before), *after),
-            tokens=None if self.tokens is None else self.tokens[: self.start + last],
-            starts=None if self.starts is None else self.starts[: self.start + last],
-        )
-
-    @classmethod
-    def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Join pieces of one sequence, without copying; the pieces come from several turns, or several policy versions.
-
-        Args:
-            traces: At least one trace; each starts at the position where the one before it ends.
-
-        Raises:
-            RoutingError: The pieces leave a gap or overlap, or come from different models or sequences.
-        """
-        if not traces:
-            raise RoutingError("no routing traces to join.")
-        head, at = traces[0], 0
-        parts: list[Tensor] = []
-        versions: list[tuple[int, int]] = []
-        for index, trace in enumerate(traces):
-            trace.expect_model(layers=head.layers, num_experts=head.num_experts, top_k=head.top_k)
-            if trace.start != head.start + at:
-                raise RoutingError(
-                    f"piece {index} of a routing trace starts at position {trace.start}, the one before it ends before "
-                    f"{head.start + at}; the two must be equal."
-                )
-            if trace.rows:
-                parts += trace.parts
-                versions += [(at + row, version) for row, version in trace.versions]
-            at += trace.rows
-        tokens = traces[-1].tokens if all(trace.tokens is not None for trace in traces) else None
-        for index, trace in enumerate(traces if tokens is not None else ()):
-            if tokens is not None and not torch.equal(_known(trace), tokens[: trace.start + trace.rows]):
-                raise RoutingError(
-                    f"piece {index} of a routing trace is of other tokens than the last; join one sequence's."
-                )
-        return replace(
-            head,
-            parts=tuple(parts) or head.parts,
-            versions=run_lengths(versions) or head.versions,
-            tokens=tokens,
-            starts=None,
-        )
-
-    def same_as(self, other: RoutingTrace) -> bool:
-        """Tell whether two traces have equal content, however it is divided into parts."""
-        header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
-        if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
-            return False
-        if self.tokens is not None and other.tokens is not None:
-            if not torch.equal(self.tokens, other.tokens.to(self.tokens.device)):
-                return False
-        mine = self.experts
-        return torch.equal(mine, other.experts.to(mine.device))
-
-    def expect_model(self, *, layers: Sequence[int], num_experts: int, top_k: int) -> None:
-        """Check that the trace was recorded in a model of this shape.
-
-        Raises:
-            RoutingError: The shape differs; names the difference.
-        """
-        for name, mine, theirs in (
-            ("MoE layers", self.layers, tuple(layers)),
-            ("experts per layer", self.num_experts, num_experts),
-            ("experts per token", self.top_k, top_k),
-        ):
-            if mine != theirs:
-                raise RoutingError(
-                    f"the routing trace has {name} {mine}, the model {theirs}; rollout engine and trainer must run the same "
-                    "architecture."
-                )
-
-    def expect_version(self, version: int, *, allow_mixed: bool = False) -> None:
-        """Check that all rows were recorded under one policy version.
-
-        Args:
-            version: The version that sampled the tokens.
-            allow_mixed: Accept older versions too, as partial rollouts have.
-
-        Raises:
-            RoutingError: A row has another version; names the first such row.
-        """
-        for row, found in self.versions:
-            if found != version and not (allow_mixed and found < version):
-                raise RoutingError(
-                    f"row {row} of a routing trace is of policy version {found}, expected {version}: its routes belong to other "
-                    "weights; reset the engine's prefix cache after a weight update and generate again."
-                )
 
     @classmethod
     def ingest(
@@ -310,31 +117,279 @@ class RoutingTrace:
             RoutingError: Wrong shape, missing or surplus rows, ids out of range, duplicate ids, an all-zero layer (for K = 1
                 only from 64 rows on), or routes in a dense layer; names request, row and layer.
         """
-        experts = checked(
-            array,
-            num_experts=num_experts,
-            layers=tuple(layers),
-            tokens=tokens if isinstance(tokens, int) else len(tokens),
-            request=request,
-            top_k=top_k,
-            start=start,
-            last_row=last_row,
-        )
-        trace = cls(
-            parts=(experts,), layers=tuple(layers), num_experts=num_experts, start=start, versions=((0, version),)
-        )
+        count = tokens if isinstance(tokens, int) else len(tokens)
+        layers = tuple(layers)
+        experts = checked(array, num_experts, layers, count, f"request {request}", top_k, start, last_row)
+        trace = cls(parts=(experts,), layers=layers, num_experts=num_experts, start=start, versions=((0, version),))
         return trace if isinstance(tokens, int) else trace.of_tokens(tokens)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # torch 2.13 pickles uint16 tensors but cannot read them back, so they travel as int16 bits.
+        parts = tuple(part.view(torch.int16) if part.dtype == torch.uint16 else part for part in self.parts)
+        return {**self.__dict__, "parts": parts}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        parts = tuple(part.view(torch.uint16) if part.dtype == torch.int16 else part for part in state["parts"])
+        self.__dict__.update(state, parts=parts)
+
+    @property
+    def top_k(self) -> int:
+        """Experts per token."""
+        return self.parts[0].shape[-1]
+
+    @cached_property
+    def rows(self) -> int:
+        """Number of rows."""
+        return sum(len(part) for part in self.parts)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all parts; a part that other traces share is counted in each."""
+        return sum(part.nbytes for part in self.parts)
+
+    @property
+    def experts(self) -> Tensor:
+        """All expert ids `[rows, L, K]`, in the storage dtype."""
+        return self.parts[0] if len(self.parts) == 1 else torch.cat(self.parts)
+
+    def layer(self, layer: int, device: torch.device | str | None = None) -> Tensor:
+        """Return the expert ids of a decoder layer `[rows, K]`, int64; only here ids are widened, after the way to the device."""
+        index = self.layers.index(layer)
+        narrow = [part[:, index] for part in self.parts]
+        ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
+        return ids.to(device=device).to(torch.int64)
+
+    def version_by_row(self) -> Tensor:
+        """Return the version of the weights that chose each row `[rows]`, int64."""
+        versions = torch.empty(self.rows, dtype=torch.int64)
+        for first, version in self.versions:
+            versions[first:] = version
+        return versions
+
+    def to(self, device: torch.device | str) -> RoutingTrace:
+        """Return the trace on a device; parts that are already there are not copied."""
+        return replace(
+            self,
+            parts=tuple(part.to(device) for part in self.parts),
+            tokens=None if self.tokens is None else self.tokens.to(device),
+            starts=None if self.starts is None else self.starts.to(device),
+        )
+
+    def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
+        """Return the trace with the tokens of its routes, if it has none; replay compares them with the tokens of a pass.
+
+        Args:
+            ids: Token ids of the sequence, from its first token at least up to the token of the last row.
+
+        Raises:
+            RoutingError: There are too few ids, or the trace already has others.
+        """
+        end = self.start + self.rows
+        tokens = torch.as_tensor(ids).flatten()[:end].to(torch.int32)
+        if len(tokens) < end:
+            raise RoutingError(
+                f"{len(tokens)} token ids for a routing trace that ends before position {end}; give the whole sequence's."
+            )
+        if self.tokens is not None and not torch.equal(self.tokens.cpu(), tokens.cpu()):
+            raise RoutingError("the routing trace is of other tokens than these; its ids were recorded with it.")
+        return replace(self, tokens=tokens)
+
+    def token_rows(self) -> TokenRows | None:
+        """Return the tokens along the rows, or None if they are not known."""
+        if self.tokens is None:
+            return None
+        starts = self.starts
+        if starts is None:
+            starts = torch.arange(len(self.tokens), device=self.tokens.device) == 0
+        return TokenRows(ids=self.tokens[self.start :], starts=starts[self.start :])
+
+    def sequence(self, first: int, last: int) -> RoutingTrace:
+        """Return rows first to last - 1 as a separate sequence, whose first token is that of row `first`."""
+        tokens = None if self.tokens is None else self.tokens[self.start + first : self.start + last]
+        return replace(self.slice(first, last), start=0, tokens=tokens, starts=None)
+
+    def slice(self, first: int, last: int) -> RoutingTrace:
+        """Return rows first to last - 1, without copying; `start` and `versions` are adapted."""
+        parts, at = [], 0
+        for part in self.parts:
+            low, high = max(first - at, 0), min(last - at, len(part))
+            if low < high:
+                parts.append(part[low:high] if high - low < len(part) else part)
+            at += len(part)
+        before = [version for row, version in self.versions if row <= first][-1]
+        after = [(row - first, version) for row, version in self.versions if first < row < last]
+        return replace(
+            self,
+            parts=tuple(parts) or (self.parts[0][:0],),
+            start=self.start + first,
+            versions=((0, before), *after),
+            tokens=None if self.tokens is None else self.tokens[: self.start + last],
+            starts=None if self.starts is None else self.starts[: self.start + last],
+        )
+
+    @classmethod
+    def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
+        """Join pieces of one sequence, without copying; the pieces come from several turns, or several policy versions.
+
+        Raises:
+            RoutingError: The pieces leave a gap or overlap, or come from different models or sequences.
+        """
+        head, end, whole = traces[0], traces[0].start, traces[-1].tokens
+        parts: list[Tensor] = []
+        versions: list[tuple[int, int]] = []
+        if any(trace.tokens is None for trace in traces):
+            whole = None
+        for index, trace in enumerate(traces):
+            trace.expect_model(layers=head.layers, num_experts=head.num_experts, top_k=head.top_k)
+            if trace.start != end:
+                raise RoutingError(
+                    f"piece {index} of a routing trace starts at position {trace.start}, the one before it ends before {end}; "
+                    "the two must be equal."
+                )
+            if trace.rows:
+                parts += trace.parts
+                versions += [(end - head.start + row, version) for row, version in trace.versions]
+            end += trace.rows
+            if whole is not None and not torch.equal(trace.tokens, whole[:end]):  # type: ignore[arg-type]
+                raise RoutingError(
+                    f"piece {index} of a routing trace is of other tokens than the last; join one sequence's."
+                )
+        return replace(
+            head,
+            parts=tuple(parts) or head.parts,
+            versions=run_lengths(versions) or head.versions,
+            tokens=whole,
+            starts=None,
+        )
+
+    def same_as(self, other: RoutingTrace) -> bool:
+        """Tell whether two traces have equal content, however it is divided into parts."""
+        header = (self.layers, self.num_experts, self.start, self.versions, self.rows, self.top_k)
+        if header != (other.layers, other.num_experts, other.start, other.versions, other.rows, other.top_k):
+            return False
+        if self.tokens is not None and other.tokens is not None:
+            if not torch.equal(self.tokens, other.tokens.to(self.tokens.device)):
+                return False
+        experts = self.experts
+        return torch.equal(experts, other.experts.to(experts.device))
+
+    def expect_model(self, *, layers: Sequence[int], num_experts: int, top_k: int) -> None:
+        """Refuse a trace that was recorded in a model of another shape."""
+        for name, recorded, expected in (
+            ("MoE layers", self.layers, tuple(layers)),
+            ("experts per layer", self.num_experts, num_experts),
+            ("experts per token", self.top_k, top_k),
+        ):
+            if recorded != expected:
+                raise RoutingError(
+                    f"the routing trace has {name} {recorded}, the model {expected}; rollout engine and trainer must run the "
+                    "same architecture."
+                )
+
+    def expect_version(self, version: int, *, allow_mixed: bool = False) -> None:
+        """Refuse rows of another policy version than the one that sampled; older ones may be allowed, as of partial rollouts."""
+        for row, recorded in self.versions:
+            if recorded != version and not (allow_mixed and recorded < version):
+                raise RoutingError(
+                    f"row {row} of a routing trace is of policy version {recorded}, expected {version}: its routes belong to "
+                    "other weights; reset the engine's prefix cache after a weight update and generate again."
+                )
 
 
 def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Drop the stamps (first row, policy version) that repeat the version before them."""
-    kept: list[tuple[int, int]] = []
+    changes: list[tuple[int, int]] = []
     for row, version in stamps:
-        if not kept or kept[-1][1] != version:
-            kept.append((row, version))
-    return tuple(kept)
+        if not changes or changes[-1][1] != version:
+            changes.append((row, version))
+    return tuple(changes)
 
 
-def _known(trace: RoutingTrace) -> Tensor:
-    assert trace.tokens is not None
-    return trace.tokens
+def stamped(
+    trace: RoutingTrace, span: Span | None, sent: int | None, request: str, *, older: bool = False
+) -> RoutingTrace:
+    """Return the routes of a sequence with the versions of the weights that chose them.
+
+    Args:
+        trace: The routes.
+        span: Versions that the engine reports; None if nobody reports any.
+        sent: Version that the engine was sent last; None if that is unknown, and any version is accepted.
+        request: Name of the request, for messages.
+        older: Accept routes of older weights, and of several versions, as an asynchronous host replays them.
+
+    Raises:
+        RoutingError: The routes come from other weights than were sent last, or nobody says from which.
+    """
+    if span is None:
+        if sent is None:
+            return trace
+        raise RoutingError(
+            f"request {request}: nobody says which weights its routes were recorded with; whatever hands on the engine's answers "
+            "must hand on the version that they come with (of verl's agent loops, extra_fields with min_global_steps and "
+            "max_global_steps)."
+        )
+    first, last = span
+    # Nobody says at which row the weights changed.
+    trace = replace(
+        trace, versions=run_lengths([(0, first), (trace.rows - 1, last)] if trace.rows > 1 else [(0, last)])
+    )
+    if sent is not None:
+        try:
+            trace.expect_version(sent, allow_mixed=older)
+        except RoutingError as error:
+            raise RoutingError(f"request {request}: {error}") from None
+    return trace
+
+
+def starts_of(routed_experts_start: int | Sequence[int], prompts: int) -> Sequence[int]:
+    """Return the position of the first recorded token of each prompt, from one position for all prompts or one for each."""
+    starts = [routed_experts_start] * prompts if isinstance(routed_experts_start, int) else routed_experts_start
+    if len(starts) != prompts:
+        raise RoutingError(
+            f"{len(starts)} values of routed_experts_start for {prompts} prompts; allowed: one, or one per prompt."
+        )
+    return starts
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Shared:
+    """Traces that share prompt rows: how many use those of an earlier trace, and how many keep other rows of the same prompt."""
+
+    traces: list[RoutingTrace]
+    shared: int
+    differing: int
+
+
+def share_prompts(
+    traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable] | None = None
+) -> Shared:
+    """Store the prompt rows of each group of completions once, if they are bit-equal.
+
+    If rows differ, for example because the engine computed the same prompt in two batches, each trace keeps its own.
+
+    Args:
+        traces: One per completion.
+        prompt_lengths: Number of tokens of each completion's prompt.
+        groups: Key of each completion's prompt, for example its token ids as a tuple; None puts all into one group.
+    """
+    keys: Sequence[Hashable] = [0] * len(traces) if groups is None else groups
+    prompts: dict[Hashable, list[Tensor]] = {}
+    result = []
+    shared = differing = 0
+    for trace, length, group in zip(traces, prompt_lengths, keys, strict=True):
+        rows = min(max(length - trace.start, 0), trace.rows)
+        if not rows:
+            result.append(trace)
+            continue
+        variants = prompts.setdefault((group, trace.start, trace.layers, trace.num_experts), [])
+        prompt = trace.slice(0, rows).experts
+        block = next((variant for variant in variants if torch.equal(variant, prompt)), None)
+        shared += block is not None
+        differing += block is None and bool(variants)
+        if block is None:
+            # Copy, because a view would keep the whole recording in memory, including the response rows.
+            block = prompt.clone()
+            variants.append(block)
+        response = tuple(part.clone() for part in trace.slice(rows, trace.rows).parts if len(part))
+        result.append(replace(trace, parts=(block, *response)))
+    return Shared(traces=result, shared=shared, differing=differing)

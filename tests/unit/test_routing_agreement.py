@@ -1,22 +1,37 @@
-"""How agreement is counted, merged and logged."""
+"""How agreement is counted, merged and logged, and which routes a model cannot have chosen."""
 
 from __future__ import annotations
-
-import json
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
 
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import ROUTING_MEASURES, Agreement, RoutingTrace, agreement, storage_dtype
+from mismatch_ext.routing import (
+    ROUTING_MEASURES,
+    RoutingTrace,
+    agreement,
+    agreement_metrics,
+    storage_dtype,
+)
+from mismatch_ext.routing.agreement import no_agreement, of_layer
+from mismatch_ext.routing.replay import RouteAgreement
+from mismatch_ext.sums import Sums, merged
 from tests.unit.test_routing_trace import routes, trace
+
+LAYERS = (1, 3)
 
 
 def _of(ids: list[list[list[int]]], experts: int = 8) -> RoutingTrace:
     tensor = torch.tensor(ids).to(storage_dtype(experts))
-    return RoutingTrace(parts=(tensor,), layers=(1, 3), num_experts=experts)
+    return RoutingTrace(parts=(tensor,), layers=LAYERS, num_experts=experts)
+
+
+def counts(sums: Sums) -> dict[str, int | list[int]]:
+    return {name: value.long().tolist() for name, value in sums.items()}
 
 
 RECORDED = [[[0, 1], [2, 3]], [[4, 5], [6, 7]], [[0, 7], [1, 6]], [[2, 4], [3, 5]]]
@@ -25,41 +40,44 @@ NATIVE = [[[0, 1], [2, 3]], [[5, 4], [6, 7]], [[0, 7], [1, 5]], [[2, 3], [4, 6]]
 
 
 def test_four_tokens_by_hand() -> None:
-    found = agreement(_of(RECORDED), _of(NATIVE))
-    assert found.set_mismatches == (1, 2)
-    assert found.order_agreements == (2, 2)
-    assert (found.tokens, found.token_mismatches, found.native_rows) == (4, 2, 0)
-    assert found.by_layer() == {1: 0.25, 3: 0.5}
-    assert found.layer_metrics() == {"routing/layer_1_set_mismatch": 0.25, "routing/layer_3_set_mismatch": 0.5}
-    assert found.metrics() == {
+    sums = agreement(_of(RECORDED), _of(NATIVE))
+    assert counts(sums) == {
+        "passes": 1, "tokens": 4, "native_rows": 0, "token_mismatches": 2, "set_mismatches": [1, 2],
+        "order_agreements": [2, 2],
+    }  # fmt: skip
+    metrics = agreement_metrics(sums, LAYERS)
+    assert metrics == {
         "routing/compared_tokens": 4.0,
         "routing/native_rows_frac": 0.0,
         "routing/set_mismatch_frac": 3 / 8,
         "routing/layer_set_mismatch_max": 0.5,
         "routing/token_mismatch_frac": 0.5,
         "routing/order_agreement_frac": 0.5,
+        "routing/layer_1_set_mismatch": 0.25,
+        "routing/layer_3_set_mismatch": 0.5,
     }
-    assert found.metrics().keys() == ROUTING_MEASURES.keys()
+    assert {name for name in metrics if not of_layer(name)} == ROUTING_MEASURES.keys()
 
 
 def test_ids_of_two_bytes_differ_in_either() -> None:
     low, high = _of([[[0, 1], [2, 3]]], 300), _of([[[256, 1], [2, 3]]], 300)  # 256 = 0 in the low byte
-    assert agreement(low, high).set_mismatches == (1, 0)
+    assert agreement(low, high)["set_mismatches"].tolist() == [1, 0]
 
 
 def test_rows_without_a_route_are_counted_and_padding_is_not() -> None:
-    recorded, native = _of(RECORDED), _of(NATIVE)
-    found = agreement(recorded, native, torch.tensor([True, False, False, True]))
-    assert (found.tokens, found.native_rows, found.set_mismatches) == (2, 2, (1, 1))
-    found = agreement(recorded, native, torch.tensor([[1, 0], [0, 1]]), real=torch.tensor([1, 1, 0, 0]))
-    assert (found.tokens, found.native_rows, found.token_mismatches) == (1, 1, 0)
-    assert found.metrics()["routing/native_rows_frac"] == 0.5
+    sums = agreement(_of(RECORDED), _of(NATIVE), torch.tensor([True, False, False, True]))
+    assert [sums[name].tolist() for name in ("tokens", "native_rows", "set_mismatches")] == [2, 2, [1, 1]]
+    flags, real = torch.tensor([[1, 0], [0, 1]]), torch.tensor([1, 1, 0, 0])
+    sums = agreement(_of(RECORDED), _of(NATIVE), flags, real=real)
+    assert [int(sums[name]) for name in ("tokens", "native_rows", "token_mismatches")] == [1, 1, 0]
+    assert agreement_metrics(sums, LAYERS)["routing/native_rows_frac"] == 0.5
 
 
 def test_nothing_compared_does_not_read_as_agreement() -> None:
-    found = agreement(_of(RECORDED), _of(RECORDED), torch.zeros(4))
-    assert found.metrics() == {"routing/compared_tokens": 0.0, "routing/native_rows_frac": 1.0}
-    assert found.by_layer() == {}
+    sums = agreement(_of(RECORDED), _of(RECORDED), torch.zeros(4))
+    assert agreement_metrics(sums, LAYERS) == {"routing/compared_tokens": 0.0, "routing/native_rows_frac": 1.0}
+    assert agreement_metrics(no_agreement(LAYERS), LAYERS) == {}
+    assert counts(merged(sums, no_agreement(LAYERS))) == counts(sums)
 
 
 @given(
@@ -73,27 +91,24 @@ def test_counts_are_those_of_python_sets_and_add_up(
     b = a.clone()
     for row, layer, reorder in changed:
         if rows:
-            new = a[row % rows, layer].flip(0) if reorder else (a[row % rows, layer] + 1) % 8
-            b[row % rows, layer] = new
+            b[row % rows, layer] = a[row % rows, layer].flip(0) if reorder else (a[row % rows, layer] + 1) % 8
     mask = torch.arange(rows) % 4 != 3
     one, two = (
-        RoutingTrace(parts=(ids.to(storage_dtype(experts)),), layers=(1, 3), num_experts=experts) for ids in (a, b)
+        RoutingTrace(parts=(ids.to(storage_dtype(experts)),), layers=LAYERS, num_experts=experts) for ids in (a, b)
     )
     whole = agreement(one, two, mask)
     pairs = [(x, y) for x, y, kept in zip(a.tolist(), b.tolist(), mask.tolist(), strict=True) if kept]
-    assert whole == Agreement(
-        layers=(1, 3),
-        tokens=len(pairs),
-        set_mismatches=tuple(sum(set(x[layer]) != set(y[layer]) for x, y in pairs) for layer in (0, 1)),
-        order_agreements=tuple(sum(x[layer] == y[layer] for x, y in pairs) for layer in (0, 1)),
-        token_mismatches=sum(any(set(s) != set(t) for s, t in zip(x, y, strict=True)) for x, y in pairs),
-        native_rows=rows - len(pairs),
-    )
+    assert counts(whole) == {
+        "passes": 1,
+        "tokens": len(pairs),
+        "native_rows": rows - len(pairs),
+        "token_mismatches": sum(any(set(s) != set(t) for s, t in zip(x, y, strict=True)) for x, y in pairs),
+        "set_mismatches": [sum(set(x[layer]) != set(y[layer]) for x, y in pairs) for layer in (0, 1)],
+        "order_agreements": [sum(x[layer] == y[layer] for x, y in pairs) for layer in (0, 1)],
+    }
     at = min(cut, rows)
     halves = [agreement(one.slice(i, j), two.slice(i, j), mask[i:j]) for i, j in ((0, at), (at, rows))]
-    sent = [Agreement.from_state(json.loads(json.dumps(half.state_dict()))) for half in halves]
-    assert sent == halves
-    assert sent[0].merge(sent[1]) == sent[1].merge(sent[0]) == whole
+    assert counts(merged(*halves)) == {**counts(whole), "passes": 2}
 
 
 def test_only_the_same_tokens_and_model_are_compared() -> None:
@@ -101,9 +116,59 @@ def test_only_the_same_tokens_and_model_are_compared() -> None:
         agreement(trace(4), trace(5))
     with pytest.raises(RoutingError, match="cannot be compared"):
         agreement(trace(4), trace(4, layers=(1, 2)))
-    with pytest.raises(RoutingError, match="mask has 3 values for 4 rows"):
-        agreement(trace(4), trace(4), torch.ones(3))
-    found = agreement(trace(4), trace(4))
-    other = agreement(trace(4, layers=(1, 2)), trace(4, layers=(1, 2)))
-    with pytest.raises(RoutingError, match=r"\(1, 3\) cannot be merged with .*\(1, 2\)"):
-        found.merge(other)
+
+
+# Stages of a pipeline.
+
+
+def compared(mode: str, recorded: Tensor, native: Tensor, mask: Tensor | None) -> dict[str, float]:
+    """Return what is measured of one pass over both layers."""
+    stages = RouteAgreement(RoutingConfig(mode=mode, measured=1.0), seed=1)  # type: ignore[arg-type]
+    with stages.batch():
+        for at, layer in enumerate(LAYERS):
+            stages.compare(LAYERS, layer, recorded[:, at].to(torch.int16), native[:, at], mask, 8)
+    return stages.metrics()
+
+
+def test_rows_without_a_route_and_padding_are_left_out_of_a_stage() -> None:
+    recorded, native = routes(6, top_k=2), routes(6, top_k=2, seed=1)
+    mask = torch.tensor([True, True, False, True, False, False])
+    expected = agreement_metrics(agreement(_of(recorded[mask].tolist()), _of(native[mask].tolist())), LAYERS)
+    del expected["routing/native_rows_frac"]
+    assert compared("R3", recorded, native, mask) == expected and expected["routing/compared_tokens"] == 3
+    # Where recorded routes have no mask, padding is zeros; with one expert per token, expert 0 is a route too.
+    padded = recorded.clone()
+    padded[4:] = 0
+    assert compared("R2", padded, recorded, None)["routing/compared_tokens"] == 4
+    assert compared("R2", recorded[..., :1], native[..., :1], None) == {}
+
+
+def test_a_failed_pass_leaves_nothing_and_a_resumed_run_compares_the_same_batches() -> None:
+    stages, mask = RouteAgreement(RoutingConfig(mode="R3", measured=1.0), seed=1), torch.ones(6, dtype=torch.bool)
+    with pytest.raises(ZeroDivisionError), stages.batch():
+        stages.compare(LAYERS, 1, routes(6)[:, 0], routes(6, seed=2)[:, 0], mask, 8)
+        raise ZeroDivisionError
+    with stages.batch():
+        for at, layer in enumerate(LAYERS):
+            stages.compare(LAYERS, layer, routes(6)[:, at], routes(6)[:, at], mask, 8)
+    assert stages.metrics()["routing/set_mismatch_frac"] == 0.0 and not stages.active
+    one, two = (RouteAgreement(RoutingConfig(mode="R3", measured=0.5), seed=seed) for seed in (1, 2))
+    for _ in range(3):
+        with one.batch():
+            pass
+    two.load_state_dict(one.state_dict())
+    assert [one.draws.agreement() for _ in range(16)] == [two.draws.agreement() for _ in range(16)]
+
+
+def test_the_stages_of_a_pipeline_have_seen_the_same_tokens() -> None:
+    stages = RouteAgreement(RoutingConfig(mode="R3", measured=1.0), seed=1)
+    recorded, native = routes(10, 3, 2), routes(10, 3, 2, seed=1)
+    mask = torch.ones(10, dtype=torch.bool)
+    for layers in ((2,), (0, 1)):
+        for layer in layers:
+            stages.compare(layers, layer, recorded[:, layer], native[:, layer], mask, 8)
+    whole = [RoutingTrace(parts=(ids.to(torch.uint8),), layers=(0, 1, 2), num_experts=8) for ids in (recorded, native)]
+    expected = agreement_metrics(agreement(*whole), (0, 1, 2))
+    # How many tokens differ in any layer no stage knows.
+    del expected["routing/native_rows_frac"], expected["routing/token_mismatch_frac"]
+    assert stages.metrics() == pytest.approx(expected) and stages.metrics() == {}

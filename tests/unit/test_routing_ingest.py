@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.routing import ingest as module
 from tests.unit.test_routing_trace import routes
 
 LAYERS = (1, 3)
@@ -104,7 +103,7 @@ FAULTS: dict[str, tuple[Callable[[], Any], dict[str, Any], list[str]]] = {
     "id that would wrap around": (_set((3, 0, 2), 257), {}, ["row 3, layer 1", "expert id 257", "0 to 7"]),
     "negative id": (_set((0, 1, 0), -1), {}, ["row 0, layer 3", "expert id -1", "0 to 7"]),
     "fewer experts than recorded": (lambda: routes(5, experts=64), {"num_experts": 16}, ["out of range", "0 to 15"]),
-    "other experts per token": (lambda: routes(5, top_k=2), {}, ["2 experts per token, the model 3"]),
+    "other experts per token": (lambda: routes(5, top_k=2), {}, ["2 experts per token", "allowed: 3"]),
     "more per token than experts": (lambda: routes(5), {"num_experts": 2, "top_k": None}, ["3 experts per token", "1 to 2"]),
     "no experts per token": (lambda: routes(5)[..., :0], {"top_k": None}, ["0 experts per token"]),
     "too few layers": (lambda: routes(5, layers=3), {}, ["3 layers", "(1, 3)", "another model"]),
@@ -128,20 +127,20 @@ def test_each_fault_has_its_own_message(name: str) -> None:
 
 
 @given(
-    rows=st.integers(1, 40), top_k=st.integers(2, 12), wide=st.booleans(), seed=st.integers(0, 99), chunk=st.integers(1, 60),
+    rows=st.integers(1, 40), top_k=st.integers(2, 12), experts=st.sampled_from([16, 300]), seed=st.integers(0, 99),
     repeated=st.lists(st.tuples(st.integers(0, 39), st.integers(0, 11), st.integers(1, 11)), max_size=3),
 )  # fmt: skip
 def test_duplicates_are_found_wherever_they_are(
-    rows: int, top_k: int, wide: bool, seed: int, chunk: int, repeated: list[tuple[int, int, int]]
+    rows: int, top_k: int, experts: int, seed: int, repeated: list[tuple[int, int, int]]
 ) -> None:
-    ids = routes(rows, 1, top_k, 16, seed)[:, 0].numpy().astype(np.uint16 if wide else np.uint8)
+    ids = routes(rows, 1, top_k, 16, seed)
     for row, slot, distance in repeated:
-        ids[row % rows, (slot + distance) % top_k] = ids[row % rows, slot % top_k]
-    # Oracle: a set per row. Rows in a row often share ids, so that pairs across rows would be found if not dropped.
-    expected = next((i for i, row in enumerate(ids.tolist()) if len(set(row)) < top_k), None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "CHUNK", chunk)
-        module._inside.cache_clear()
-        assert module.first_duplicate(ids) == expected
-    module._inside.cache_clear()
-    assert module.first_duplicate(ids) == expected
+        ids[row % rows, 0, (slot + distance) % top_k] = ids[row % rows, 0, slot % top_k]
+    # Oracle: a set per row.
+    first = next((i for i, row in enumerate(ids[:, 0].tolist()) if len(set(row)) < top_k), None)
+    changes = {"layers": (3,), "num_experts": experts, "top_k": top_k, "tokens": rows}
+    if first is None:
+        assert torch.equal(ingest(ids, **changes).experts.long(), ids)
+    else:
+        with pytest.raises(RoutingError, match=f"row {first}, layer 3: duplicate|all expert ids are zero"):
+            ingest(ids, **changes)

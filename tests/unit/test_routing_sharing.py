@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 
-from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingTrace, share_prompts
 from tests.traces import traces_nbytes
-from tests.unit.test_routing_trace import routes, trace
+from tests.unit.test_routing_trace import routes
 
 
 def _completion(prompt_seed: int, seed: int, rows: int = 3, start: int = 0) -> RoutingTrace:
@@ -50,8 +48,3 @@ def test_prompts_left_out_in_part_or_whole() -> None:
     # An empty response leaves the prompt's rows but the last; here the trace ends inside the prompt.
     short = [_completion(1, 1).slice(0, 3)] * 2
     assert share_prompts(short, [4, 4]).shared == 1
-
-
-def test_lists_of_different_length_are_refused() -> None:
-    with pytest.raises(RoutingError, match="1 routing traces, 2 prompt lengths and 1 groups"):
-        share_prompts([trace(3)], [1, 2], ["A"])

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.routing import RoutingTrace, storage_dtype
-from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 from mismatch_ext.routing.trace import run_lengths
-from mismatch_ext.routing.versions import by_row
 from mismatch_ext.staleness import UNKNOWN
 
 
@@ -70,4 +69,4 @@ class TreeReplay(RouteReplay):
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
         """Return which recorded rows `[N]` are of the weights that train, because other weights choose other experts."""
-        return mask & (by_row(trace).to(mask.device) == self._step())
+        return mask & (trace.version_by_row().to(mask.device) == self._step())

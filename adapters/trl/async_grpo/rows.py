@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.transformers.routing.layout import MoeLayout
 from mismatch_ext.adapters.trl.async_grpo.carried import Carried
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.routing.replaying import Layout
 from mismatch_ext.staleness import UNKNOWN
 
 VERSIONS, ENDED = "mismatch_versions", "mismatch_ended"
@@ -37,7 +37,7 @@ class CarryingCollator:
     """
 
     def __init__(
-        self, inner: Callable[[Any], dict[str, Any]], ends: Sequence[int], layout: Layout | None = None
+        self, inner: Callable[[Any], dict[str, Any]], ends: Sequence[int], layout: MoeLayout | None = None
     ) -> None:
         self.inner, self.ends, self.layout = inner, frozenset(ends), layout
         self.prompts: list[tuple[int, ...]] = []
@@ -90,7 +90,7 @@ def versions_of(row: Any) -> Tensor:
     return torch.from_numpy(np.concatenate(parts))
 
 
-def routes_of(row: Any, layout: Layout) -> tuple[Tensor, Tensor]:
+def routes_of(row: Any, layout: MoeLayout) -> tuple[Tensor, Tensor]:
     """Return the routes of a row's tokens in the order in which the tokens are packed, and the versions of the routes.
 
     A token that several rollouts share gets the routes of the newest weights among them, because those weights have sampled the

@@ -226,7 +226,7 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
         if split != "train":
             return {}, {}
         extra = self._log.flush(split, self.state.global_step)
-        agreement = None if self._routing is None else self._routing.take_agreement(split, self._ranks)
+        agreement = {} if self._routing is None else self._routing.take_agreement(split, self._ranks)
         logged, by_layer = of_agreement(agreement)
         return extra | logged | (self._training_metrics() if of_training else {}), by_layer
 

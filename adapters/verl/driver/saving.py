@@ -20,7 +20,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.log import RunLog
-from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

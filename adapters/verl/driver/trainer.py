@@ -38,7 +38,7 @@ from mismatch_ext.host_names import PREFIX, VERL
 from mismatch_ext.log import RunLog, run_folder
 from mismatch_ext.origins import Origins
 from mismatch_ext.routing.agreement import of_layer
-from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Finding, Verdicts
 

@@ -25,7 +25,7 @@ from verl.utils.megatron_utils import unwrap_model
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.routing.stages import Layers, RouteAgreement
+from mismatch_ext.routing.replay import Layers, RouteAgreement
 
 FLAG = "enable_routing_replay"
 """Entry that verl's worker writes into a batch: whether the actor's replay is to work on it."""

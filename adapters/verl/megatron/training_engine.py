@@ -22,7 +22,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import OTHER_PASSES
-from mismatch_ext.routing.stages import RouteAgreement
+from mismatch_ext.routing.replay import RouteAgreement
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:

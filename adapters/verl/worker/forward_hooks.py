@@ -14,7 +14,7 @@ from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.ranks import WORLD, gathered, together
-from mismatch_ext.routing.replaying import REFERENCE
+from mismatch_ext.routing.replay import REFERENCE
 
 if TYPE_CHECKING:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Host

@@ -23,9 +23,9 @@ from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.ranks import WORLD, agree
 from mismatch_ext.routing import RoutingTrace, align, align_packed
-from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
-from mismatch_ext.routing.versions import Span, by_row, stamped
+from mismatch_ext.routing.trace import Span, stamped
 
 FIELD = "routed_experts"
 TRAIN = "train"
@@ -230,7 +230,7 @@ class EngineReplay(RouteReplay):
         """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learnt since."""
         if not self.takes_older or self.weight_version is None:
             return mask
-        return mask & (by_row(trace) == self.weight_version).to(mask.device)
+        return mask & (trace.version_by_row() == self.weight_version).to(mask.device)
 
     def _laid(self, samples: Sequence[SampleRoutes], rows: Rows) -> tuple[RoutingTrace, Tensor]:
         """Return the routes of a forward pass, a row per token, and where they were recorded."""
@@ -284,8 +284,7 @@ class EngineReplay(RouteReplay):
 
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
-        found, counts = self.take_agreement(TRAIN, WORLD), self.take_others(TRAIN, WORLD, sharing=self._sharing)
-        return counts if found is None else {**found.metrics(), **found.layer_metrics(), **counts}
+        return self.take_agreement(TRAIN, WORLD) | self.take_others(TRAIN, WORLD, sharing=self._sharing)
 
 
 def _counted(samples: Sequence[SampleRoutes], rows: Rows) -> Tensor:

@@ -10,7 +10,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing.versions import Span
+from mismatch_ext.routing.trace import Span
 
 ALTERED = (
     "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "

@@ -208,7 +208,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         if self._rate is not None:
             self._rate.load_state_dict(state.get("lr"))
         if self._replay is not None and state.get("routing") is not None:
-            self._replay.load_state_dict(state["routing"], self.rank)
+            self._replay.load_state_dict(state["routing"])
 
     # What the rollout gets
 

@@ -19,7 +19,6 @@ from verl.utils.ulysses import (
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.tokens import TokenRows
 from mismatch_ext.routing.trace import run_lengths
-from mismatch_ext.routing.versions import by_row
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +63,7 @@ class Share:
         starts = _begun(self.rows(trace.starts))
         stamps = trace.versions
         if len(stamps) > 1:
-            stamps = run_lengths(enumerate(self.rows(by_row(trace)).tolist()))
+            stamps = run_lengths(enumerate(self.rows(trace.version_by_row()).tolist()))
         return replace(trace, parts=(experts,), versions=stamps, tokens=self.rows(trace.tokens).clone(), starts=starts)
 
     def whole(self, values: Tensor) -> Tensor:

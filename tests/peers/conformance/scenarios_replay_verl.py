@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.verl.driver.trainer import actor_seed
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.routing.replaying import MeasuredPasses
+from mismatch_ext.routing.replay import MeasuredPasses
 from tests.peers.conformance.leftovers import alive
 from tests.peers.conformance.routes import FAULTS
 from tests.peers.verl.in_process.losses import host_config
@@ -23,14 +23,13 @@ from tests.peers.verl.in_process.scenarios_replay import own_routes
 from tests.peers.verl.in_process.workers import batch, scored, update, worker
 
 
-def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str, Any]:
+def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
     """Update an engine under planted routes, and score under the model's own until passes are measured.
 
     Args:
         model: Path of the model.
         seed: The engine's own.
         passes: Measured or not, of which the second half is repeated from a saved state.
-        old: The choice of measured passes as an earlier release saved it.
     """
     routes = own_routes(model)
     built = worker(model, {"routing": {"mode": "R3", "measured": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0})
@@ -69,10 +68,8 @@ def replay(model: str, seed: int, passes: int, old: dict[str, Any]) -> dict[str,
     found["measured"] = measured(passes // 2)
     state = replay.state_dict()
     found["measured"] += measured(passes - passes // 2)
-    replay.load_state_dict(state, 0)
+    replay.load_state_dict(state)
     found["resumed"] = measured(passes - passes // 2)
-    replay.load_state_dict(old, 0)
-    found["of old"] = measured(passes)
     return found
 
 

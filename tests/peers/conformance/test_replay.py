@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from tests.peers.conformance.routes import FAULTS
-from tests.peers.scenarios import ROOT, Run, named
+from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers.conformance import scenarios_replay_trl as trl
@@ -21,23 +20,21 @@ else:
     verl = named("tests.peers.conformance.scenarios_replay_verl")
 
 SEED, PASSES = 7, 12
-OLD = json.loads((ROOT / "tests/data/states/measured_passes.json").read_text(encoding="utf-8"))
-"""What release 0.1 saved after three draws from seed 5."""
 
 
 @pytest.fixture(scope="module")
 def hosts(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     given = {"model": moe, "seed": SEED, "passes": PASSES}
     return {
-        "trl": run(trl.replay, out=tmp_path_factory.mktemp("trl"), old=OLD["trl"], **given).expect(),
-        "verl": run(verl.replay, old=OLD["verl"], **given).expect(),
+        "trl": run(trl.replay, out=tmp_path_factory.mktemp("trl"), **given).expect(),
+        "verl": run(verl.replay, **given).expect(),
     }
 
 
-def draws(seed: int, first: int = 0) -> list[bool]:
+def draws(seed: int) -> list[bool]:
     """Return which passes are measured at a rate of a half."""
     generator = random.Random(seed)
-    return [generator.random() < 0.5 for _ in range(first + PASSES)][first:]
+    return [generator.random() < 0.5 for _ in range(PASSES)]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -57,7 +54,6 @@ def test_the_hosts_seed_chooses_the_measured_passes(run: Run, hosts: dict[str, d
     for host, found in hosts.items():
         assert found["measured"] == draws(SEED), host
         assert found["resumed"] == draws(SEED)[PASSES // 2 :], host
-        assert found["of old"] == draws(5, 3), host
 
 
 def test_nothing_of_a_batch_outlives_it(hosts: dict[str, dict[str, Any]]) -> None:

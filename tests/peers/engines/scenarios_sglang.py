@@ -163,7 +163,7 @@ def differing(model: nn.Module, record: RolloutRecord) -> tuple[int, int]:
         model(input_ids=torch.tensor([[*record.prompt_ids, *record.response_ids]]), use_cache=False)
     trace = record.routing
     found = agreement(trace, recording.trace.slice(trace.start, trace.start + trace.rows))
-    return found.tokens, found.token_mismatches
+    return int(found["tokens"]), int(found["token_mismatches"])
 
 
 class Rollouts:

@@ -40,6 +40,7 @@ from mismatch_ext.routing import (
     agreement,
     share_prompts,
 )
+from mismatch_ext.sums import merged
 from tests.traces import traces_nbytes
 
 COMMON: dict[str, Any] = {
@@ -163,16 +164,15 @@ def sequences(outputs: list[Any]) -> list[list[int]]:
 def compared(outputs: list[Any], model: nn.Module, **options: Any) -> dict[str, Any]:
     """Compare the engine's routes with transformers', token by token."""
     layout = moe_layout(model)
-    total = None
+    counts = []
     for trace, ids in zip(traces_of(outputs, layout, **options), sequences(outputs), strict=True):
         whole = native(model, ids)
-        found = agreement(trace, whole.slice(trace.start, len(ids) - 1))
-        total = found if total is None else total.merge(found)
-    assert total is not None
+        counts.append(agreement(trace, whole.slice(trace.start, len(ids) - 1)))
+    total = merged(*counts)
     completions = [c for o in outputs for c in o.outputs]
     return {
-        "tokens": total.tokens,
-        "differing": total.token_mismatches,
+        "tokens": int(total["tokens"]),
+        "differing": int(total["token_mismatches"]),
         "cached": sum(o.num_cached_tokens or 0 for o in outputs),
         "lengths": sorted({len(c.token_ids) for c in completions}),
         "reasons": sorted({c.finish_reason for c in completions}),
@@ -233,9 +233,13 @@ def starts(llm: LLM, model: nn.Module, first: list[Any]) -> tuple[dict[str, Any]
     whole = [native(model, ids).slice(0, len(ids) - 1) for ids in sequences(second)]
     counts = [agreement(a, b) for a, b in zip(joined, whole, strict=True)]
     return compared(alone, model, routed_experts_start=20), {
-        "tokens": sum(c.tokens for c in counts),
-        "differing": sum(c.token_mismatches for c in counts),
+        "tokens": sum(int(c["tokens"]) for c in counts),
+        "differing": sum(int(c["token_mismatches"]) for c in counts),
     }
+
+
+def differing_tokens(prefix: RoutingTrace, whole: RoutingTrace) -> int:
+    return int(agreement(prefix, whole.slice(0, prefix.rows))["token_mismatches"])
 
 
 def groups(llm: LLM, model: nn.Module) -> dict[str, Any]:
@@ -335,8 +339,8 @@ def update(out: str) -> dict[str, Any]:
         for trace, output, sequence in zip(traces_of(stale, moe_layout(new)), stale, sequences(stale), strict=True):
             prefix = trace.slice(0, output.num_cached_tokens)
             cached += prefix.rows
-            differing += agreement(prefix, native(new, sequence).slice(0, prefix.rows)).token_mismatches
-            of_old += prefix.rows - agreement(prefix, native(old, sequence).slice(0, prefix.rows)).token_mismatches
+            differing += differing_tokens(prefix, native(new, sequence))
+            of_old += prefix.rows - differing_tokens(prefix, native(old, sequence))
         results["stale rows"] = {"cached": cached, "differing": differing, "of the old weights": of_old}
 
         with engine.captured_outputs(llm, version=1):
@@ -514,7 +518,10 @@ def faults(out: str) -> dict[str, Any]:
         "another model's layers": lambda: good.expect_model(layers=(0, 1, 3), num_experts=16, top_k=4),
     }
     swapped, whole = (traces_of(rows, layout)[1] for rows in (spoiled(lambda ids: ids[:, [3, 1, 2, 0]]), outputs))
-    results: dict[str, Any] = {"agreement with swapped layers": agreement(whole, swapped).by_layer()}
+    differing = agreement(whole, swapped)["set_mismatches"] / whole.rows
+    results: dict[str, Any] = {
+        "agreement with swapped layers": dict(zip(whole.layers, differing.tolist(), strict=True))
+    }
     for name, action in actions.items():
         start = time.perf_counter()
         message = refusal(action)

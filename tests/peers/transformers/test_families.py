@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError
-from mismatch_ext.routing.replaying import RouteReplay
+from mismatch_ext.routing.replay import RouteReplay
 from tests.oracles.routing.passes import (
     another,
     forward,

@@ -113,7 +113,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
 
     def agreement(split: str, ranks: Any) -> Any:
         mine = trainer._routing._agreement.get(split)
-        heard["agreement"].append(None if mine is None else mine.state_dict())
+        heard["agreement"].append(None if mine is None else {name: value.tolist() for name, value in mine.items()})
         return merged(split, ranks)
 
     def kl(_: Any, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> None:

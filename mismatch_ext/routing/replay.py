@@ -9,7 +9,6 @@ Shapes: R rows (tokens of a forward pass, batch-first, padding included), L MoE 
 
 from __future__ import annotations
 
-import functools
 import random
 import warnings
 from collections import Counter
@@ -17,63 +16,47 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.errors import RoutingError
-from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.routing.agreement import OTHER_PASSES, Agreement, agreement
-from mismatch_ext.routing.plausibility import check_plausible
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, gathered, together
+from mismatch_ext.routing.agreement import (
+    OTHER_PASSES,
+    agreement,
+    agreement_metrics,
+    check_plausible,
+    no_agreement,
+)
+from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.tokens import Others
 from mismatch_ext.routing.trace import RoutingTrace
+from mismatch_ext.sums import Sums, merged, over_ranks
+
+Layers = tuple[int, ...]
 
 REFERENCE = "reference"
 """Split of the reference's passes; its own choice says nothing about the gap between engine and trainer."""
-
-
-class Layout(Protocol):
-    """The routers of a model: absolute decoder indices of the MoE layers, experts per layer and per token."""
-
-    @property
-    def layers(self) -> tuple[int, ...]: ...
-    @property
-    def num_experts(self) -> int: ...
-    @property
-    def top_k(self) -> int: ...
-
-
-class Replayed(Protocol):
-    """The result of a replaying context: how many passes were replayed, and how many had other tokens."""
-
-    forwards: int
-
-    @property
-    def others(self) -> int: ...
-    @property
-    def native(self) -> RoutingTrace: ...
-
-
-class Recorded(Protocol):
-    """The routes of each pass in a recording context."""
-
-    @property
-    def passes(self) -> list[RoutingTrace]: ...
 
 
 class Backend(Protocol):
     """An implementation of replay and recording, for example the module `mismatch_ext.adapters.transformers.routing`."""
 
     def moe_layout(self, model: Any) -> Any:
-        """Return the model's `Layout`."""
+        """Return a model's routers: `layers`, absolute decoder indices of the MoE layers; `num_experts` and `top_k` per layer."""
 
     def replay_routing(
         self, model: Any, trace: RoutingTrace, mask: Tensor | None, *, native: bool, others: Others
-    ) -> AbstractContextManager[Replayed]:
-        """Return a context in which forward passes over the trace's tokens use the trace's routes."""
+    ) -> AbstractContextManager[Any]:
+        """Return a context in which forward passes over the trace's tokens use the trace's routes.
 
-    def record_routing(self, model: Any, *, version: int = 0) -> AbstractContextManager[Recorded]:
-        """Return a context in which the routes of the model's forward passes are recorded."""
+        It gives an object with `forwards`, the number of passes that were replayed; `others`, that of passes over other tokens;
+        and with `native=True`, the trace `native` of what the model itself chose.
+        """
+
+    def record_routing(self, model: Any, *, version: int = 0) -> AbstractContextManager[Any]:
+        """Return a context in which routes are recorded; it gives an object with the trace of each forward pass, `passes`."""
 
 
 class MeasuredPasses:
@@ -104,22 +87,13 @@ class MeasuredPasses:
         """Return the state of the draws as JSON-able data."""
         return {"random": random_state(self._random)}
 
-    def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned.
-
-        Args:
-            state: The state. For verl's engines, releases up to 0.1 kept a list of the draws of all ranks.
-            rank: This rank, whose entry of such a list is taken. If the list has no such entry, the draws stay as they are.
 
         Raises:
             RecordError: The state is damaged.
         """
-        found = state.get("random")
-        if isinstance(found, list):
-            if rank < len(found):
-                load_random_state(self._random, found[rank])
-        else:
-            load_random_state(self._random, found)
+        load_random_state(self._random, state.get("random"))
 
 
 class RouteReplay:
@@ -157,16 +131,16 @@ class RouteReplay:
         self.forwards = 0
         self.others: Counter[str] = Counter()
         self._ranks = ranks
-        self._agreement: dict[str, Agreement] = {}
+        self._agreement: dict[str, Sums] = {}
         self._checked = config.mode == "R2"  # the model's own routes need no such check
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state as JSON-able data; with it, a resumed run measures the same passes."""
         return self.draws.state_dict()
 
-    def load_state_dict(self, state: Mapping[str, Any], rank: int = 0) -> None:
-        """Go on from a state of `state_dict`; see `MeasuredPasses.load_state_dict` for arguments and errors."""
-        self.draws.load_state_dict(state, rank)
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from a state of `state_dict`."""
+        self.draws.load_state_dict(state)
 
     @contextmanager
     def replaying(self, model: Any, trace: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> Iterator[None]:
@@ -194,12 +168,10 @@ class RouteReplay:
         if checks:
             self._check(trace, replay.native, mask)
         if drawn:
-            self._count(split, self._agreement_of(trace, replay.native, mask, real))
-
-    def _agreement_of(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, real: Tensor) -> Agreement:
-        """Compare the comparable rows; the other recorded rows count neither as compared nor as rows without a route."""
-        same = self._checkable(trace, mask)
-        return agreement(trace, native, same, real=real if same is mask else real & (same | ~mask))
+            # Compare the comparable rows; the other recorded rows count neither as compared nor as rows without a route.
+            same = self._checkable(trace, mask)
+            new = agreement(trace, replay.native, same, real=real if same is mask else real & (same | ~mask))
+            self._agreement[split] = merged(self._agreement[split], new) if split in self._agreement else new
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
         """Return the recorded rows `[R]` that come from the scoring weights, because other weights choose other experts."""
@@ -208,33 +180,21 @@ class RouteReplay:
     def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
         """Check once that routes are plausible for this model; if one rank refuses them, all ranks do."""
         mask = self._checkable(trace, mask)
-        error, some = None, bool(mask.any())
-        try:
-            if some:
+        recorded = bool(mask.any())
+        with together(self._ranks):
+            if recorded:
                 check_plausible(trace, native, mask)
-        except RoutingError as failure:
-            error = failure
-        told = self._ranks.gather([None if error is None else str(error), some])
-        if error is not None:
-            raise error
-        for rank, (message, _) in enumerate(told):
-            if message is not None:
-                raise RoutingError(f"rank {rank}: {message}")
-        self._checked = all(known for _, known in told)
+        self._checked = all(self._ranks.gather(recorded))
 
-    def _count(self, split: str, new: Agreement) -> None:
-        self._agreement[split] = self._agreement[split].merge(new) if split in self._agreement else new
-
-    def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> Agreement | None:
-        """Return the agreement that was measured in a split since the last call, over all ranks; None if none was measured.
+    def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> dict[str, float]:
+        """Return `agreement_metrics` of a split since the last call, over all ranks, which all must call this.
 
         Args:
             split: As for `replaying`.
-            ranks: The processes that train together; all of them must call this.
+            ranks: The processes that train together.
         """
-        mine = self._agreement.pop(split, None)
-        states = [state for state in ranks.gather(None if mine is None else mine.state_dict()) if state is not None]
-        return functools.reduce(Agreement.merge, map(Agreement.from_state, states)) if states else None
+        layers = self.layout.layers
+        return agreement_metrics(over_ranks(self._agreement.pop(split, no_agreement(layers)), ranks), layers)
 
     def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
         """Return the number of passes over other tokens since the last call, over all ranks, by its metric name.
@@ -246,3 +206,101 @@ class RouteReplay:
         """
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
         return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}
+
+
+class RouteAgreement:
+    """Compares routes in a share of the batches that are replayed where a rank has a stage of a pipeline: some of the layers.
+
+    Args:
+        config: The `routing` section.
+        seed: The engine's; the same on every rank.
+        twin: Whether another rank has the same tokens and layers, and counts them.
+
+    Attributes:
+        active: Whether the batch that runs is compared.
+        draws: Which batches are.
+    """
+
+    def __init__(self, config: RoutingConfig, seed: int, *, twin: bool = False) -> None:
+        self.draws = MeasuredPasses(config, seed)
+        self.active = False
+        self._twin = twin
+        self._passes: dict[Layers, dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
+        self._sums: dict[Layers, Sums] = {}
+
+    @contextmanager
+    def batch(self) -> Iterator[None]:
+        """Draw whether a batch is compared, while it runs."""
+        self.active = self.draws.agreement()
+        try:
+            yield
+        finally:
+            self.active = False
+            self._passes.clear()  # what a pass that failed has left
+
+    def compare(
+        self, layers: Layers, layer: int, recorded: Tensor, native: Tensor, mask: Tensor | None, experts: int
+    ) -> None:
+        """Take the routes of a layer in a forward pass; once those of all layers are there, compare them.
+
+        Args:
+            layers: MoE layers of the model chunk that runs.
+            layer: One of them.
+            recorded: What is replayed `[T, K]`.
+            native: What the router would have chosen `[T, K]`.
+            mask: True where there is a recorded route `[T]`; None where all are but for padding, whose rows are zeros.
+            experts: Per layer.
+        """
+        if mask is None:
+            if recorded.shape[1] == 1:
+                return  # zero is a route, too: padding cannot be told
+            mask = recorded.any(1)
+        kind = storage_dtype(experts)
+        taken = self._passes.setdefault(layers, {})
+        taken[layer] = (recorded.to(native.device, kind), native.to(kind), mask.to(native.device).bool())
+        if len(taken) < len(layers):
+            return
+        del self._passes[layers]
+        traces = (
+            RoutingTrace(
+                parts=(torch.stack([taken[index][side] for index in layers], 1),), layers=layers, num_experts=experts
+            )
+            for side in (0, 1)
+        )
+        mask = taken[layers[0]][2]
+        new = agreement(*traces, mask, real=mask)
+        self._sums[layers] = merged(self._sums[layers], new) if layers in self._sums else new
+
+    def metrics(self) -> dict[str, float]:
+        """Return the agreement since the last call, over all ranks, which must all call this.
+
+        Which rows have no route is not told from padding here, and how many tokens differ in any layer is known within one stage
+        alone: there are no such figures.
+        """
+        mine, self._sums = {} if self._twin else self._sums, {}
+        stages: dict[Layers, Sums] = {}
+        for sums_of_rank in gathered(mine):
+            for layers, sums in sums_of_rank.items():
+                stages[layers] = merged(stages[layers], sums) if layers in stages else sums
+        if not stages:
+            return {}
+        ordered = [stages[layers] for layers in sorted(stages)]
+        # All stages have seen the same tokens.
+        whole = {
+            name: torch.stack([sums[name] for sums in ordered]).amax(0)
+            for name in ("passes", "tokens", "token_mismatches")
+        }
+        whole |= {name: torch.cat([sums[name] for sums in ordered]) for name in ("set_mismatches", "order_agreements")}
+        metrics = agreement_metrics(
+            {**whole, "native_rows": torch.zeros(())}, [layer for layers in sorted(stages) for layer in layers]
+        )
+        unknown = {"routing/native_rows_frac"} | ({"routing/token_mismatch_frac"} if len(stages) > 1 else set())
+        return {name: value for name, value in metrics.items() if name not in unknown}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a resumed run goes on with, as JSON-able data: it compares the same batches."""
+        return self.draws.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what `state_dict` returned."""
+        self.draws.load_state_dict(state)
