@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.placeholders import placeholders_at, refuse_placeholders
 from mismatch_ext.adapters.sglang.answers import to_records
 from mismatch_ext.adapters.sglang.engine import EngineTransport, Transport
 from mismatch_ext.adapters.sglang.probes import decode_tokens, score_tokens
@@ -16,7 +17,6 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, RoutingError
-from mismatch_ext.placeholders import placeholders_at, refuse_placeholders
 from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.provenance import to_provenance
 from mismatch_ext.records import RolloutRecord, SamplingSettings

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from mismatch_ext.adapters.placeholders import placeholders_at, placeholders_of, refuse_placeholders
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.placeholders import placeholders_at, placeholders_of, refuse_placeholders
 
 
 @pytest.mark.parametrize(
