@@ -15,14 +15,8 @@ from mismatch_ext.versions import installed
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One subcommand.
-
-    Args:
-        name: Its name on the command line.
-        help: One line for the help text.
-        configure: Adds its arguments to its parser; runs only when this subcommand is called.
-        run: Gets the parsed arguments and returns the exit status. It imports what it needs beyond the standard library itself,
-            so that other subcommands start quickly.
+    """One subcommand. `configure` adds its arguments to its parser, and only if it is called; `run` gets the parsed arguments and
+    returns the exit status. Both import what they need themselves, so that other subcommands start quickly.
     """
 
     name: str
@@ -33,9 +27,18 @@ class Command:
 
 def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status: the subcommand's, or 2 after an error, printed as one line on stderr."""
-    given = list(sys.argv[1:] if argv is None else argv)
-    parser = _parser(commands, next((text for text in given if not text.startswith("-")), None))
-    arguments = parser.parse_args(given)
+    words = list(sys.argv[1:] if argv is None else argv)
+    called = next((word for word in words if not word.startswith("-")), None)
+    parser = argparse.ArgumentParser(
+        prog="mismatch-ext", description="Tell how far rollout engine and trainer are apart."
+    )
+    parser.add_argument("--version", action="version", version=f"mismatch-ext {installed('mismatch-ext')}")
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for command in commands:
+        subparser = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == called:
+            command.configure(subparser)
+    arguments = parser.parse_args(words)
     if arguments.command is None:
         parser.print_help(sys.stderr)
         return 2
@@ -44,20 +47,6 @@ def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) 
     except MismatchError as error:
         say(f"error: {' '.join(str(error).split())}", error=True)
         return 2
-
-
-def _parser(commands: Sequence[Command], called: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="mismatch-ext",
-        description="Tell how far rollout engine and trainer are apart.",
-    )
-    parser.add_argument("--version", action="version", version=f"mismatch-ext {installed('mismatch-ext')}")
-    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for command in commands:
-        own = subparsers.add_parser(command.name, help=command.help, description=command.help)
-        if command.name == called:  # configuring the others may import modules that this one does not need
-            command.configure(own)
-    return parser
 
 
 def folder(text: str) -> Path:
@@ -69,12 +58,8 @@ def folder(text: str) -> Path:
 
 
 def _configure_report(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run_dir",
-        metavar="RUN_DIR",
-        type=folder,
-        help="folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side",
-    )
+    about = "folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side"
+    parser.add_argument("run_dir", metavar="RUN_DIR", type=folder, help=about)
     parser.add_argument("--out", metavar="FILE", type=folder, help="file to write (default: RUN_DIR/report.html)")
 
 
@@ -88,12 +73,8 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-REPORT = Command(
-    name="report",
-    help="Render a run directory as one self-contained HTML file.",
-    configure=_configure_report,
-    run=_report,
-)
+ABOUT_REPORT = "Render a run directory as one self-contained HTML file."
+REPORT = Command(name="report", help=ABOUT_REPORT, configure=_configure_report, run=_report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

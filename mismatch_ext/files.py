@@ -11,15 +11,8 @@ from mismatch_ext.errors import RunDirectoryError
 def write_whole(path: Path, data: bytes, *, make_folder: bool = False) -> None:
     """Write a file; after an interruption or on a full disk it still holds the old bytes or the new ones.
 
-    A link stays, and the file that it points to is written. A device or a pipe is written to and never replaced.
-
-    Args:
-        path: The file.
-        data: Its bytes.
-        make_folder: Whether to create a missing folder, which is right if the user named the folder and not the file.
-
-    Raises:
-        RunDirectoryError: The file cannot be written.
+    A link stays, and the file that it points to is written. A device or a pipe is written to and never replaced. `make_folder`
+    creates a missing folder, which is right if the user named the folder and not the file. Raises RunDirectoryError.
     """
     try:
         if make_folder:

@@ -7,12 +7,7 @@ import unicodedata
 
 
 def printable(text: str, *, keep: str = "\n\t") -> str:
-    r"""Return a text in which characters that steer a terminal or reverse text are escaped, for example as "\x1b".
-
-    Args:
-        text: Any text; parts of it may come from a file name or a server.
-        keep: Control characters that stay.
-    """
+    r"""Return a text in which characters that steer a terminal or reverse text are escaped, as "\x1b"; those in `keep` stay."""
     if text.isascii() and text.isprintable():
         return text
     # Controls, format marks (which start right-to-left text, for example), surrogates, line and paragraph separators.
@@ -24,13 +19,7 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 
 def say(text: str, *, error: bool = False, keep: str = "\n\t") -> None:
-    """Print a text and flush it, with "?" for characters that the terminal's encoding lacks.
-
-    Args:
-        text: The text.
-        error: Whether it goes to standard error.
-        keep: Control characters that stay, as in `printable`.
-    """
+    """Print a text (`error`: to standard error) and flush it, with "?" for characters that the terminal's encoding lacks."""
     stream = sys.stderr if error else sys.stdout
     encoding = stream.encoding or "utf-8"
     print(printable(text, keep=keep).encode(encoding, "replace").decode(encoding), file=stream, flush=True)

@@ -17,12 +17,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
-from typing import Literal, TypeVar
+from typing import TypeVar
 
+from mismatch_ext.config import Level
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.ranks import Ranks
 
-Level = Literal["observe", "enforce"]
 Sink = Callable[..., None]
 """Writes an event: step, level, name, message, data."""
 Value = TypeVar("Value")
@@ -37,13 +37,7 @@ ALL_WRITTEN = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """A check that failed in a run that went on.
-
-    Attributes:
-        check: Name of the check.
-        step: Number of finished optimizer steps.
-        message: The error that `enforce` raises.
-    """
+    """A check that failed after that many optimizer steps, in a run that went on, with the error that `enforce` raises."""
 
     check: str
     step: int
@@ -55,15 +49,7 @@ class Finding:
 
 
 class Verdicts:
-    """The checks of one process of a run.
-
-    Args:
-        level: `mismatch.level`.
-        step: Returns the number of finished optimizer steps.
-
-    Attributes:
-        counts: Findings so far, by check.
-    """
+    """The checks of one process of a run; `step` returns the number of finished optimizer steps."""
 
     def __init__(self, level: Level, step: Callable[[], int] | None = None) -> None:
         self.level = level
@@ -91,11 +77,7 @@ class Verdicts:
 
     @contextmanager
     def checking(self, check: str) -> Iterator[None]:
-        """Run a check; under `observe`, an exception becomes a finding, and the run goes on after the block.
-
-        Args:
-            check: Name of the check, of letters, digits and underscores.
-        """
+        """Run a check; under `observe`, an exception becomes a finding, and the run goes on after the block."""
         try:
             yield
         except Exception as error:
@@ -105,12 +87,7 @@ class Verdicts:
 
     @contextmanager
     def around(self, check: str, manager: AbstractContextManager[Value]) -> Iterator[Value | None]:
-        """Enter a context of ours around the host's code; errors of that code stay errors. Yield None if entering fails.
-
-        Args:
-            check: Name, as for `checking`, of the check that enters and leaves the context.
-            manager: The context.
-        """
+        """Enter a context of ours around the host's code; errors of that code stay errors. Yield None if entering fails."""
         if not self.observes:
             with manager as value:
                 yield value
@@ -128,23 +105,13 @@ class Verdicts:
             stack.close()
 
     def found(self, check: str, message: str, *, step: int | None = None) -> None:
-        """Note a finding; only under `observe`, where checks do not raise.
-
-        Args:
-            check: Name of the check.
-            message: Message of the finding.
-            step: Step of the finding; None for the present step.
-        """
-        step = self._step() if step is None and self._step is not None else step or 0
+        """Note a finding at a step (None: the present one); only under `observe`, where checks do not raise."""
+        if step is None:
+            step = 0 if self._step is None else self._step()
         self.add([Finding(check=check, step=step, message=message)])
 
     def add(self, findings: Sequence[Finding], *, said: bool = False) -> None:
-        """Take findings: warn of the first one of each check, and write or keep them.
-
-        Args:
-            findings: Findings of this process or of another.
-            said: Whether a warning about them was already given.
-        """
+        """Take findings: warn of the first one of each check (unless another process `said` it), and write or keep them."""
         for finding in findings:
             self.counts[finding.check] += 1
             if self.counts[finding.check] == 1 and not said:
