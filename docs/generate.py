@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from mismatch_ext import config
+from mismatch_ext.alarms import DEFAULTS
+from mismatch_ext.host_names import roles_table
 from mismatch_ext.metrics.names import table as metrics_page
-from mismatch_ext.monitor.defaults import table as alarms_page
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = {
@@ -84,6 +85,37 @@ def kind(annotation: ast.expr) -> str:
             ]
             text = text.replace(ast.unparse(part), " ".join([ast.unparse(base), ", ".join(limits)]).strip())
     return text
+
+
+def alarms_page() -> str:
+    """Return the table of the built-in alarms."""
+    about = [f"`{name}`" for name, rule in DEFAULTS.items() if rule.numerics]
+    lines = [
+        "# Built-in alarms",
+        "",
+        "Written by `python docs/generate.py`. Each warns after that many logs in a row. A value that is not finite is out of",
+        "bounds under any of them. An alarm is over after as many logs in a row that are back by a fifth.",
+        "`mismatch.monitor.alarms` changes them and adds others; `default_alarms: false` leaves on only those that it names.",
+        "",
+        f"{', '.join(about)} are about numerics. Where versions are followed (docs/drift.md) they watch",
+        "`mismatch/numerics/...`, of tokens that were scored by the weights that sampled them, and nothing in a log without such",
+        "tokens. Naming one in `alarms` changes nothing of that; for stale tokens give `stale/k3_kl` a threshold.",
+        "",
+        "With `mismatch.monitor.doctor: on_alarm` TRL's next batch after an alarm is examined for why the two sides differ",
+        "(docs/doctor.md).",
+        "",
+        "Some metrics have another name in each host. You may name them by their role in all of them; a metric of that very name",
+        "goes first:",
+        "",
+        *roles_table(),
+        "",
+        "| metric | out of bounds | logs in a row | it means that | what to do | source |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, rule in DEFAULTS.items():
+        source = rule.source.rstrip(".")
+        lines.append(f"| `{name}` | {rule.bounds} | {rule.patience} | {rule.meaning} | {rule.advice} | {source} |")
+    return "\n".join(lines)
 
 
 def config_page() -> str:

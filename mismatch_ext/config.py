@@ -281,8 +281,8 @@ class LrConfig:
 class AlarmConfig:
     """When a metric of the training logs is out of bounds, and what happens then.
 
-    A value that is not finite is out of bounds under any rule. `python -m mismatch_ext.monitor` prints the rules that are
-    built in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
+    A value that is not finite is out of bounds under any rule. docs/alarms.md lists the rules that are built
+    in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
     its threshold. Another metric needs `above` or `below`.
     """
 
@@ -329,9 +329,9 @@ class MonitorConfig:
             )
         rules: Mapping[str, Any] = {}
         if self.alarms:
-            from mismatch_ext.monitor.rules import resolve as resolve_alarms
+            from mismatch_ext.alarms import rules_of
 
-            rules = resolve_alarms(self)
+            rules = rules_of(self)
         if self.doctor == "on_alarm" and not rules and (self.alarms or not self.default_alarms):
             raise ConfigError(
                 "mismatch.monitor.doctor: 'on_alarm' without any alarm; allowed: 'first_batch', or an alarm. Name one in "

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from torch import Tensor
 
+from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
@@ -30,7 +31,6 @@ from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.metrics.growth import Growth
-from mismatch_ext.monitor import ANEW, Monitor
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.records import SamplingSettings
@@ -291,7 +291,7 @@ def run_info(
     }
 
 
-def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, run_dir: Path) -> str:
+def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str, Rule], run_dir: Path) -> str:
     """Return the lines at the start of a run: what both sides compute with, the sections that are on, and the patches."""
     active = "observes, and changes nothing in," if block.level == "observe" else "is active on"
     lines = [f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}"]
@@ -300,7 +300,7 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], monitor: Monitor, r
     if header["audit"] is not None:
         lines.append(_line("audit", "both sides compute as asked: their dtypes were read back"))
     lines += [_line("patch", f"{patch['name']} on {patch['target']}") for patch in header["patches"]]
-    return "\n".join([*lines, *monitor_lines(monitor, run_dir)])
+    return "\n".join([*lines, *alarm_lines(rules, run_dir)])
 
 
 def section_lines(block: MismatchConfig) -> list[str]:
@@ -311,10 +311,10 @@ def section_lines(block: MismatchConfig) -> list[str]:
     return [_line(name, keys) for name, keys in sections.items()]
 
 
-def monitor_lines(monitor: Monitor, run_dir: Path) -> list[str]:
+def alarm_lines(rules: Mapping[str, Rule], run_dir: Path) -> list[str]:
     """Return the lines that say which alarms are watched, and where metrics are written."""
-    named = [rule.describe() for rule in monitor.rules.values() if rule.named]
-    if built_in := len(monitor.rules) - len(named):
+    named = [rule.describe() for rule in rules.values() if rule.named]
+    if built_in := len(rules) - len(named):
         named.append(f"{built_in} built-in ones (docs/alarms.md)")
     return [_line("alarms", "; ".join(named) or "none"), _line("metrics", str(run_dir))]
 
@@ -376,7 +376,8 @@ class RunLog:
         tell: Shows a warning to the user; None logs it.
 
     Attributes:
-        monitor: Raises the alarms.
+        rules: The alarms' rules, by metric.
+        alarms: Their state.
         stopped: Message of the alarm that stopped training; None while none has.
         doctor: Examines batches in the main process; None on other ranks, and if the block does not ask for it.
         stale: Measures stale rollouts since the last flush; None if versions are not followed.
@@ -399,9 +400,10 @@ class RunLog:
     ) -> None:
         self.block, self.run_dir, self.ranks = block, run_dir, ranks
         self.verdicts = Verdicts("enforce", step) if verdicts is None else verdicts
-        self._names, self._info, self._step = names, info, step
+        self._info, self._step = info, step
         self._tell = logger.warning if tell is None else tell
-        self.monitor = Monitor(block.monitor, names)
+        self.rules = rules_of(block.monitor, names)
+        self.alarms = AlarmState()
         self.stopped: str | None = None
         self._looked = False
         self._stream: RunStream | None = None
@@ -473,7 +475,7 @@ class RunLog:
     def announce(self) -> None:
         """Print what both sides compute with, which sections are on, and which alarms are watched."""
         if self.ranks.rank == 0:
-            say(banner(self.block, self._info(), self.monitor, self.run_dir))
+            say(banner(self.block, self._info(), self.rules, self.run_dir))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
         """Write what was measured since the last log, and how training ended; then print a summary.
@@ -660,7 +662,7 @@ class RunLog:
         """Return on every rank what `look` returned in the main process; all ranks must call it."""
         if self.verdicts.observes:
             return None
-        if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.monitor.rules.values()):
+        if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.rules.values()):
             # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
             stop = self.ranks.gather(stop)[0]
         self.stopped = self.stopped if stop is None else stop
@@ -670,12 +672,13 @@ class RunLog:
         if not self._looked:
             # Done at the first log, so that the user need not wait for the end of training.
             self._looked = True
-            for metric, message in self.monitor.unwatched(metrics).items():
+            for metric, message in unwatched(self.rules, metrics).items():
                 self.event("warning", "unwatched", message, {"metric": metric}, step=step)
                 self._tell(message)
         stop = None
-        for alarm in self.monitor.observe(step, metrics):
-            self.event(alarm.level, "alarm", alarm.message, alarm.to_dict(), step=step)
+        self.alarms, alarms = watch(self.alarms, metrics, self.rules, step)
+        for alarm in alarms:
+            self.event(alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm), step=step)
             if alarm.status == "raised":
                 self._tell(alarm.message)
                 if self.doctor is not None:
@@ -690,14 +693,14 @@ class RunLog:
 
     def begin_anew(self) -> None:
         """Forget the alarms of an earlier training of this trainer; those of a checkpoint are loaded afterwards."""
-        self.monitor = Monitor(self.block.monitor, self._names)
+        self.alarms = AlarmState()
         self.stopped, self._looked = None, False
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
         growth = [(step, value) for step, value in self._growth.state_dict()]
         log = LogState(flushes=dict(self._flushes), created=self._created, growth=growth)  # type: ignore[arg-type]
-        return {"monitor": self.monitor.state_dict(), "log": to_json(log)}
+        return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
         """Continue from a checkpoint of `step`, and say which alarms begin anew; raises RecordError if the state is damaged.
@@ -709,9 +712,11 @@ class RunLog:
             log = from_json(LogState, state["log"], "log")
             self._flushes, self._created = dict(log.flushes), log.created
             self._growth.load_state_dict(log.growth)
-        for message, metrics in self.monitor.resume(state.get("monitor")):
-            self.event("info", ANEW, message, {"metrics": metrics}, step=step)
-            self._tell(message)
+        if state.get("monitor") is not None:
+            self.alarms, notes = resumed(state["monitor"], self.rules)
+            for message, metrics in notes:
+                self.event("info", ANEW, message, {"metrics": metrics}, step=step)
+                self._tell(message)
 
 
 def _plain(value: Any) -> Any:

@@ -18,12 +18,13 @@ from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback,
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
+from mismatch_ext.alarms import AlarmState, rules_of
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX, TRL
-from mismatch_ext.log import RunLog, ensure_writable, monitor_lines, run_folder, run_info, section_lines
-from mismatch_ext.monitor import Monitor
+from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, run_info, section_lines
+from mismatch_ext.states import to_json
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
@@ -66,7 +67,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
                     "rollouts; allowed: none. Remove it, or use MismatchGRPOTrainer."
                 )
         self._lr = self._control()
-        Monitor(self.block.monitor, TRL)  # imports the functions that alarms call, before anything starts
+        self._rules = rules_of(self.block.monitor, TRL)
         self._log: RunLog | None = None
         self._alarms = AlarmCallback(self._opened)
         self._logged = False
@@ -85,8 +86,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
     def state(self) -> dict[str, Any]:
         """Return what transformers saves in a checkpoint's `trainer_state.json`."""
         lr = None if self._lr is None else self._lr.saved_state()
-        alarms = Monitor(self.block.monitor, TRL) if self._log is None else self._log.monitor
-        saved = {"lr": lr, "monitor": alarms.state_dict()}
+        alarms = AlarmState() if self._log is None else self._log.alarms
+        saved = {"lr": lr, "monitor": to_json(alarms)}
         return {"args": {"mismatch": self.block.to_dict()}, "attributes": {"saved": saved}}
 
     def on_init_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
@@ -141,8 +142,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             done = "observes, and changes nothing," if self._verdicts.observes else "is active"
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
             lines += section_lines(self.block)
-            alarms = Monitor(self.block.monitor, TRL) if self._log is None else self._log.monitor
-            say("\n".join([*lines, *monitor_lines(alarms, self._run_dir(args))]))
+            say("\n".join([*lines, *alarm_lines(self._rules, self._run_dir(args))]))
 
     def _open(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Open the metrics file of a training."""

@@ -7,10 +7,10 @@ import math
 import shlex
 from collections.abc import Iterable
 
+from mismatch_ext.alarms import logged_names
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.monitor.rules import logged_names
 from mismatch_ext.report.drift import MARK, NUMERICS
 from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import ABS_DIFF_MEAN

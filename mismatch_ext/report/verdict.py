@@ -1,14 +1,12 @@
 """The verdict in one sentence, and the thresholds it rests on.
 
-Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nat per token):
+Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nat per token), besides those of
+`mismatch_ext.alarms`:
 
     SAME_ABS_DIFF     1e-4  float32 on both sides leaves 1e-7 to 1e-5 on the models this package is tested
                             with; ten times that is still rounding, and a plumbing error is far above it.
     HEALTHY_ABS_DIFF  0.02  TRL issue #5312: 0.010 to 0.018 in healthy bfloat16 runs.
-    STALE_ABS_DIFF    0.1   Limit of slime's CI; TRL issue #5312 measured 0.201 with stale weights.
-    HEALTHY_K3        1e-3  NeMo RL's documentation asks for a KL below 1e-3.
     LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
-    PHANTOM           0.03  A share of tokens, as in the built-in alarm: runs that learnt late had 5 to 15 % (docs/stability.md).
 
 The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
 |difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
@@ -21,6 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mismatch_ext.alarms import HEALTHY_K3, PHANTOM, STALE_ABS_DIFF
 from mismatch_ext.log_reading import RunData
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.doctor import Why
@@ -31,10 +30,7 @@ from mismatch_ext.report.text import quantity
 
 SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02
-STALE_ABS_DIFF = 0.1
-HEALTHY_K3 = 1e-3
 LARGE_K3 = 1e-2
-PHANTOM = 0.03
 FEW_TOKENS = 8.0
 # A group of tokens dominates if it holds this share of the gap, and at least this many times its share of all tokens.
 DOMINANT_SHARE = 0.6

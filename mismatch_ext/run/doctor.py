@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 
+from mismatch_ext.alarms import Alarm
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.doctor import Diagnosis, report
 from mismatch_ext.doctor.diagnosis import DOCTOR_FILE
 from mismatch_ext.files import write_whole
-from mismatch_ext.monitor import Alarm
 from mismatch_ext.terminal import say
 
 logger = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import pytest
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics.growth import FLOOR, LEAST, WINDOW, Growth, slope
-from mismatch_ext.monitor import Monitor
+from tests.watching import Watching
 
 RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "stability"
 LOW = "mismatch/k3_growth_low"
@@ -22,7 +22,7 @@ LOW = "mismatch/k3_growth_low"
 
 def alarms(gaps: Iterable[float]) -> list[tuple[int, str]]:
     """Return step and status of the growth's alarms over a run's gaps, one log a step."""
-    growth, monitor = Growth(), Monitor(MonitorConfig())
+    growth, monitor = Growth(), Watching(MonitorConfig())
     found = []
     for step, gap in enumerate(gaps, 1):
         log = {f"mismatch/{name}": value for name, value in growth.add(step, gap).items()}

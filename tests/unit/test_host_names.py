@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
+from mismatch_ext.alarms import DEFAULTS, resumed, unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.monitor import Monitor
 from mismatch_ext.report import closing_lines, load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
+from mismatch_ext.states import to_json
 from tests.unit.synthetic_runs import header, run_stream, write_run
+from tests.watching import Watching
 
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = ROOT / "tests/data/verl"
@@ -152,21 +154,21 @@ def section(**alarms: dict[str, Any]) -> MonitorConfig:
 @pytest.mark.parametrize("names", [TRL, VERL, HostNames()])
 @pytest.mark.parametrize("role", list(Role))
 def test_an_alarm_on_a_role_watches_what_the_host_logs(names: HostNames, role: Role) -> None:
-    monitor = Monitor(section(**{role: {"above": 1, "patience": 1}}), names)
+    monitor = Watching(section(**{role: {"above": 1, "patience": 1}}), names)
     log = {names.of(role): 2.0}
-    assert monitor.unwatched(log) == {} and list(monitor.unwatched({"other": 2.0})) == [role]
+    assert unwatched(monitor.rules, log) == {} and list(unwatched(monitor.rules, {"other": 2.0})) == [role]
     assert [alarm.metric for alarm in monitor.observe(1, log)] == [names.of(role)]
 
 
 def test_a_metric_of_that_very_name_goes_before_the_role() -> None:
-    monitor = Monitor(section(length={"above": 5.0, "patience": 1}), names=TRL)
+    monitor = Watching(section(length={"above": 5.0, "patience": 1}), names=TRL)
     log = {"length": 9.0, "completions/mean_length": 3.0, "mismatch/length": 1.0}
     assert [alarm.metric for alarm in monitor.observe(1, log)] == ["length"]
 
 
 def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
     for names in HOSTS.values():
-        monitor = Monitor(MonitorConfig(), names)
+        monitor = Watching(MonitorConfig(), names)
         found = [
             a for step in range(3) for a in monitor.observe(step, {names.loss: math.nan, names.grad_norm: math.inf})
         ]
@@ -175,30 +177,31 @@ def test_built_in_alarms_watch_each_host_s_loss_and_norm() -> None:
 
 
 def test_a_recorded_verl_run_raises_no_built_in_alarm_until_its_loss_is_broken() -> None:
-    monitor, steps = Monitor(MonitorConfig(), VERL), steps_of(RECORDED / "stock_rate.jsonl")
+    monitor, steps = Watching(MonitorConfig(), VERL), steps_of(RECORDED / "stock_rate.jsonl")
     assert [alarm for step, metrics in enumerate(steps, 1) for alarm in monitor.observe(step, metrics)] == []
     assert [alarm.metric for alarm in monitor.observe(4, steps[-1] | {"actor/loss": math.nan})] == ["actor/loss"]
 
 
 def test_a_built_in_alarm_is_refined_by_the_host_s_name_too() -> None:
-    rule = Monitor(section(**{"actor/grad_norm": {"above": 10.0}}), VERL).rules["grad_norm"]
-    assert (rule.above, rule.patience) == (10.0, 3) and rule.default is not None
-    assert "grad_norm" not in Monitor(section(**{"actor/grad_norm": {"above": 10.0}}), TRL).rules
+    rule = Watching(section(**{"actor/grad_norm": {"above": 10.0}}), VERL).rules["grad_norm"]
+    assert (rule.above, rule.patience, rule.source) == (10.0, 3, DEFAULTS["grad_norm"].source)
+    assert "grad_norm" not in Watching(section(**{"actor/grad_norm": {"above": 10.0}}), TRL).rules
 
 
 def test_a_role_and_the_host_s_name_for_it_are_one_metric() -> None:
     config = section(length={"above": 1}, **{"response_length/mean": {"above": 2}})
     with pytest.raises(ConfigError, match="'length' and 'response_length/mean' name one metric"):
-        Monitor(config, VERL)
-    assert set(Monitor(config, TRL).rules) == {"length", "response_length/mean"}
+        Watching(config, VERL)
+    assert set(Watching(config, TRL).rules) == {"length", "response_length/mean"}
 
 
 def test_a_state_that_was_saved_under_another_name_goes_on() -> None:
     """Before names were a map, verl's norm was watched as `grad_norm`."""
-    before = Monitor(section(grad_norm={"above": 1}))
+    before = Watching(section(grad_norm={"above": 1}))
     before.observe(1, {"grad_norm": 2.0})
-    after = Monitor(section(grad_norm={"above": 1}), VERL)
-    assert after.load_state_dict(before.state_dict()) == []
+    after = Watching(section(grad_norm={"above": 1}), VERL)
+    after.state, notes = resumed(to_json(before.state), after.rules)
+    assert notes == []
     assert [a.metric for step in (2, 3) for a in after.observe(step, {"actor/grad_norm": 2.0})] == ["actor/grad_norm"]
 
 

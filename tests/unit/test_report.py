@@ -17,6 +17,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
+from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
@@ -26,7 +27,7 @@ from mismatch_ext.report.learning_rate import learning_rate
 from mismatch_ext.report.profiles import Pooled, pool_profile
 from mismatch_ext.report.routing import replay
 from mismatch_ext.report.text import quantity
-from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, STALE_ABS_DIFF, side_dtype
+from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}

@@ -143,7 +143,7 @@ def test_rows_are_drawn_over_the_whole_batch_within_the_limit() -> None:
 @pytest.mark.parametrize(
     ("monitor", "named"),
     [
-        ({"doctor": "on_alarm", "default_alarms": False}, "mismatch.monitor.doctor: 'on_alarm' is not allowed"),
+        ({"doctor": "on_alarm", "default_alarms": False}, "mismatch.monitor.doctor: 'on_alarm' without any alarm"),
         ({"doctor": "always"}, "first_batch"),
     ],
 )

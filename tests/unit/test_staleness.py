@@ -17,7 +17,6 @@ from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import RateControl, numerics_statistics
 from mismatch_ext.metrics import mismatch_metrics
-from mismatch_ext.monitor import Monitor
 from mismatch_ext.staleness import (
     UNKNOWN,
     Segment,
@@ -27,6 +26,7 @@ from mismatch_ext.staleness import (
     staleness,
     token_versions,
 )
+from tests.watching import Watching
 
 ROWS, LENGTH = 64, 24
 
@@ -180,7 +180,7 @@ def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
 
 def test_alarms_of_numerics_are_not_raised_by_drift() -> None:
     drifted = {"mismatch/k3_kl": 0.5, "mismatch/staleness_max": 2.0}
-    monitor = Monitor(MonitorConfig())
+    monitor = Watching(MonitorConfig())
     logs = [{**drifted, "mismatch/numerics/k3_kl": 1e-6}, drifted, drifted, drifted, drifted]
     assert [alarm for step, log in enumerate(logs) for alarm in monitor.observe(step, log)] == []
     faulty = {**drifted, "mismatch/numerics/k3_kl": 0.01}
@@ -188,7 +188,7 @@ def test_alarms_of_numerics_are_not_raised_by_drift() -> None:
     assert [alarm.metric for alarm in raised] == ["mismatch/numerics/k3_kl"]
     assert "give both sides one precision" in raised[0].message
     # Without stale rollouts the whole gap is numerics.
-    plain = Monitor(MonitorConfig())
+    plain = Watching(MonitorConfig())
     raised = [alarm for step in range(3) for alarm in plain.observe(step, {"mismatch/k3_kl": 0.5})]
     assert [alarm.metric for alarm in raised] == ["mismatch/k3_kl"]
 

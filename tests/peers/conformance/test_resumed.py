@@ -10,8 +10,9 @@ import pytest
 
 from mismatch_ext.checkpoint import SCHEMA
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.monitor import Monitor
+from mismatch_ext.states import to_json
 from tests.peers.scenarios import Run, named
+from tests.watching import Watching
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_hosts as trl
@@ -39,9 +40,9 @@ def saved(block: dict[str, Any]) -> str:
     """Return the file of a run in which every alarm is raised."""
     config = MismatchConfig.parse(block)
     assert config is not None
-    monitor = Monitor(config.monitor)
+    monitor = Watching(config.monitor)
     assert len(monitor.observe(3, dict.fromkeys(block["monitor"]["alarms"], 1.0))) == 3
-    return json.dumps({"schema": SCHEMA, "config": config.to_dict(), "monitor": monitor.state_dict()})
+    return json.dumps({"schema": SCHEMA, "config": config.to_dict(), "monitor": to_json(monitor.state)})
 
 
 FILES = {

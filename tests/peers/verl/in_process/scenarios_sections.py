@@ -27,7 +27,6 @@ from mismatch_ext.host_names import VERL
 from mismatch_ext.kl import KlTerm, kl_surrogate
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import mismatch_metrics
-from mismatch_ext.monitor import Monitor
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
 from tests.peers.verl.in_process.routes import as_rollout, nested, other
@@ -36,6 +35,7 @@ from tests.peers.verl.in_process.scenarios_losses import Engine, build_models, s
 from tests.peers.verl.in_process.scenarios_replay import experts_seen
 from tests.peers.verl.in_process.scenarios_training import watched
 from tests.peers.verl.in_process.workers import batch, scored, update, worker
+from tests.watching import Watching
 
 ACTOR = "actor_rollout_ref.actor"
 GIVEN = (
@@ -267,7 +267,7 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
 def monitor(label: str, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
     """Read what the driver is set to, or the alarm on verl's own metric."""
     if label == "alarms":
-        raised = Monitor(block.monitor, VERL).observe(1, {"actor/pg_loss": 1.0, "actor/loss": 1.0})
+        raised = Watching(block.monitor, VERL).observe(1, {"actor/pg_loss": 1.0, "actor/loss": 1.0})
         return {"what": "the alarm on verl's own metric", "error": 0.0 if raised else 1.0, "effect": 1.0}
     chosen = config.trainer.v1.trainer_mode == settings.TRAINER
     return {"what": "the trainer that verl's registry is asked for", "error": 0.0 if chosen else 1.0, "effect": 1.0}

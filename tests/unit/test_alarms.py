@@ -1,7 +1,8 @@
-"""The monitor: when an alarm is raised and over, what a user may change of it, what a resumed run does, what is said."""
+"""Alarms: when an alarm is raised and over, what a user may change of it, what a resumed run does, what is said."""
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import re
@@ -13,13 +14,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mismatch_ext.alarms import DEFAULTS, AlarmState, resumed
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.monitor import DEFAULTS, Monitor
 from mismatch_ext.report import closing_lines
+from mismatch_ext.states import to_json
 from tests.unit import synthetic_runs
+from tests.watching import Watching
 
 NAN, INF = math.nan, math.inf
 
@@ -30,7 +33,17 @@ def section(default_alarms: bool = False, **alarms: dict[str, Any]) -> MonitorCo
     return block.monitor
 
 
-def changes(monitor: Monitor, values: list[Any], metric: str = "x") -> list[tuple[int, str]]:
+def lines_of(monitor: MonitorConfig) -> list[str]:
+    return [rule.describe() for rule in Watching(monitor).rules.values()]
+
+
+def resume(monitor: Watching, state: AlarmState) -> list[str]:
+    """Continue from a state as a checkpoint holds it; return the metrics that begin anew."""
+    monitor.state, notes = resumed(json.loads(json.dumps(to_json(state))), monitor.rules)
+    return [metric for _, metrics in notes for metric in metrics]
+
+
+def changes(monitor: Watching, values: list[Any], metric: str = "x") -> list[tuple[int, str]]:
     """Return step and status of each alarm; one log per step, from 1, None a log without the metric."""
     logs = [{"other": 1.0} if value is None else {metric: value} for value in values]
     return [(a.step, a.status) for step, log in enumerate(logs, 1) for a in monitor.observe(step, log)]
@@ -81,13 +94,13 @@ def changes(monitor: Monitor, values: list[Any], metric: str = "x") -> list[tupl
 def test_an_alarm_is_raised_and_over_after_its_patience(
     rule: dict[str, Any], values: list[Any], expected: list[tuple[int, str]]
 ) -> None:
-    assert changes(Monitor(section(x=rule)), values) == expected
+    assert changes(Watching(section(x=rule)), values) == expected
 
 
 def test_what_an_alarm_says() -> None:
-    monitor = Monitor(section(default_alarms=True))
+    monitor = Watching(section(default_alarms=True))
     alarms = [a for step in (10, 20, 30) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0042})]
-    (said,) = [alarm.to_dict() for alarm in alarms]
+    (said,) = [dataclasses.asdict(alarm) for alarm in alarms]
     message = said.pop("message")
     assert said == {
         "metric": "mismatch/k3_kl",
@@ -101,26 +114,25 @@ def test_what_an_alarm_says() -> None:
     }
     for part in ("mismatch/k3_kl is 0.0042 at step 30", "above 0.001", "since step 10", "healthy", "one precision"):
         assert part in message
-    assert monitor.raised == ["mismatch/k3_kl"] and alarms[0].level == "warning" and not alarms[0].stops
+    assert monitor.state.raised == ["mismatch/k3_kl"] and alarms[0].level == "warning" and not alarms[0].stops
     over = [a for step in (40, 50, 60) for a in monitor.observe(step, {"mismatch/k3_kl": 0.0008})]
     assert [(a.status, a.step, a.first_step, a.threshold, a.level) for a in over] == [
         ("cleared", 60, 10, 0.001, "info")
     ]
     assert "0.0008 at step 60" in over[0].message
-    assert monitor.raised == []
+    assert monitor.state.raised == []
 
 
 def test_a_changed_threshold_is_not_said_to_mean_what_the_built_in_one_means() -> None:
-    (alarm,) = Monitor(section(k3_kl={"above": 1e-6, "patience": 1})).observe(1, {"mismatch/k3_kl": 1e-5})
+    (alarm,) = Watching(section(k3_kl={"above": 1e-6, "patience": 1})).observe(1, {"mismatch/k3_kl": 1e-5})
     assert "healthy" not in alarm.message and "one precision" in alarm.message
-    (alarm,) = Monitor(section(k3_kl={"patience": 1})).observe(1, {"mismatch/k3_kl": NAN})
+    (alarm,) = Watching(section(k3_kl={"patience": 1})).observe(1, {"mismatch/k3_kl": NAN})
     assert "healthy" not in alarm.message and "is nan at step 1, not finite" in alarm.message
     assert (alarm.side, alarm.threshold) == ("non-finite", None)
-    assert json.loads(json.dumps(alarm.to_dict(), allow_nan=False))["value"] is None
 
 
 def test_the_action_stop_stops_when_raised_only() -> None:
-    monitor = Monitor(section(x={"above": 1, "patience": 1, "action": "stop"}))
+    monitor = Watching(section(x={"above": 1, "patience": 1, "action": "stop"}))
     assert [(a.status, a.stops) for v in (2, 0) for a in monitor.observe(0, {"x": v})] == [
         ("raised", True),
         ("cleared", False),
@@ -143,12 +155,12 @@ def test_the_action_stop_stops_when_raised_only() -> None:
     ],
 )
 def test_the_prefix_may_be_left_out(name: str, log: dict[str, float], metric: str | None) -> None:
-    monitor = Monitor(section(**{name: {"above": 1, "patience": 1}}))
+    monitor = Watching(section(**{name: {"above": 1, "patience": 1}}))
     assert [(a.metric, a.value) for a in monitor.observe(1, log)] == ([] if metric is None else [(metric, 2.0)])
 
 
 def test_a_name_once_found_is_kept_to() -> None:
-    monitor = Monitor(section(kl={"above": 1, "patience": 2}))
+    monitor = Watching(section(kl={"above": 1, "patience": 2}))
     assert changes(monitor, [2], "mismatch/kl") == []
     assert changes(monitor, [2, 2, 2], "kl") == []
     assert changes(monitor, [2], "mismatch/kl") == [(1, "raised")]
@@ -156,10 +168,10 @@ def test_a_name_once_found_is_kept_to() -> None:
 
 def test_trl_s_own_gap_is_watched_where_ours_is_not_logged() -> None:
     stock = {"sampling/sampling_logp_difference/mean": 0.2}
-    monitor = Monitor(MonitorConfig())
+    monitor = Watching(MonitorConfig())
     assert [a.metric for step in range(3) for a in monitor.observe(step, stock)] == list(stock)
     both = stock | {"mismatch/logp_abs_diff_mean": 0.2}
-    monitor = Monitor(MonitorConfig())
+    monitor = Watching(MonitorConfig())
     assert [a.metric for step in range(3) for a in monitor.observe(step, both)] == ["mismatch/logp_abs_diff_mean"]
 
 
@@ -176,7 +188,7 @@ def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
         "grad_norm": 1e6,
         "loss": -0.1,
     }
-    monitor = Monitor(MonitorConfig())
+    monitor = Watching(MonitorConfig())
     assert [alarm for step in range(9) for alarm in monitor.observe(step, healthy)] == []
     assert [a.metric for a in monitor.observe(9, healthy | {"loss": NAN, "grad_norm": INF})] == ["loss"]
     assert [a.metric for s in (10, 11) for a in monitor.observe(s, {"grad_norm": NAN})] == ["grad_norm"]
@@ -195,24 +207,24 @@ def test_healthy_logs_raise_nothing_and_broken_ones_do() -> None:
     ],
 )
 def test_only_the_given_keys_of_a_built_in_rule_change(name: str, given: dict[str, Any], text: str) -> None:
-    assert Monitor(section(**{name: given})).describe() == [text]
-    lines = Monitor(section(default_alarms=True, **{name: given})).describe()
+    assert lines_of(section(**{name: given})) == [text]
+    lines = lines_of(section(default_alarms=True, **{name: given}))
     assert text in lines and len(lines) == len(DEFAULTS)
 
 
 def test_off_switches_a_built_in_rule_off_and_default_alarms_all() -> None:
-    on = Monitor(section(default_alarms=True, k3_kl={"action": "off"})).rules
+    on = Watching(section(default_alarms=True, k3_kl={"action": "off"})).rules
     assert set(on) == set(DEFAULTS) - {"mismatch/k3_kl"}
-    assert Monitor(MonitorConfig(default_alarms=False)).rules == {}
+    assert Watching(MonitorConfig(default_alarms=False)).rules == {}
     yaml = MismatchConfig.parse("monitor: {alarms: {loss: {action: off}, x: {above: 1, action: off}}}")
-    assert yaml is not None and set(Monitor(yaml.monitor).rules) == set(DEFAULTS) - {"loss"}
+    assert yaml is not None and set(Watching(yaml.monitor).rules) == set(DEFAULTS) - {"loss"}
 
 
 def test_the_section_survives_a_round_trip() -> None:
     block = MismatchConfig.parse({"monitor": {"alarms": {"k3_kl": {"action": "stop"}, "x": {"above": 1}}}})
     assert block is not None
     again = MismatchConfig.parse(json.loads(json.dumps(block.to_dict())))
-    assert again == block and again is not None and Monitor(again.monitor).rules == Monitor(block.monitor).rules
+    assert again == block and again is not None and Watching(again.monitor).rules == Watching(block.monitor).rules
     assert hash(again) == hash(block)
 
 
@@ -234,66 +246,58 @@ RULES = {
 @settings(max_examples=50)
 @given(TRACES, st.data())
 def test_resuming_anywhere_gives_the_same_alarms(trace: list[dict[str, float]], data: st.DataObject) -> None:
-    def texts(monitor: Monitor, start: int, logs: list[dict[str, float]]) -> list[str]:
+    def texts(monitor: Watching, start: int, logs: list[dict[str, float]]) -> list[str]:
         return [str(alarm) for step, log in enumerate(logs, start) for alarm in monitor.observe(step, log)]
 
     cut = data.draw(st.integers(0, len(trace)))
-    whole, first, second = (Monitor(section(**RULES)) for _ in range(3))
+    whole, first, second = (Watching(section(**RULES)) for _ in range(3))
     expected = texts(whole, 0, trace)
     before = texts(first, 0, trace[:cut])
-    assert second.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False))) == []
+    assert resume(second, first.state) == []
     assert before + texts(second, cut, trace[cut:]) == expected
-    assert second.state_dict() == whole.state_dict()
+    assert second.state == whole.state
 
 
 def test_a_streak_goes_on_after_a_resume() -> None:
-    before, after = Monitor(section(x={"above": 1})), Monitor(section(x={"above": 1}))
+    before, after = Watching(section(x={"above": 1})), Watching(section(x={"above": 1}))
     assert changes(before, [2, 2]) == []
-    after.load_state_dict(before.state_dict())
+    assert resume(after, before.state) == []
     assert [(a.step, a.first_step) for a in after.observe(3, {"x": 2})] == [(3, 1)]
 
 
 def test_a_metric_whose_rule_changed_begins_anew_and_others_do_not() -> None:
-    before = Monitor(section(x={"above": 1}, y={"above": 1}, gone={"above": 1}))
+    before = Watching(section(x={"above": 1}, y={"above": 1}, gone={"above": 1}))
     for step in range(3):
         before.observe(step, {"x": 2, "y": 2, "gone": 2})
-    after = Monitor(section(x={"above": 1, "action": "stop"}, y={"above": 1}, new={"above": 1}))
-    assert after.load_state_dict(before.state_dict()) == ["x"]
-    assert after.raised == ["y"]
+    after = Watching(section(x={"above": 1, "action": "stop"}, y={"above": 1}, new={"above": 1}))
+    assert resume(after, before.state) == ["x"]
+    assert after.state.raised == ["y"]
     again = [a for step in (3, 4, 5) for a in after.observe(step, {"x": 2, "y": 2, "new": 2})]
     assert [(a.metric, a.status, a.stops) for a in again] == [("x", "raised", True), ("new", "raised", False)]
 
 
+def test_an_alarm_that_stopped_begins_anew() -> None:
+    before, after = (Watching(section(x={"above": 1, "patience": 1, "action": "stop"})) for _ in range(2))
+    assert changes(before, [2]) == [(1, "raised")]
+    assert resume(after, before.state) == ["x"]
+    assert changes(after, [2]) == [(1, "raised")]
+
+
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "named"),
     [
-        (lambda s: s | {"version": 2}, ["version 2", "reads version 1"]),
-        (lambda s: [], ["a mapping"]),
-        (lambda s: {"version": 1}, ["alarms"]),
-        (lambda s: s | {"alarms": {"x": {"beyond": 1}}}, ["x", "first_step"]),
-        (lambda s: damaged(s, beyond=-1), ["x.beyond", "-1", ">= 0"]),
-        (lambda s: damaged(s, beyond=True), ["x.beyond", "True"]),
-        (lambda s: damaged(s, first_step=None), ["x.first_step", "None"]),
-        (lambda s: damaged(s, side="left"), ["x.side", "'left'", "above or below"]),
-        (lambda s: damaged(s, raised=1), ["x.raised", "1"]),
-        (lambda s: damaged(s, raised=True), ["x.raised", "not both"]),
-        (lambda s: damaged(s, name=3), ["x.name", "3"]),
+        ({"beyond": "two"}, "monitor.watches.x.beyond"),
+        ({"side": "left"}, "monitor.watches.x.side"),
+        ({"odd": 1}, "odd"),
     ],
 )
-def test_a_damaged_state_is_refused_and_changes_nothing(change: Any, words: list[str]) -> None:
-    monitor = Monitor(section(x={"above": 1}))
+def test_a_damaged_state_is_refused(change: dict[str, Any], named: str) -> None:
+    monitor = Watching(section(x={"above": 1}))
     changes(monitor, [2, 2])
-    state = monitor.state_dict()
-    with pytest.raises(RecordError) as caught:
-        monitor.load_state_dict(change(json.loads(json.dumps(state))))
-    for word in [*words, "checkpoint"]:
-        assert word in str(caught.value)
-    assert monitor.state_dict() == state
-
-
-def damaged(state: dict[str, Any], **values: Any) -> dict[str, Any]:
-    state["alarms"]["x"] |= values
-    return state
+    state = to_json(monitor.state)
+    state["watches"]["x"] |= change
+    with pytest.raises(RecordError, match=named):
+        resumed(state, monitor.rules)
 
 
 # The summary at the end.
@@ -304,7 +308,7 @@ def write_two_segments(run_dir: Path) -> Path:
     alarms = {"k3-kl": {"above": 1}, "k3_kl": {}, "reward": {"below": 0}, "odd": {"above": 1, "action": "off"}}
     config = {"monitor": {"alarms": alarms}}
     header = synthetic_runs.header("bf16", config=config)
-    monitor = Monitor(MonitorConfig())
+    monitor = Watching(MonitorConfig())
 
     def log(stream: RunStream, step: int, k3: float) -> None:
         metrics = {
@@ -321,20 +325,20 @@ def write_two_segments(run_dir: Path) -> Path:
             metrics["mismatch/lr_surge_step"] = 5.0
         stream.step(step, metrics)
         for alarm in monitor.observe(step, metrics):
-            stream.event(step, alarm.level, "alarm", alarm.message, alarm.to_dict())
+            stream.event(step, alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm))
 
     stream = RunStream.open(run_dir, header=header)
     for step, k3 in enumerate([2e-4, 2e-3, 2e-3, 2e-3], 1):
         log(stream, step, k3)
-    saved = monitor.state_dict()
+    saved = monitor.state
     for step in (5, 6):
         log(stream, step, 0.5)
     # Raised after the checkpoint: the resumed run has to raise it again to count.
     stream.event(6, "warning", "alarm", "lost", {"metric": "lost", "status": "raised"})
     stream.close()
 
-    monitor = Monitor(MonitorConfig())
-    monitor.load_state_dict(saved)
+    monitor = Watching(MonitorConfig())
+    monitor.state = saved
     stream = RunStream.open(run_dir, header=header, resume_step=4)
     for step, k3 in enumerate([4e-4, 4e-4, 4e-4, 9e-3, 9e-3, 9e-3, 3e-3], 5):
         log(stream, step, k3)

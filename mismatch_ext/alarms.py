@@ -1,0 +1,501 @@
+"""Alarms: thresholds on the metrics that a trainer logs, the state between two logs, and what is said of them.
+
+    rules = rules_of(block.monitor, names)
+    state, alarms = watch(state, metrics, rules, step)
+
+A value that is not finite is out of bounds under any rule. An alarm is over when the metric is back by a fifth of the bound. All
+built-in alarms only warn, and each says where its threshold comes from.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from mismatch_ext.errors import ConfigError
+from mismatch_ext.host_names import PREFIX, HostNames
+from mismatch_ext.metrics.growth import GROWTH_MEASURES
+from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.routing.agreement import ROUTING_MEASURES
+from mismatch_ext.states import from_json, state
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import MonitorConfig
+
+Side = Literal["above", "below", "non-finite"]
+
+HEALTHY_K3 = 1e-3
+"""nat per token. NeMo RL's documentation: below it in a healthy run."""
+STALE_ABS_DIFF = 0.1
+"""nat. slime's CI asserts at most this; TRL issue #5312 measured 0.201 with stale weights, 0.010 to 0.018 in healthy runs."""
+PHANTOM = 0.03
+"""Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learnt late."""
+PATIENCE = 3
+BACK = 0.8
+STALENESS = PREFIX + "staleness_max"
+"""This metric is in every log of a run whose rollouts may have been sampled with older weights."""
+NUMERICS = PREFIX + "numerics/"
+ANEW = "alarms_anew"
+"""Name of the event that says which alarms a resumed run begins anew."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """When a metric is out of bounds, for how many logs in a row, and what happens then.
+
+    Args:
+        metric: Name in the log, that name without the prefix `mismatch/`, or a role for which the host has its own name.
+        above: Values greater than this are out of bounds.
+        below: Values less than this are out of bounds; without `above` and `below`, only values that are not finite.
+        patience: Number of logs in a row that raise the alarm, and that clear it.
+        action: What the alarm does.
+        source: Where the threshold comes from.
+        meaning: What an alarm means; the text follows "which means that".
+        advice: What to do.
+        superseded_by: A metric that says the same; if a log holds that metric, this rule is not watched.
+        numerics: Whether the rule is about numerics. If rollouts may be stale, it then watches `mismatch/numerics/...`, and
+            nothing in a log without it, because drift is not a fault of either side.
+        named: Whether the block names the metric.
+        logged: Names under which the metric may be logged.
+    """
+
+    metric: str
+    above: float | None = None
+    below: float | None = None
+    patience: int = PATIENCE
+    action: Literal["warn", "stop"] = "warn"
+    source: str = ""
+    meaning: str = ""
+    advice: str = ""
+    superseded_by: str | None = None
+    numerics: bool = False
+    named: bool = False
+    logged: tuple[str, ...] = ()
+
+    @property
+    def bounds(self) -> str:
+        """What is out of bounds: "> 0.001", "< 0.3", "> 2 or < 0.5", or "not finite"."""
+        parts = [f"{sign} {bound:g}" for sign, bound in ((">", self.above), ("<", self.below)) if bound is not None]
+        return " or ".join(parts) or "not finite"
+
+    def describe(self) -> str:
+        """Return the rule in a few words: "k3_kl > 0.001 (3 logs in a row): warn"."""
+        logs = "1 log" if self.patience == 1 else f"{self.patience} logs in a row"
+        return f"{self.metric.removeprefix(PREFIX)} {self.bounds} ({logs}): {self.action}"
+
+    def side(self, value: float) -> Side | None:
+        """Return the side on which a value is out of bounds; None if it is in bounds."""
+        if not math.isfinite(value):
+            return "non-finite"
+        if self.above is not None and value > self.above:
+            return "above"
+        return "below" if self.below is not None and value < self.below else None
+
+    def is_back(self, value: float, side: Side) -> bool:
+        """Tell whether a value in bounds has come back by a fifth; where both bounds are set, at most to midway between them."""
+        upper = None if self.above is None else _eased(self.above, self.above > 0)
+        lower = None if self.below is None else _eased(self.below, self.below < 0)
+        if self.above is not None and self.below is not None and upper is not None and lower is not None:
+            middle = self.below + (self.above - self.below) / 2
+            upper, lower = max(middle, upper), min(middle, lower)
+            if side == "non-finite":
+                return True  # there is no single direction back
+        from_above = upper is None or side == "below" or value <= upper
+        return from_above and (lower is None or side == "above" or value >= lower)
+
+
+def _eased(bound: float, towards_zero: bool) -> float:
+    return bound * BACK if towards_zero else bound / BACK
+
+
+_STALE_ADVICE = (
+    "look at the weight-sync check and at temperature, top_p and log-probability settings on both sides first, then at "
+    "dtypes"
+)
+
+DEFAULTS = {
+    rule.metric: rule
+    for rule in (
+        Rule(
+            metric=PREFIX + "k3_kl",
+            above=HEALTHY_K3,
+            source="NeMo RL's documentation: below 1e-3 in a healthy run.",
+            meaning="the rollout policy is further from the trainer's than in healthy runs",
+            advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
+            numerics=True,
+        ),
+        Rule(
+            metric=PREFIX + "k3_growth_low",
+            above=2.0,
+            source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with "
+            "mxfp8; the factor is a choice.",
+            meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
+            advice="let the doctor examine a batch (TRL: monitor.doctor: on_alarm; verl: `mismatch-ext doctor --verl`), look at "
+            "what the engine quantises and at whether each weight update is exact, and correct by importance weights until the "
+            "cause is found",
+            numerics=True,
+        ),
+        Rule(
+            metric=PREFIX + "logp_abs_diff_mean",
+            above=STALE_ABS_DIFF,
+            source="slime's CI asserts at most 0.1; TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs.",
+            meaning="the two sides differ by as much as with stale weights",
+            advice=_STALE_ADVICE,
+            numerics=True,
+        ),
+        Rule(
+            metric=PREFIX + "log_ppl_abs_diff",
+            above=STALE_ABS_DIFF,
+            source="A choice: the limit of logp_abs_diff_mean, for a gap that has one sign along a response.",
+            meaning="whole responses are more, or less, probable to the engine than to the trainer",
+            advice=_STALE_ADVICE,
+            numerics=True,
+        ),
+        Rule(
+            metric=PREFIX + "ess_token",
+            below=0.3,
+            source="verl's documentation of rollout correction warns below 0.3, of truncated weights; these are not truncated.",
+            meaning="few tokens carry most of the importance weight",
+            advice="truncate or reject by mismatch.correction, and find what makes those tokens differ in the report's profiles",
+        ),
+        Rule(
+            metric=PREFIX + "phantom_clip_frac",
+            above=PHANTOM,
+            source="docs/stability.md: 0 without a mismatch, below 0.03 in runs as fast as their controls, over 0.048 in "
+            "late ones.",
+            meaning="the clip on pi_trainer/pi_engine stops tokens although the policy has not changed since they were sampled",
+            advice="clip on the trainer's own ratio, by correction.preset: decoupled_token_is, or give both sides one precision",
+        ),
+        Rule(
+            metric=PREFIX + "routing/set_mismatch_frac",
+            above=0.2,
+            source="A choice.",
+            meaning="the trainer's routers would choose other experts than those that it replays",
+            advice="see by layer whether one or all differ, and look at the weight-sync check and at dtypes",
+        ),
+        Rule(
+            metric=PREFIX + "overflow_streak",
+            above=4,
+            patience=1,
+            source="A choice: the scale starts too high for a few steps at most; the scaler stops the run after 20.",
+            meaning="optimizer steps were skipped one after another because float16 gradients overflowed",
+            advice="look at loss and gradient norm, and lower init_scale or the learning rate",
+        ),
+        Rule(
+            metric=MEASURES["logp_abs_diff_mean"].trl,
+            above=STALE_ABS_DIFF,
+            source="TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs; the limit is that of slime's CI.",
+            meaning="the two sides differ by as much as with stale weights",
+            advice=_STALE_ADVICE,
+            superseded_by=PREFIX + "logp_abs_diff_mean",
+        ),
+        Rule(
+            metric="grad_norm",
+            source="A choice of patience: a single one is a skipped step of a float16 run.",
+            meaning="the gradients hold NaN or infinity",
+            advice="in float16 look at the loss scale, otherwise at the loss and the log-probabilities of the batch",
+        ),
+        Rule(
+            metric="loss",
+            patience=1,
+            source="No finite weights come of one that is not finite. Without a block transformers puts a mean of the steps "
+            "since its last log in its place, 0 where every step is logged.",
+            meaning="the weights are broken, or the next update breaks them",
+            advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
+        ),
+    )
+}
+"""Rules by logged metric, or by role. `ess_seq` has no rule: in healthy runs it falls as responses get longer."""
+
+
+def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
+    """Return the names under which a rule's metric may be logged: its own, which goes first, its role's, and with the prefix."""
+    return tuple(dict.fromkeys((metric, names.of(metric), PREFIX + metric)))
+
+
+def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
+    """Return the rules that are on, by metric: the built-in ones, over which the section's are laid, then its others.
+
+    Args:
+        monitor: The `monitor` section.
+        names: The host's names for its own metrics; None if no host is known yet.
+
+    Raises:
+        ConfigError: A rule is contradictory, has no threshold, or is given twice; the message names the metric.
+    """
+    host = HostNames() if names is None else names
+    asked: dict[str, str] = {}
+    taken: dict[str, str] = {}
+    for name in monitor.alarms:
+        metric = _metric(name, host)
+        same = {metric, metric.removeprefix(PREFIX), *logged_names(metric, host)}
+        if other := next((taken[known] for known in sorted(same) if known in taken), None):
+            raise ConfigError(
+                f"mismatch.monitor.alarms: {other!r} and {name!r} name one metric; leave out one of the two."
+            )
+        taken |= dict.fromkeys(same, name)
+        asked[metric] = name
+    rules = dict(DEFAULTS) if monitor.default_alarms else {}
+    for metric, name in asked.items():
+        alarm = monitor.alarms[name]
+        if alarm.action == "off":
+            rules.pop(metric, None)
+            continue
+        given = {key: value for key, value in dataclasses.asdict(alarm).items() if value is not None}
+        rule = replace(DEFAULTS.get(metric, Rule(metric=metric)), named=True, **given)
+        if metric not in DEFAULTS and rule.above is None and rule.below is None:
+            known = ", ".join(key.removeprefix(PREFIX) for key in DEFAULTS)
+            raise ConfigError(
+                f"mismatch.monitor.alarms.{name}: above=None and below=None, but this metric has no built-in threshold; give one "
+                f"of the two, or refine one of: {known}."
+            )
+        if rule.above is not None and rule.below is not None and rule.below >= rule.above:
+            raise ConfigError(
+                f"mismatch.monitor.alarms.{name}.below: {rule.below!r} is not allowed; allowed: x < above ({rule.above:g})."
+            )
+        rules[metric] = rule
+    order = [metric for metric in (*DEFAULTS, *asked) if metric in rules]
+    return {metric: replace(rules[metric], logged=logged_names(metric, host)) for metric in dict.fromkeys(order)}
+
+
+def _metric(name: str, host: HostNames) -> str:
+    """Return the built-in rules' name for a metric; the name itself if they have none."""
+    if not name or name.startswith("eval_"):
+        raise ConfigError(
+            f"mismatch.monitor.alarms: {name!r} is not allowed; allowed: a metric of the training logs, such as 'k3_kl'."
+        )
+    return next((known for known in (name, PREFIX + name, host.role(name)) if known in DEFAULTS), name)
+
+
+# The state between two logs.
+
+
+@state
+class Watch:
+    """Progress of one alarm.
+
+    Args:
+        rule: Bounds, patience and action of the rule that it belongs to.
+        name: Name under which the metric was first logged; None before that.
+        beyond: Number of logs in a row out of bounds, while the alarm is not raised.
+        back: Number of logs in a row that are back, while the alarm is raised.
+        first_step: Step of the first log out of bounds, in the current streak or for the raised alarm.
+        side: Side of the last log out of bounds, in the same streak or for the same alarm.
+        raised: Whether the alarm is raised.
+    """
+
+    rule: tuple[float | None, float | None, int, str]
+    name: str | None = None
+    beyond: int = 0
+    back: int = 0
+    first_step: int | None = None
+    side: Side | None = None
+    raised: bool = False
+
+
+@state
+class AlarmState:
+    """Progress of all alarms, by metric; `to_json` makes JSON of it."""
+
+    watches: dict[str, Watch] = dataclasses.field(default_factory=dict)
+
+    @property
+    def raised(self) -> list[str]:
+        """Names, as in the log, of the metrics whose alarm is raised."""
+        return [watch.name or metric for metric, watch in self.watches.items() if watch.raised]
+
+
+def _new(rule: Rule) -> Watch:
+    return Watch(rule=(rule.above, rule.below, rule.patience, rule.action))
+
+
+def resumed(saved: Any, rules: Mapping[str, Rule]) -> tuple[AlarmState, list[tuple[str, list[str]]]]:
+    """Return the state that a checkpoint holds, and for each event `ANEW` a sentence and its metrics.
+
+    An alarm begins anew if any key of its rule has changed, or if it stopped training, because training goes on now. A metric
+    that is no longer watched is forgotten. Raises RecordError if the state is damaged.
+    """
+    watches = dict(from_json(AlarmState, saved, "monitor").watches)
+    changed = [m for m, rule in rules.items() if m in watches and watches[m].rule != _new(rule).rule]
+    stopped = [
+        m
+        for m, rule in rules.items()
+        if m in watches and rule.action == "stop" and watches[m].raised and m not in changed
+    ]
+    kept = {m: watches[m] for m in rules if m in watches and m not in changed}
+    for metric in kept:
+        if metric in stopped:
+            kept[metric] = replace(_new(rules[metric]), name=kept[metric].name)
+        if kept[metric].name == metric and rules[metric].logged[1] != PREFIX + metric:
+            # Another host logged the role under its own name: look for the name again.
+            kept[metric] = replace(kept[metric], name=None)
+    notes = []
+    if changed:
+        notes.append((f"alarms begin anew, because their rules have changed: {', '.join(changed)}.", changed))
+    if stopped:
+        what = "alarms that stopped training begin anew, and stop it again if they are raised"
+        notes.append((f"{what}: {', '.join(stopped)}.", stopped))
+    return AlarmState(watches=kept), notes
+
+
+# A log.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """An alarm that was raised, or is over.
+
+    Args:
+        metric: Name of the metric in the log.
+        step: Step of the log.
+        value: The metric's value there; may be NaN or infinite.
+        threshold: The bound that was passed; None if the value was not finite.
+        side: On which side it was out of bounds.
+        action: Action of the rule.
+        status: `raised` or `cleared`.
+        first_step: Step of the first log out of bounds.
+        message: One sentence for a person.
+    """
+
+    metric: str
+    step: int
+    value: float
+    threshold: float | None
+    side: Side
+    action: Literal["warn", "stop"]
+    status: Literal["raised", "cleared"]
+    first_step: int
+    message: str
+
+    @property
+    def stops(self) -> bool:
+        """Whether training is to end after this step."""
+        return self.action == "stop" and self.status == "raised"
+
+    @property
+    def level(self) -> Literal["info", "warning"]:
+        """Level of the event in the metrics file."""
+        return "info" if self.status == "cleared" else "warning"
+
+
+def watch(
+    state: AlarmState, metrics: Mapping[str, Any], rules: Mapping[str, Rule], step: int
+) -> tuple[AlarmState, list[Alarm]]:
+    """Take one log of training, and return the new state and the alarms that were raised or are over.
+
+    Args:
+        state: The state after the last log; `AlarmState()` at first.
+        metrics: The logged values by name. If a metric is absent or not a number, its alarm stays as it is.
+        rules: From `rules_of`.
+        step: Number of finished optimizer steps.
+    """
+    watches, alarms = dict(state.watches), []
+    for metric, rule in rules.items():
+        before = watches.get(metric, _new(rule))
+        for name in _names(rule, before.name, metrics):
+            if (value := _number(metrics.get(name))) is not None:
+                watches[metric], status = _advance(replace(before, name=name), rule, value, step)
+                if status is not None:
+                    # What an alarm that is over was about is known before.
+                    about = watches[metric] if status == "raised" else before
+                    alarms.append(_alarm(rule, about, name, value, step, status))
+                break
+    return AlarmState(watches=watches), alarms
+
+
+def unwatched(rules: Mapping[str, Rule], metrics: Mapping[str, Any]) -> dict[str, str]:
+    """Return a sentence, by metric, for each alarm in the user's block whose metric is not in the first log."""
+    return {
+        metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
+        f"is never watched; logged are {', '.join(sorted(metrics))}."
+        for metric, rule in rules.items()
+        if rule.named and not any(name in metrics for name in rule.logged)
+    }
+
+
+def _names(rule: Rule, found: str | None, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names under which a rule's metric may be in this log; a name once found is used from then on."""
+    if rule.superseded_by in metrics:
+        return ()
+    names = rule.logged
+    if rule.numerics and STALENESS in metrics:
+        names = (NUMERICS + rule.metric.removeprefix(PREFIX),)
+    return (found,) if found in names else names
+
+
+def _number(value: Any) -> float | None:
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()
+    if not isinstance(value, (int, float)):
+        return None
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf if value > 0 else -math.inf
+
+
+def _advance(watch: Watch, rule: Rule, value: float, step: int) -> tuple[Watch, Literal["raised", "cleared"] | None]:
+    side = rule.side(value)
+    if side is None and not watch.raised:
+        return replace(_new(rule), name=watch.name), None
+    if side is None:
+        assert watch.side is not None
+        back = watch.back + 1 if rule.is_back(value, watch.side) else 0
+        if back < rule.patience:
+            return replace(watch, back=back), None
+        return replace(_new(rule), name=watch.name), "cleared"
+    watch = replace(watch, side=side, back=0)
+    if watch.raised:
+        return watch, None
+    first = step if watch.first_step is None else watch.first_step
+    watch = replace(watch, beyond=watch.beyond + 1, first_step=first)
+    if watch.beyond < rule.patience:
+        return watch, None
+    return replace(watch, raised=True, beyond=0), "raised"
+
+
+def _alarm(rule: Rule, about: Watch, name: str, value: float, step: int, status: Literal["raised", "cleared"]) -> Alarm:
+    side, first_step = about.side, about.first_step
+    assert side is not None and first_step is not None
+    threshold = {"above": rule.above, "below": rule.below, "non-finite": None}[side]
+    where = "not finite" if threshold is None else f"{side} {threshold:g}"
+    row = "" if rule.patience == 1 else f" for {rule.patience} logs in a row"
+    if status == "raised":
+        since = f"{row}, since step {first_step}" if row else ""
+        message = f"{name} is {value:.4g} at step {step}, {where}{since}{_explained(rule, name, side, threshold, first_step)}."
+    else:
+        message = f"{name} is {value:.4g} at step {step}, back{row}; it was {where} since step {first_step}, and that alarm is "
+        message += "over."
+    return Alarm(
+        metric=name,
+        step=step,
+        value=value,
+        threshold=threshold,
+        side=side,
+        action=rule.action,
+        status=status,
+        first_step=first_step,
+        message=message,
+    )
+
+
+def _explained(rule: Rule, name: str, side: Side, threshold: float | None, first_step: int) -> str:
+    """Return what the metric is, what the alarm means, and what to do."""
+    short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), DEFAULTS.get(rule.metric)
+    is_what = MEASURES[short].meaning if short in MEASURES else (GROWTH_MEASURES | ROUTING_MEASURES).get(short)
+    text = f" ({is_what})" if is_what else ""
+    # The built-in rule's text is used only for its own side and, if it depends on the threshold, for its own threshold.
+    if default is None or side != _main_side(default):
+        return f"{text}; look at what else changed at step {first_step} in the log and in the report"
+    if threshold in (default.above, default.below):
+        text += f", which means that {default.meaning}"
+    return f"{text}; {default.advice}"
+
+
+def _main_side(default: Rule) -> Side:
+    if default.above is not None:
+        return "above"
+    return "non-finite" if default.below is None else "below"
