@@ -1,13 +1,17 @@
-"""README and docs: every link has a target, every Python block compiles, and every `mismatch` block is one that is taken."""
+"""README, docs and examples: links have targets, Python blocks compile, and `mismatch` blocks are ones that are taken."""
 
 from __future__ import annotations
 
 import ast
 import re
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
+from hydra.core.override_parser.overrides_parser import OverridesParser
 
 from mismatch_ext.config import MismatchConfig
 
@@ -46,3 +50,53 @@ def test_every_block_is_what_it_claims_to_be(page: Path) -> None:
             compile(block, str(page), "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         elif "mismatch" in (settings := yaml.safe_load(block)):
             MismatchConfig.parse(settings["mismatch"])
+
+
+EXAMPLES = [path for path in sorted((ROOT / "examples").rglob("*")) if path.suffix in (".py", ".sh", ".yaml")]
+# An override of verl's, as on a command line or in a sentence: its key, and its value.
+OVERRIDE = re.compile(r"\+mismatch\.([a-z_.]+=(?:\{[^}\n]*\}|[\w.-]+))")
+SECTIONS = {key.name for key in fields(MismatchConfig)}
+
+
+def blocks_in_python(text: str) -> list[Any]:
+    """Return the mappings in Python code whose keys are sections, apart from those that are made of variables."""
+    found: list[Any] = []
+    for node in ast.walk(compile(text, "", "exec", flags=ast.PyCF_ONLY_AST | ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)):
+        if isinstance(node, ast.Dict) and {getattr(key, "value", None) for key in node.keys} <= SECTIONS:
+            with suppress(ValueError):
+                found.append(ast.literal_eval(node))
+    return found
+
+
+def blocks_of(path: Path) -> list[Any]:
+    """Return the blocks of an example or a page: mappings in Python and YAML, and overrides of verl."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".py":
+        return blocks_in_python(text)
+    if path.suffix == ".yaml":
+        return [part["mismatch"] for part in yaml.safe_load_all(text) if "mismatch" in part]
+    found = []
+    for override in OVERRIDE.findall(text):
+        read = OverridesParser.create().parse_override(override)
+        found.append(keyed(read.key_or_group, read.value()))
+    for block in re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL):
+        found += blocks_in_python(block)
+    return found
+
+
+def keyed(key: str, value: Any) -> Any:
+    """Return the mapping in which a value has a dotted key."""
+    for name in reversed(key.split(".")):
+        value = {name: value}
+    return value
+
+
+@pytest.mark.parametrize("path", [*EXAMPLES, *PAGES], ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_block_and_override_is_taken(path: Path) -> None:
+    for block in blocks_of(path):
+        MismatchConfig.parse(block)
+
+
+def test_examples_have_blocks() -> None:
+    assert sum(bool(blocks_of(path)) for path in EXAMPLES) > 8
+    assert sum(bool(blocks_of(path)) for path in PAGES) > 4
