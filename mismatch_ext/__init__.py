@@ -1,23 +1,78 @@
-"""Prove that your RL trainer and your rollout engine compute the same policy, and close the gap when they don't."""
+"""Prove that your RL trainer and your rollout engine compute the same policy, and close the gap when they don't.
 
+The names below are all that you need. Each is loaded when it is first used: reading a block imports no torch.
+"""
+
+import importlib
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import MismatchError
-from mismatch_ext.versions import installed
-
 if TYPE_CHECKING:
+    from mismatch_ext.config import MismatchConfig
+    from mismatch_ext.correction import correct
+    from mismatch_ext.errors import MismatchError
+    from mismatch_ext.kl import kl_estimate, kl_full
     from mismatch_ext.loop import Run
+    from mismatch_ext.lr import LrControl
+    from mismatch_ext.precision.audit import audit
+    from mismatch_ext.precision.scaler import LossScaler
+    from mismatch_ext.presets import PRESETS
+    from mismatch_ext.provenance import Provenance, SamplingSettings
+    from mismatch_ext.records import RolloutRecord
+    from mismatch_ext.routing import RoutingTrace
+    from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
+    from mismatch_ext.weights import WeightVerifier
 
 __version__ = "0.1.0"
 
-__all__ = ["MismatchConfig", "MismatchError", "Run", "__version__", "installed"]
+_MODULES = {
+    "LossScaler": "precision.scaler",
+    "LrControl": "lr",
+    "MismatchConfig": "config",
+    "MismatchError": "errors",
+    "PRESETS": "presets",
+    "Provenance": "provenance",
+    "RolloutRecord": "records",
+    "RoutingTrace": "routing",
+    "Run": "loop",
+    "SamplingSettings": "provenance",
+    "TokenSupport": "sampling_mask",
+    "WeightVerifier": "weights",
+    "audit": "precision.audit",
+    "correct": "correction",
+    "kl_estimate": "kl",
+    "kl_full": "kl",
+    "support_logprobs": "sampling_mask",
+}
+"""Module of each public name; the imports above tell type checkers the same."""
+
+__all__ = [
+    "LossScaler",
+    "LrControl",
+    "MismatchConfig",
+    "MismatchError",
+    "PRESETS",
+    "Provenance",
+    "RolloutRecord",
+    "RoutingTrace",
+    "Run",
+    "SamplingSettings",
+    "TokenSupport",
+    "WeightVerifier",
+    "__version__",
+    "audit",
+    "correct",
+    "kl_estimate",
+    "kl_full",
+    "support_logprobs",
+]
 
 
 def __getattr__(name: str) -> Any:
-    # `Run` imports torch, which a command that reads a file does without.
-    if name == "Run":
-        from mismatch_ext.loop import Run
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    return value
 
-        return Run
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

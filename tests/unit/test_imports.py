@@ -158,3 +158,21 @@ for path in sorted(pathlib.Path('mismatch_ext').rglob('*.py')):
 
 def test_the_core_imports_no_trainer_and_no_engine() -> None:
     assert loaded_peers(EVERY_CORE_MODULE) == []
+
+
+def test_the_public_names_load_when_they_are_used() -> None:
+    import mismatch_ext
+
+    names = {*mismatch_ext.__all__} - {"__version__"}
+    assert names == set(mismatch_ext._MODULES) and len(names) <= 24
+    for name in names:
+        assert getattr(mismatch_ext, name).__doc__, name
+    # Type checkers see the same homes.
+    tree = ast.parse(Path(mismatch_ext.__file__).read_text(encoding="utf-8"))
+    said = {
+        alias.name: str(node.module)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and str(node.module).startswith("mismatch_ext")
+        for alias in node.names
+    }
+    assert said == {name: f"mismatch_ext.{module}" for name, module in mismatch_ext._MODULES.items()}
