@@ -50,14 +50,14 @@ def _compat(arguments: argparse.Namespace) -> int:
 
 
 def _configure_doctor(parser: argparse.ArgumentParser) -> None:
-    from mismatch_ext.adapters.doctor import configure
+    from mismatch_ext.adapters.doctor.options import configure
 
     configure(parser)
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
     """Print why the two sides differ; the exit status is 0 for clean, 1 for explained, 2 for an unexplained gap."""
-    from mismatch_ext.adapters.doctor import run
+    from mismatch_ext.adapters.doctor.command import run
 
     return run(arguments)
 

@@ -8,13 +8,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
+from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.doctor.hosts import HostRun
 from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.terminal import say
@@ -24,8 +24,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Print the table and write doctor.json; the exit status is 0 for clean, 1 for explained, 2 for an unexplained gap."""
     from mismatch_ext.adapters.transformers.doctor_models import ensure_checkpoint
 
-    from mismatch_ext.doctor import report
-    from mismatch_ext.rollouts import read_rollouts
+    from mismatch_ext.doctor import read_rollouts, report
 
     host = _host_of(arguments)
     asked = asked_of(arguments, host)

@@ -6,7 +6,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.doctor.hosts import Dataset
+from mismatch_ext.adapters.doctor.hosts import Dataset
+
 from mismatch_ext.errors import ConfigError
 
 KINDS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv"}

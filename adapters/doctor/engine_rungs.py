@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
 import numpy as np
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
-from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED, Engine, Rung
+from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
 
 # Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
@@ -52,7 +52,7 @@ def engine_rungs(
         # A server also has other requests, and may sample with settings that the doctor does not know.
         note = f"not measured with this engine: {DECODE}, {REVERSED}, {ALONE}"
         return Engine(
-            rungs=(Rung.of("engine", SAMPLED, sample.engine - again.engine),),
+            rungs=(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine),),
             decode=np.zeros(1),
             prefill=None,
             notes=(note,),
@@ -61,7 +61,7 @@ def engine_rungs(
     if same and _neutral(sides):
         decode, prefill = sample.engine - again.engine, again.engine
     else:
-        rungs.append(Rung.of("engine", SAMPLED, sample.engine - again.engine))
+        rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
         sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
         first = prompts[:NEUTRAL_ROWS]
         neutral = engine.sample(

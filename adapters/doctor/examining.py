@@ -7,22 +7,22 @@ from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.doctor.block_by_block import held_blocks, with_blocks
+from mismatch_ext.adapters.doctor.asking import ToSample
+from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.doctor.asking import ToSample
-from mismatch_ext.doctor.diagnosis import SAMPLED
+from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor import Scorer
 
     from mismatch_ext.doctor import Diagnosis, Sample
-    from mismatch_ext.doctor.rungs import Engine
-    from mismatch_ext.rollouts import Logged
+    from mismatch_ext.doctor.diagnose import Engine
+    from mismatch_ext.doctor.logged import Logged
 
 # Engine settings that a remedy removes, by the family of the cause, under vLLM's and SGLang's names.
 MENDED = {
@@ -60,7 +60,7 @@ def examine(
     """
     from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
-    from mismatch_ext.doctor.other_model import distance, judged
+    from mismatch_ext.doctor.diagnose import distance, other_model
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
@@ -77,7 +77,7 @@ def examine(
             again = engine.score(sample)
             rung("engine's own noise")
             own = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
-            held = held_blocks(engine, sample)
+            states = hidden_states(engine, sample)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
@@ -85,14 +85,14 @@ def examine(
         if isinstance(engine, ServedEngine):
             found = replace(found, notes=(*engine.notes(sides.model, sample), *found.notes))
             if found.verdict in ("partly", "unexplained"):
-                found = judged(found, distance(again, scorer.rescored(again)))
+                found = other_model(found, distance(again, scorer.rescored(again)))
         try:
             found = _confirmed(found, sides, sample, again, scorer, rung)
         except MismatchError as error:
             # The diagnosis is valid without the remedy.
             found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
         rung("blocks")
-        return rung.ended(with_configs(with_blocks(found, held, sides, scorer), sides))
+        return rung.ended(with_configs(with_blocks(found, states, scorer, always=sides.blocks), sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:

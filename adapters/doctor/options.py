@@ -9,11 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from mismatch_ext.adapters.doctor.hosts import LONGEST, HostRun
 from mismatch_ext.adapters.doctor.server import SEEDS, Address
 from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
-from mismatch_ext.doctor.hosts import LONGEST, HostRun
 from mismatch_ext.errors import ConfigError, suggestion
 
 DTYPES = ("float32", "float16", "bfloat16")

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.doctor.asking import ToSample
     from mismatch_ext.adapters.doctor.server import Address
 
     from mismatch_ext.doctor import Sample
-    from mismatch_ext.doctor.asking import ToSample
     from mismatch_ext.routing import RoutingShape
 
 

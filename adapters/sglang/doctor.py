@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.sglang.answers import to_records, to_traces, token_scores
 from mismatch_ext.adapters.sglang.engine import EngineTransport
 from mismatch_ext.adapters.sglang.probes import SCORING
@@ -20,7 +21,6 @@ from mismatch_ext.adapters.sglang.server import read_server
 from mismatch_ext.adapters.sglang.side import ON_CPU
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.provenance import to_provenance

@@ -70,8 +70,10 @@ def of_model(
 
     formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
 
-    def cause(key: str, family: str, said: str, change: Callable[[float], Any], **given: Any) -> Cause:
-        return scored_under(scorer, change, key=key, family=family, said=said, **given)
+    def cause(
+        key: str, family: str, said: str, change: Callable[[float], Any], remedy: str = "model", **given: Any
+    ) -> Cause:
+        return scored_under(scorer, change, key=key, family=family, said=said, remedy=remedy, **given)
 
     found = [
         cause("rope_theta", "config", "the engine's rope_theta is {x} times the trainer's",
@@ -93,15 +95,17 @@ def of_model(
         cause("attention_softcap", "config", "the engine caps attention's scores softly at {x}",
               AttentionCapped, grid=CAPS, steps=4),
         cause("kv_fp8", "cache", "the engine's KV cache is fp8 {x}", lambda x: Cached(cached(formats[int(x)])),
-              grid=kinds, names=tuple(FP8)),
+              remedy="cache", grid=kinds, names=tuple(FP8)),
         cause("kv_fp8_truncated", "cache", "the engine's KV cache is fp8 {x}, rounded towards zero",
-              lambda x: Cached(cached(formats[int(x)], truncated=True)), grid=kinds, names=tuple(FP8)),
-        cause("weights_int8", "weights", "the engine's weights are int8", lambda _: weights(model, quantised(model, int8))),
+              lambda x: Cached(cached(formats[int(x)], truncated=True)), remedy="cache", grid=kinds, names=tuple(FP8)),
+        cause("weights_int8", "weights", "the engine's weights are int8",
+              lambda _: weights(model, quantised(model, int8)), "quantization"),
         cause("activations_int8", "weights", "the engine's weights and activations are int8",
-              lambda _: with_int8_activations(model)),
-        cause("weights_fp8", "weights", "the engine's weights are fp8", lambda _: weights(model, quantised(model, fp8))),
+              lambda _: with_int8_activations(model), "quantization"),
+        cause("weights_fp8", "weights", "the engine's weights are fp8",
+              lambda _: weights(model, quantised(model, fp8)), "quantization"),
         cause("weights_int4", "weights", "the engine's weights are 4-bit integers in groups of {x}",
-              lambda x: weights(model, quantised(model, int4(int(x)))), grid=GROUPS),
+              lambda x: weights(model, quantised(model, int4(int(x)))), "quantization", grid=GROUPS),
         cause("head_tied", "weights", "the engine's head is its embedding of tokens", lambda _: weights(model, _tied(model))),
     ]  # fmt: skip
     # A cause that finds nothing to change in this model would predict no difference, so it is left out of the list.

@@ -34,12 +34,14 @@ def of_experts(scorer: Scorer, counts: Sequence[int] = ()) -> list[Cause]:
     if chosen:
         found.append(
             scored_under(scorer, lambda x: _scaled(list(chosen.values()), x), key="expert_scale", family="config",
+                         remedy="model",
                          said="the engine's experts weigh {x} times the trainer's", grid=FACTORS, neutral=1.0, steps=6)
         )  # fmt: skip
     if flags:
         said = "does not normalise" if getattr(*flags[0]) else "normalises"
         found.append(
             scored_under(scorer, lambda _: attributes(flags, lambda before: not before), key="expert_norm", family="config",
+                         remedy="model",
                          said=f"the engine {said} the weights of the chosen experts, other than the trainer")
         )  # fmt: skip
     # If the engine recorded its routes, it has as many experts per token as the trainer; otherwise they were refused.
@@ -49,6 +51,7 @@ def of_experts(scorer: Scorer, counts: Sequence[int] = ()) -> list[Cause]:
         chooses = [(r.module, "top_k") for r in layout.routers]
         found.append(
             scored_under(scorer, lambda x: attributes(chooses, lambda _: int(x)), key="experts_per_token", family="config",
+                         remedy="model",
                          said="the engine chooses {x} experts for each token", grid=tuple(map(float, dict.fromkeys(near))))
         )  # fmt: skip
     return found

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
 from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
-from mismatch_ext.doctor.diagnosis import SAMPLED
+from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import MismatchError, RecordError
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import RoutingTrace

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor.rungs import Rung
+from mismatch_ext.doctor.diagnose import Rung
 from mismatch_ext.doctor.sample import Floats
 
 if TYPE_CHECKING:

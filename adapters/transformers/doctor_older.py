@@ -30,7 +30,15 @@ def of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[Ca
         def change(x: float) -> Any:
             return weights(model, {name: theirs[name] for name in chosen(int(x))})
 
-        return scored_under(scorer, change, key=key, family="weights", said=said, **given)
+        return scored_under(
+            scorer,
+            change,
+            key=key,
+            family="weights",
+            said=said,
+            remedy="adapter" if key == "adapter_not_applied" else "weights",
+            **given,
+        )
 
     has = f"the engine has the weights of {path}"
     whole = ("adapter_not_applied", f"{has}: the adapter is not applied") if base else ("stale_weights", has)

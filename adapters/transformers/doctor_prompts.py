@@ -40,7 +40,13 @@ def of_prompts(scorer: Scorer) -> list[Cause]:
             return scorer.logprobs(prompt=partial(change, int(x)), screen=screen)
 
         return Cause(
-            key=key, family="prompt", said=said, predict=predict, screen=partial(predict, screen=True), **given
+            key=key,
+            family="prompt",
+            remedy="prompt",
+            said=said,
+            predict=predict,
+            screen=partial(predict, screen=True),
+            **given,
         )
 
     found = [

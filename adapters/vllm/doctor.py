@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
@@ -15,7 +16,6 @@ from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import EngineReading

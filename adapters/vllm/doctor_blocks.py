@@ -5,9 +5,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import Any
 
+from mismatch_ext.adapters.doctor.blocks import At, blocks_of, hooked
 from torch import Tensor, nn
-
-from mismatch_ext.doctor.blocks import At, blocks_of, hooked
 
 Held = dict[At, tuple[Tensor, Tensor]]
 

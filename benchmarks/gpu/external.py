@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import Run
 from torch import Tensor, nn
 
 from benchmarks.gpu.engine import Rollout
 from benchmarks.gpu.part import Setting
-from mismatch_ext.doctor.asking import ToSample
 
 
 def external_rollout(model: nn.Module, prompts: Tensor, setting: Setting, dtype: torch.dtype, folder: Path) -> Rollout:

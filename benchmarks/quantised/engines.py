@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from mismatch_ext.adapters.doctor.asking import ToSample
 from numpy.typing import NDArray
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import EngineError
 
 Floats = NDArray[np.float64]

@@ -1,9 +1,8 @@
 """Finds why an engine and a trainer differ on the same tokens: the parts of the gap, the causes that fit, and what to change."""
 
-from mismatch_ext.doctor.causes import Cause, Fit
-from mismatch_ext.doctor.diagnosing import diagnose, rescored
-from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause, Scores
-from mismatch_ext.doctor.remedies import REMEDIES, Remedy, remedy
+from mismatch_ext.doctor.causes import REMEDIES, Cause, Remedy, remedy
+from mismatch_ext.doctor.diagnose import Diagnosis, NamedCause, Scores, diagnose, rescored
+from mismatch_ext.doctor.logged import read_rollouts, write_rollouts
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.text import report
 
@@ -11,13 +10,14 @@ __all__ = [
     "REMEDIES",
     "Cause",
     "Diagnosis",
-    "Fit",
     "NamedCause",
     "Remedy",
     "Sample",
     "Scores",
     "diagnose",
+    "read_rollouts",
     "remedy",
     "report",
     "rescored",
+    "write_rollouts",
 ]

@@ -19,6 +19,7 @@ from mismatch_ext.routing import RoutingTrace
 
 Floats = NDArray[np.float64]
 Integers = NDArray[np.int64]
+HALVES = "the doctor fits on one half of the responses and judges on the other"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +45,13 @@ class Sample:
     routes: tuple[RoutingTrace, ...] | None = None
 
     def __post_init__(self) -> None:
-        columns = (self.prompts, self.responses, self.masks, self.logprobs)
-        if len({len(column) for column in columns}) != 1:
+        counts = [len(column) for column in (self.prompts, self.responses, self.masks, self.logprobs)]
+        if len(set(counts)) != 1:
             raise RecordError(
-                f"{', '.join(str(len(column)) for column in columns)} prompts, responses, masks and lists of log-probabilities; "
-                "the four must be as many."
+                f"{', '.join(map(str, counts))} prompts, responses, masks and lists of log-probabilities; the four must be equal."
             )
         if len(self.responses) < 2:
-            raise RecordError(
-                f"{len(self.responses)} response: the doctor fits on one half of the responses and judges on the other; give at "
-                "least 2, and 128 for shares."
-            )
+            raise RecordError(f"{len(self.responses)} response: {HALVES}; give at least 2, and 128 for shares.")
         for row, parts in enumerate(zip(self.responses, self.masks, self.logprobs, strict=True)):
             if len({len(part) for part in parts}) != 1:
                 raise RecordError(
@@ -64,10 +61,7 @@ class Sample:
         if not any(map(any, self.masks)):
             raise RecordError("every token is masked: nothing that the policy sampled is left to compare.")
         if sum(map(any, self.masks)) < 2:
-            raise RecordError(
-                "all responses but one are masked: the doctor fits on one half of the responses and judges on the other; give at "
-                "least 2 with sampled tokens."
-            )
+            raise RecordError(f"all responses but one are masked: {HALVES}; give at least 2 with sampled tokens.")
         wrong = np.flatnonzero(~np.isfinite(self.engine))
         if len(wrong):
             at = wrong[0]
@@ -78,11 +72,7 @@ class Sample:
 
     @classmethod
     def of(cls, records: Sequence[RolloutRecord]) -> Sample:
-        """Return the sample that rollout records hold.
-
-        Raises:
-            RecordError: As in `Sample`.
-        """
+        """Return the sample that rollout records hold."""
         routes = tuple(record.routing for record in records if record.routing is not None)
         return cls(
             prompts=tuple(record.prompt_ids for record in records),
@@ -100,7 +90,7 @@ class Sample:
     @cached_property
     def place(self) -> Integers:
         """The place of each token in its response `[N]`."""
-        return np.array([at for mask in self.masks for at, kept in enumerate(mask) if kept], dtype=np.int64)
+        return np.array([at for mask in self.masks for at, sampled in enumerate(mask) if sampled], dtype=np.int64)
 
     @cached_property
     def tokens(self) -> Integers:
@@ -109,8 +99,10 @@ class Sample:
 
     @cached_property
     def engine(self) -> Floats:
-        """The engine's log-probability of each token `[N]`."""
-        return self.kept(self.logprobs)
+        """The engine's log-probability of each token `[N]`; NaN where it reported none."""
+        rows = zip(self.logprobs, self.masks, strict=True)
+        sampled = [value for values, mask in rows for value, is_sampled in zip(values, mask, strict=True) if is_sampled]
+        return np.array([math.nan if value is None else float(value) for value in sampled], dtype=np.float64)
 
     @cached_property
     def fits(self) -> NDArray[np.bool_]:
@@ -118,20 +110,9 @@ class Sample:
         # Count only responses with tokens: a fully masked response is in neither half.
         return np.asarray(np.unique(self.row, return_inverse=True)[1] % 2 == 0)
 
-    def kept(self, logprobs: Sequence[Sequence[float | None]]) -> Floats:
-        """Return the sampled tokens' values `[N]` from log-probabilities given response by response; NaN for None."""
-        found = [
-            math.nan if value is None else float(value)
-            for values, mask in zip(logprobs, self.masks, strict=True)
-            for value, kept in zip(values, mask, strict=True)
-            if kept
-        ]
-        return np.array(found, dtype=np.float64)
-
     def part(self, rows: Sequence[int]) -> Sample:
         """Return some of the responses, in the given order."""
-        chosen = {
-            name: tuple(getattr(self, name)[row] for row in rows)
-            for name in ("prompts", "responses", "masks", "logprobs")
+        columns = {
+            name: column for name, column in vars(self).items() if name in Sample.__dataclass_fields__ and column
         }
-        return Sample(**chosen, routes=None if self.routes is None else tuple(self.routes[row] for row in rows))
+        return Sample(**{name: tuple(column[row] for row in rows) for name, column in columns.items()})

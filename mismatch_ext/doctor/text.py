@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from mismatch_ext.doctor.diagnosis import Diagnosis, NamedCause
-from mismatch_ext.doctor.remedies import HOSTS, remedy
-from mismatch_ext.doctor.rungs import Rung
-from mismatch_ext.doctor.split import LEAST_TOKENS
-from mismatch_ext.doctor.tokens import said
+from mismatch_ext.doctor.causes import HOSTS, Remedy, remedy
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES, Diagnosis, Largest, NamedCause, Rung
+from mismatch_ext.doctor.tokens import SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
 """How sure a cause is, in words: every status that a `NamedCause` may have."""
@@ -24,74 +22,76 @@ CANNOT = (
 )
 
 
-def report(found: Diagnosis) -> str:
+def report(diagnosis: Diagnosis) -> str:
     """Return the table, the line about the tokens, and the verdict."""
-    return "\n".join(_lines(found))
+    return "\n".join(_lines(diagnosis))
 
 
-def _lines(found: Diagnosis) -> Iterator[str]:
-    gap = found.gap
+def _lines(diagnosis: Diagnosis) -> Iterator[str]:
+    gap = diagnosis.gap
     yield (
         f"gap {gap['logp_abs_diff_mean']:.2e} nats per token (k3 {gap['k3_kl']:.2e}, largest {gap['logp_abs_diff_max']:.2e}) on "
-        f"{found.tokens:,} tokens of {found.responses} responses"
+        f"{diagnosis.tokens:,} tokens of {diagnosis.responses} responses"
     )
-    if found.tokens < LEAST_TOKENS:
+    if diagnosis.tokens < LEAST_TOKENS:
         yield f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
-    yield ""
-    yield f"{'part of the gap':58} {'share':>14}  evidence"
-    named = {cause.key: cause for cause in found.causes}
-    for part in found.parts:
+    yield from ("", f"{'part of the gap':58} {'share':>14}  evidence")
+    named = {cause.key: cause for cause in diagnosis.causes}
+    for part in diagnosis.parts:
         share = "-" if part.share is None else f"{part.share:.0%} ({part.low:.0%} to {part.high:.0%})"
         cause = named.pop(part.name, None)
-        yield f"{part.name if cause is None else cause.said:58} {share:>14}  " + (
-            f"mean {part.mean:.1e}" if cause is None else _evidence(cause)
-        )
-    for cause in named.values():
-        yield f"{cause.said}: {_evidence(cause)}"
-    if found.measurable:
+        label, evidence = (part.name, f"mean {part.mean:.1e}") if cause is None else (cause.said, _evidence(cause))
+        yield f"{label:58} {share:>14}  {evidence}"
+    yield from (f"{cause.said}: {_evidence(cause)}" for cause in named.values())
+    if diagnosis.measurable:
         yield (
-            f"in units of the trainer's own rounding: engine {found.ratio:.2f}, after the causes {found.left:.2f}, "
-            f"trainer {found.trainer_ratio:.2f}"
+            f"in units of the trainer's own rounding: engine {diagnosis.ratio:.2f}, after the causes {diagnosis.left:.2f}, "
+            f"trainer {diagnosis.trainer_ratio:.2f}"
         )
-    if found.largest is not None:
-        yield found.largest.said()
-    if found.rungs:
-        yield ""
-        yield f"{'the same tokens, computed otherwise':58} {'mean':>8} {'largest':>8} {'of gap':>7}  in float32"
-        yield from map(_rung, found.rungs)
-    if found.blocks:
-        yield ""
-        yield f"{'block, on the engine-side input':32} {'engine':>8} {'rounding':>8} {'ratio':>6}"
-        for block in found.blocks:
-            name = f"layer {block.layer}, {block.kind}"
-            yield f"{name:32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
-    for cause in found.causes:
-        yield ""
-        yield f"to mend {cause.key}:"
-        yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(cause.remedy, host)))
-    if found.verdict == "clean" and found.measurable:
-        lower = remedy("rounding", engine_dtype=found.engine_dtype, trainer_dtype=found.trainer_dtype)
-        yield ""
-        yield "to lower rounding:" if any(getattr(lower, host) for host in HOSTS) else "both compute in float16 already"
-        yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(lower, host)))
-        if any(part.name == "routes" for part in found.parts):
-            yield from (f"  {host:7}{line}" for host in HOSTS if (line := getattr(remedy("routes"), host)))
-    yield ""
-    yield said(found.tokens_test, [cause.key for cause in found.causes])
-    yield from (f"seen: {note}" for note in found.notes)
-    yield from (f"hint, not sure enough for a name: {hint}" for hint in found.hints)
+    if diagnosis.largest is not None:
+        yield _largest(diagnosis.largest)
+    if diagnosis.rungs:
+        yield from (
+            "",
+            f"{'the same tokens, computed otherwise':58} {'mean':>8} {'largest':>8} {'of gap':>7}  in float32",
+        )
+        yield from map(_rung, diagnosis.rungs)
+    if diagnosis.blocks:
+        yield from ("", f"{'block, on the engine-side input':32} {'engine':>8} {'rounding':>8} {'ratio':>6}")
+        for block in diagnosis.blocks:
+            yield f"{f'layer {block.layer}, {block.kind}':32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
+    for cause in diagnosis.causes:
+        yield from ("", f"to mend {cause.key}:", *_changes(cause.remedy))
+    if diagnosis.verdict == "clean" and diagnosis.measurable:
+        lower = remedy("dtype", engine_dtype=diagnosis.engine_dtype, trainer_dtype=diagnosis.trainer_dtype)
+        yield from ("", "to lower rounding:" if lower != Remedy() else "both compute in float16 already")
+        yield from _changes(lower)
+        if any(part.name == ROUTES for part in diagnosis.parts):
+            yield from _changes(remedy("routes"))
+    yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
+    yield from (f"seen: {note}" for note in diagnosis.notes)
+    yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
     yield CANNOT
-    if found.verdict == "unexplained" and found.unexplained == 0:
+    if diagnosis.verdict == "unexplained" and diagnosis.unexplained == 0:
         yield "Unexplained: the tokens, or a few of the errors, are not as rounding leaves them, and no cause on the list fits."
     else:
-        yield VERDICTS[found.verdict].format(unexplained=found.unexplained)
+        yield VERDICTS[diagnosis.verdict].format(unexplained=diagnosis.unexplained)
+
+
+def _changes(lines: Remedy) -> list[str]:
+    return [f"  {host:7}{line}" for host in HOSTS if (line := getattr(lines, host))]
+
+
+def _largest(largest: Largest) -> str:
+    parts = [f"{name} {term / largest.gap:.0%}" for name, term in largest.parts.items()] if largest.gap else []
+    place = f"response {largest.response}, token {largest.token}"
+    return f"largest gap, {largest.gap:+.2e} nats at {place}: {', '.join(parts) or 'none'}"
 
 
 def _rung(rung: Rung) -> str:
     of_gap = "-" if rung.of_gap is None else f"{rung.of_gap:.0%}"
-    exact = (
-        "" if rung.float32 is None else f"{rung.float32:.1e}{', changes the policy' if rung.changes_the_policy else ''}"
-    )
+    policy = ", changes the policy" if rung.changes_the_policy else ""
+    exact = "" if rung.float32 is None else f"{rung.float32:.1e}{policy}"
     return f"{rung.side + ', ' + rung.name:58} {rung.mean:8.1e} {rung.largest:8.1e} {of_gap:>7}  {exact}".rstrip()
 
 
@@ -101,3 +101,14 @@ def _evidence(cause: NamedCause) -> str:
     ties = f"; as well as {', '.join(cause.ties)}" if cause.ties else ""
     status = "cause, confirmed" if cause.status == "confirmed" else STATUS[cause.status]
     return f"{status}{sure}{slope}{ties}"
+
+
+def _tokens(test: TokensTest, named: Sequence[NamedCause]) -> str:
+    z = f"(z {test.z:.1f})"
+    if named:
+        return f"tokens: held against the trainer's distribution alone, without the causes above {z}"
+    if test.finding is not None:
+        return f"tokens: {test.finding[2]} {z}"
+    if abs(test.z) >= SURE:
+        return f"tokens: not drawn from the trainer's distribution {z}"
+    return f"tokens: drawn from the trainer's own distribution, as far as they tell {z}"

@@ -9,8 +9,8 @@ from functools import partial
 
 import numpy as np
 
+from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.sample import Sample
-from mismatch_ext.doctor.table import LogitTable
 
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.95, 0.98, 0.99)
 COUNTS = (1, 2, 3, 5, 8, 10, 20, 50)
@@ -32,22 +32,13 @@ TOLD = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class Outside:
-    """The number of sampled tokens outside a truncation that the known settings do not contain.
-
-    Args:
-        setting: top_p, top_k or min_p.
-        value: Value of the setting.
-        expected: Number of tokens outside that a sample without this truncation would have.
-        seen: Number of this sample's tokens that are outside.
-        gain: Gain in log-likelihood of the truncated over the whole distribution, in nats: minus the sum of the logs of the mass
-            that the truncation keeps.
-    """
+    """The number of sampled tokens outside a truncation (top_p, top_k or min_p) that the known settings do not contain."""
 
     setting: str
     value: float
-    expected: float
+    expected: float  # tokens outside, of a sample without this truncation
     seen: int
-    gain: float = 0.0
+    gain: float = 0.0  # log-likelihood of the truncated over the whole distribution, in nats
 
     @property
     def obeyed(self) -> bool:
@@ -82,18 +73,14 @@ class TokensTest:
     spread: float = 0.0
 
     def drawn_at(self, ratio: float) -> bool | None:
-        """Whether the tokens were drawn at another temperature than the trainer's; None if z cannot tell the two apart.
-
-        Args:
-            ratio: The other temperature over the trainer's.
-        """
+        """Whether the tokens were drawn at `ratio` times the trainer's temperature; None if z cannot tell the two apart."""
         expected = (1 / ratio - 1) * self.spread
         return None if abs(expected) < SURE else self.z / expected > 0.5
 
     @property
     def truncated(self) -> Outside | None:
         """The likeliest of the truncations that cut the sample (`Outside.cut`); None if none did."""
-        return max((found for found in self.outside if found.cut), key=lambda found: found.gain, default=None)
+        return max((counts for counts in self.outside if counts.cut), key=lambda counts: counts.gain, default=None)
 
     @property
     def alike(self) -> tuple[str, ...]:
@@ -101,7 +88,7 @@ class TokensTest:
         best = self.truncated
         if best is None:
             return ()
-        near = {found.setting for found in self.outside if found.obeyed and found.gain > best.gain - TOLD}
+        near = {counts.setting for counts in self.outside if counts.obeyed and counts.gain > best.gain - TOLD}
         return tuple(sorted(near - {best.setting}))
 
     @property
@@ -110,67 +97,57 @@ class TokensTest:
         cut = self.truncated
         if cut is not None:
             or_by = f", or by {' or '.join(self.alike)}" if self.alike else ""
-            said = (
+            sentence = (
                 f"the tokens were drawn without the tail, such as by {cut.setting} {cut.value:.3g}{or_by}: {cut.expected:.0f} "
                 f"are expected beyond, {cut.seen} were sampled"
             )
-            return cut.setting, cut.value, said
-        if abs(self.z) >= SURE and self.temperature is not None:
-            return (
-                "temperature",
-                self.temperature,
-                f"the tokens were drawn at {self.temperature:.3g} times the temperature",
-            )
-        return None
+            return cut.setting, cut.value, sentence
+        heat = self.temperature
+        if abs(self.z) < SURE or heat is None:
+            return None
+        return "temperature", heat, f"the tokens were drawn at {heat:.3g} times the temperature"
 
 
 def judge_tokens(table: LogitTable) -> TokensTest:
     """Test a sample against the oracle's distributions."""
     total, spread = float((table.logprob + table.entropy).sum()), float(table.variance.sum())
-    mass = table.best.cumsum(-1)
-    probability = np.exp(table.logprob)
-    counts = [count for count in COUNTS if count < table.best.shape[1]]
+    mass, probability = table.best.cumsum(-1), np.exp(table.logprob)
     # Each list runs from the loosest to the tightest value.
     lists: list[tuple[Callable[[float], Outside], Sequence[float]]] = [
         (partial(_past, table, mass), NUCLEI[::-1]),
-        (partial(_beyond, table, mass, probability), counts[::-1]),
+        (partial(_beyond, table, mass, probability), [k for k in COUNTS if k < table.best.shape[1]][::-1]),
         (partial(_below, table, probability), FLOORS),
     ]
     judged = [(judge, [judge(value) for value in values]) for judge, values in lists]
-    found = [one for _, several in judged for one in several]
-    if any(one.cut for one in found):
-        found += [one for judge, several in judged for one in _tightest(judge, several)]
+    outside = [counts for _, several in judged for counts in several]
+    if any(counts.cut for counts in outside):
+        outside += [counts for judge, several in judged for counts in _tightest(judge, several)]
     return TokensTest(
         z=total / math.sqrt(spread) if spread else 0.0,
         temperature=1 / (1 + total / spread) if spread and total > -spread / 2 else None,
-        outside=tuple(found),
+        outside=tuple(outside),
         spread=math.sqrt(spread),
     )
 
 
 def _tightest(judge: Callable[[float], Outside], judged: Sequence[Outside]) -> list[Outside]:
-    """Return the tightest truncation that the sample obeys, searched between the last obeyed value of a list and the next.
-
-    Args:
-        judge: Maps a value of the setting to the counts outside it.
-        judged: Its results for a list of values, the tightest last.
-    """
-    at = max((place for place, found in enumerate(judged) if found.obeyed), default=len(judged))
+    """Return the tightest truncation that the sample obeys, searched between the last obeyed value of a list and the next."""
+    at = max((place for place, counts in enumerate(judged) if counts.obeyed), default=len(judged))
     if at + 1 >= len(judged):
         return []
-    held, next_value = judged[at], judged[at + 1].value
+    tightest, next_value = judged[at], judged[at + 1].value
     for _ in range(STEPS):
-        middle = (held.value + next_value) / 2
-        if held.setting == "top_k":
+        middle = (tightest.value + next_value) / 2
+        if tightest.setting == "top_k":
             middle = float(round(middle))
-        if middle in (held.value, next_value):
+        if middle in (tightest.value, next_value):
             break
-        found = judge(middle)
-        if found.obeyed:
-            held = found
+        counts = judge(middle)
+        if counts.obeyed:
+            tightest = counts
         else:
             next_value = middle
-    return [] if held is judged[at] else [held]
+    return [] if tightest is judged[at] else [tightest]
 
 
 def _counted(setting: str, value: float, beyond: np.ndarray, seen: np.ndarray) -> Outside:
@@ -200,44 +177,23 @@ def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
 
 
 def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
-    """Return sentences about responses that do not end as the trainer's checkpoint says; log-probabilities cannot show this.
-
-    Args:
-        sample: The responses.
-        end_tokens: Ids that end a response; if empty, nothing is returned.
-    """
+    """Return sentences about responses that do not end by one of these tokens; log-probabilities cannot show this."""
     if not end_tokens:
         return ()
-    ends, found = set(end_tokens), []
+    ends, sentences = set(end_tokens), []
     # Tokens that a tool inserts after an end belong to another turn.
     on = sum(
         any(token in ends and mask[at + 1] for at, token in enumerate(response[:-1]))
         for response, mask in zip(sample.responses, sample.masks, strict=True)
     )
     if on:
-        found.append(f"{on} responses go on after an end: ignore_eos, or other end tokens in the engine")
+        sentences.append(f"{on} responses go on after an end: ignore_eos, or other end tokens in the engine")
     longest = max(map(len, sample.responses))
     last = [response[-1] for response in sample.responses if response and len(response) < longest]
     others = [token for token in last if token not in ends]
     if others:
-        found.append(
+        sentences.append(
             f"{len(others)} responses are shorter than the longest and do not end by {sorted(ends)}, but most often by "
             f"{max(set(others), key=others.count)}: stop strings, or other end tokens in the engine"
         )
-    return tuple(found)
-
-
-def said(test: TokensTest, named: Sequence[str]) -> str:
-    """Return the report's line about the tokens.
-
-    Args:
-        test: The result of the test.
-        named: Keys of causes that are already named.
-    """
-    if named:
-        return f"tokens: held against the trainer's distribution alone, without the causes above (z {test.z:.1f})"
-    if test.finding is not None:
-        return f"tokens: {test.finding[2]} (z {test.z:.1f})"
-    if abs(test.z) >= SURE:
-        return f"tokens: not drawn from the trainer's distribution (z {test.z:.1f})"
-    return f"tokens: drawn from the trainer's own distribution, as far as they tell (z {test.z:.1f})"
+    return tuple(sentences)

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.doctor.diagnosis import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.remedies import HOSTS
+from mismatch_ext.doctor.causes import HOSTS
+from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
 from mismatch_ext.doctor.text import STATUS, VERDICTS
 from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.text import quantity

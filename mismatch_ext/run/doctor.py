@@ -13,7 +13,7 @@ import numpy as np
 from mismatch_ext.alarms import Alarm
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.doctor import Diagnosis, report
-from mismatch_ext.doctor.diagnosis import DOCTOR_FILE
+from mismatch_ext.doctor.diagnose import DOCTOR_FILE
 from mismatch_ext.files import write_whole
 from mismatch_ext.terminal import say
 

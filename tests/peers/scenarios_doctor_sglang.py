@@ -10,13 +10,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from mismatch_ext.adapters.doctor import DoctorsEngine, Run, examine
+from mismatch_ext.adapters.doctor.asking import ToSample
+from mismatch_ext.adapters.doctor.examining import examine
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import encode
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.routing import RoutingShape
 

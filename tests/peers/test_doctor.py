@@ -17,10 +17,9 @@ from mismatch_ext.adapters import cli
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.doctor import REMEDIES
-from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, SAMPLED
+from mismatch_ext.doctor import REMEDIES, read_rollouts
+from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
-from mismatch_ext.rollouts import read_rollouts
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named
 
@@ -52,7 +51,7 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     rungs = {rung["name"]: rung for rung in clean["rungs"] if rung["side"] == "engine"}
     assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE]["mean"] < clean["gap"]["logp_abs_diff_mean"], rungs
     assert "engine's own noise" in clean["seconds"] and clean["largest"]["parts"]
-    assert SAMPLED in {rung["name"] for rung in fault["rungs"]}
+    assert SAMPLED_AGAIN in {rung["name"] for rung in fault["rungs"]}
     stale = found["stale_decode"]
     assert [cause["key"] for cause in stale["causes"]] == ["decode_path"], stale["printed"]
     assert stale["status"] == 1 and stale["causes"][0]["status"] == "measured" and "--enforce-eager" in stale["printed"]

@@ -120,9 +120,8 @@ CHAT = (
 def test_messages_are_encoded_by_the_chat_template_and_long_prompts_left_out(tmp_path: Path) -> None:
     from datasets import Dataset as Rows
     from mismatch_ext.adapters.doctor.datasets import read_dataset, with_own
+    from mismatch_ext.adapters.doctor.hosts import Dataset
     from transformers import AutoTokenizer
-
-    from mismatch_ext.doctor.hosts import Dataset
 
     model = str(FOLDER / "dense")
     tokenizer = AutoTokenizer.from_pretrained(model)

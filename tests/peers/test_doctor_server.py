@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.server import Address, connect, engine_of
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError
 from tests.peers.engines import sglang_server, vllm_server
 

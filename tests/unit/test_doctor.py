@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
-from mismatch_ext.doctor.other_model import ANOTHER, distance, judged
-from mismatch_ext.doctor.split import split
-from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split
+from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 
@@ -163,8 +162,8 @@ def test_rows_of_padding_and_reported_logits_are_named() -> None:
 
 def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_prompt() -> None:
     found = diagnose(*drawn(lambda z: z / 0.9))
-    assert [cause.key for cause in found.causes] == ["temperature"] and found.foretold is not None
-    told = found.confirmed({"sampling"}, 9.0, found.foretold.error)
+    assert [cause.key for cause in found.causes] == ["temperature"] and found.explained is not None
+    told = found.confirmed({"sampling"}, 9.0, found.explained.error)
     (cause,) = told.causes
     assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
     assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
@@ -390,10 +389,10 @@ def test_an_engine_that_computes_finer_is_noted_and_not_blamed() -> None:
 
 def test_a_confirmed_remedy_makes_a_fit_a_cause() -> None:
     found = diagnose(*drawn(lambda z: z / 0.9))
-    assert found.causes[0].status == "fits" and found.foretold is not None
-    mended = found.foretold.error - found.foretold.by["temperature"]
+    assert found.causes[0].status == "fits" and found.explained is not None
+    mended = found.explained.rest
     assert found.confirmed({"sampling"}, 1.0, mended).causes[0].status == "confirmed"
-    for left, after in ((9.0, mended), (1.0, found.foretold.error)):
+    for left, after in ((9.0, mended), (1.0, found.explained.error)):
         still = found.confirmed({"sampling"}, left, after)
         assert still.causes[0].status == "fits" and "not confirm" in still.notes[-1]
     json.dumps(found.data(), allow_nan=False)
@@ -405,7 +404,7 @@ def test_a_remedy_that_mends_more_than_its_cause_said_confirms_nothing() -> None
     bias[::2], bias[1::2] = -0.05, 0.05
     found = diagnose(*drawn(lambda z: z * 1.06 + bias))
     assert found.verdict == "partly" and [cause.status for cause in found.causes] == ["partly"], report(found)
-    assert found.foretold is not None
+    assert found.explained is not None
     clean = np.random.default_rng(0).normal(size=found.tokens) * 1e-3
     still = found.confirmed({"sampling"}, 1.0, clean)
     assert still.causes[0].status == "partly" and still.verdict == "partly" and "mends more" in still.notes[-1]
@@ -465,11 +464,11 @@ def test_another_model_is_told_from_a_fault_of_this_one() -> None:
     far, near = (drawn(lambda z, by=by: z + by * other, responses=few) for by in (1.0, 0.1))
     assert distance(*near) < ANOTHER < distance(*far)
     unexplained = diagnose(*near)
-    assert unexplained.verdict == "unexplained" and judged(unexplained, distance(*near)) is unexplained
-    found = judged(diagnose(*far), distance(*far))
+    assert unexplained.verdict == "unexplained" and other_model(unexplained, distance(*near)) is unexplained
+    found = other_model(diagnose(*far), distance(*far))
     (cause,) = found.causes
     assert cause.key == "other_model" and cause.status == "fits" and found.exit_status(1e-4) == 1
     assert "does not hold this model" in report(found) and "to mend other_model" in report(found)
     # A cause that is the whole truth comes before it, however large.
     named = diagnose(*drawn(lambda z: z / 0.5, responses=few))
-    assert named.verdict == "explained" and judged(named, 9.0) is named
+    assert named.verdict == "explained" and other_model(named, 9.0) is named

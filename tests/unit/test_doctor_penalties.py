@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.logits import LATE, RESPONSE, WHOLE, _counts
-from mismatch_ext.doctor.table import LogitTable
+from mismatch_ext.doctor.logits import LATE, RESPONSE, WHOLE, LogitTable, _counts
 from mismatch_ext.doctor.tokens import judge_tokens
 from tests.unit.test_doctor import best_of, drawn, likely, nucleus
 

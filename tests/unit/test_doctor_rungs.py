@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
-from mismatch_ext.doctor.blocks import Block, said
-from mismatch_ext.doctor.rungs import ALONE, DECODE, REVERSED, Engine, Rung
+from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, Block, Engine, Rung
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
 LEFT = "prompts padded on the left, without position_ids"
@@ -89,7 +89,7 @@ def test_the_largest_gap_is_taken_apart() -> None:
     found = diagnose(sample, replace(scores, trainer=trainer))
     assert found.largest is not None and (found.largest.response, found.largest.token) == (3, 5)
     assert sum(found.largest.parts.values()) == pytest.approx(found.largest.gap, rel=1e-9)
-    assert found.largest.gap == pytest.approx(2.0, abs=0.1) and found.largest.said() in report(found)
+    assert found.largest.gap == pytest.approx(2.0, abs=0.1) and "largest gap, +2.0" in report(found)
     assert found.largest.parts["trainer's arithmetic"] == pytest.approx(2.0, abs=0.1)
 
 
@@ -100,10 +100,10 @@ def blocks(**errors: float) -> list[Block]:
 
 
 def test_blocks_that_stand_out_are_named_by_layer_and_kind() -> None:
-    assert "no block stands out" in said(blocks())
-    assert said(blocks(mlp2=8e-3)) == "largest at layer 2, mlp: 8.0 of rounding's; 1 of 6 blocks"
+    assert "no block stands out" in summary(blocks())
+    assert summary(blocks(mlp2=8e-3)) == "largest at layer 2, mlp: 8.0 of rounding's; 1 of 6 blocks"
     every = {f"attention{layer}": 7e-2 for layer in range(3)}
-    assert said(blocks(**every)).endswith("of rounding's; all of attention")
+    assert summary(blocks(**every)).endswith("of rounding's; all of attention")
     exact = Block(layer=0, kind="mlp", error=2e-7, own=0.0)
     assert exact.ratio < 1, "two float32 programs"
 

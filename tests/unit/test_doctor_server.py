@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.server import Address, Server, connect, engine_of
 from mismatch_ext.adapters.doctor.server.client import Client
 from mismatch_ext.adapters.doctor.server.vllm import read
 
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, NonFiniteLogprobError, RecordError
 from mismatch_ext.routing import RoutingShape
 

@@ -6,10 +6,10 @@ import json
 from typing import Any
 
 import pytest
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.server import Address, connect, engine_of
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, EngineError, RoutingError
 from tests.unit.test_doctor_server import DATA, SHAPE, Answers, listening
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.sglang.doctor import SglangEngine
 
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.precision.audit import EngineReading
 
 PROMPTS = [[3, 4, 5], [6, 7]]

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from mismatch_ext.adapters.doctor import Run, configure
-from mismatch_ext.adapters.doctor.options import asked_of
+from mismatch_ext.adapters.doctor.hosts import HostRun
+from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
+from mismatch_ext.adapters.doctor.sides import Run
 
-from mismatch_ext.doctor.hosts import HostRun
 from tests.unit.synthetic_runs import write_run
 
 

@@ -6,10 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.server.detect import Server
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.server.detect import Server
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.http import brief
@@ -16,7 +17,6 @@ from mismatch_ext.adapters.sglang.doctor import sampled, scored
 from mismatch_ext.adapters.sglang.server import read_server
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.routing import RoutingShape
 

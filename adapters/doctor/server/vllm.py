@@ -10,11 +10,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine, whole
 from mismatch_ext.adapters.http import brief
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.asking import ToSample, sequences
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 
 PATH = "/v1/completions"

@@ -51,7 +51,7 @@ class Missing(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def rows() -> list[dict[str, Any]]:
     """Return the responses of own.jsonl, which vLLM sampled, with their routes as the engine gave them."""
-    from mismatch_ext.rollouts import read_rollouts
+    from mismatch_ext.doctor import read_rollouts
 
     found = []
     for response in read_rollouts(HERE / "own.jsonl").responses:

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.doctor import DoctorsEngine, Run, examine
+from mismatch_ext.adapters.doctor.examining import examine
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 from safetensors.torch import load_file, save_file
 
 from examples.arithmetic.shipped import FOLDER

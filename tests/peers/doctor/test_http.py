@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from mismatch_ext.adapters.doctor import Run, examine
+from mismatch_ext.adapters.doctor.examining import examine
 from mismatch_ext.adapters.doctor.server import Address
+from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.doctor import Diagnosis
 from tests.peers.doctor.faults import (

@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from mismatch_ext.adapters.doctor import examine_logged
+from mismatch_ext.adapters.doctor.asking import ToSample
+from mismatch_ext.adapters.doctor.examining import examine_logged
 from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
-from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.asking import ToSample
+from mismatch_ext.doctor import Diagnosis, Sample, read_rollouts, write_rollouts
 from mismatch_ext.provenance import Provenance, SamplingSettings
 from mismatch_ext.records import RolloutRecord
-from mismatch_ext.rollouts import read_rollouts, write_rollouts
 from tests.peers.doctor.faults import (
     CLEAN,
     CLEAN_EXPERTS,

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.doctor import Run
+from mismatch_ext.adapters.doctor.blocks import STANDS_OUT, compared
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
+from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.transformers import doctor_in_run, doctor_logits
 from mismatch_ext.adapters.transformers.doctor import Scorer
-from mismatch_ext.adapters.transformers.doctor_blocks import compared
 from mismatch_ext.adapters.transformers.doctor_causes import of_model
 from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
 from mismatch_ext.adapters.transformers.doctor_logits import Projected
@@ -27,7 +27,6 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.doctor import Sample, diagnose
-from mismatch_ext.doctor.blocks import STANDS_OUT
 from mismatch_ext.errors import RecordError
 from tests.models import tiny_model
 

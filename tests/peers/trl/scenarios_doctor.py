@@ -46,7 +46,7 @@ def trl_passes(out: str) -> dict[str, Any]:
     """Return what TRL gives `LLM` and `SamplingParams`, and the run that the doctor reads."""
     import trl.generation.vllm_generation as module
     from datasets import Dataset
-    from mismatch_ext.adapters.doctor import Run
+    from mismatch_ext.adapters.doctor.sides import Run
     from mismatch_ext.adapters.trl.doctor import _parsed, read_trl
     from trl import GRPOTrainer
     from vllm import SamplingParams

@@ -45,7 +45,7 @@ def verl_passes(out: str) -> dict[str, Any]:
     from tests.peers.verl.cpu.assets import write_vllm_stub
 
     sys.path.insert(0, str(write_vllm_stub(Path(out), "0.30.0")))
-    from mismatch_ext.adapters.doctor import Run
+    from mismatch_ext.adapters.doctor.sides import Run
     from mismatch_ext.adapters.transformers.doctor_models import load_model
     from mismatch_ext.adapters.verl.settings.doctor import _composed, read_verl
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer

@@ -1,0 +1,163 @@
+"""Finds blocks in which an engine in this process computes differently, without a list of causes.
+
+The trainer's blocks get the engine's input: what differs then is the block's own computation, not what came before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+import torch
+from mismatch_ext.adapters.doctor.asking import sequences
+from torch import Tensor, nn
+
+from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.doctor.diagnose import Block
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.transformers.doctor import Scorer
+
+# Names of a layer's blocks, in engines and in transformers.
+KINDS = {"self_attn": "attention", "mlp": "mlp"}
+At = tuple[int, str]
+# A block stands out if the engine's error is this many times the error of the trainer's block in the engine's dtype.
+STANDS_OUT = 2.0
+# Limits over all sequences together, because two hidden states per token and block are held in memory.
+MOST_TOKENS, MOST_ROWS = 1_024, 12
+
+
+@runtime_checkable
+class ShowsBlocks(Protocol):
+    """An engine that can show the hidden states of its blocks."""
+
+    def blocks(self, rows: Sequence[Sequence[int]]) -> Sequence[Mapping[At, tuple[Tensor, Tensor]]]:
+        """Return for each sequence the input and the output `[T, H]` of each block while the sequence is prefilled."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HiddenStates:
+    """Inputs and outputs of an engine's blocks, kept because the engine ends before they are compared; or why there are none."""
+
+    rows: Sequence[Sequence[int]] = ()
+    blocks: Sequence[Mapping[At, tuple[Tensor, Tensor]]] = ()
+    missing: str = ""
+
+
+def hidden_states(engine: object, sample: Sample) -> HiddenStates:
+    """Keep the inputs and outputs of an engine's blocks on a few of the responses."""
+    if not isinstance(engine, ShowsBlocks):
+        return HiddenStates(missing="this engine is not in this process, or has no hooks")
+    rows: list[list[int]] = []
+    for whole in sequences(sample):
+        if len(rows) < MOST_ROWS and sum(map(len, rows)) + len(whole) <= MOST_TOKENS:
+            rows.append(whole)
+    blocks = engine.blocks(rows)
+    if not any(blocks):
+        return HiddenStates(
+            missing="its forward is compiled (give --engine-arg enforce_eager=true) or in chunks, or its layers have other names"
+        )
+    return HiddenStates(rows=rows, blocks=blocks)
+
+
+def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer, *, always: bool) -> Diagnosis:
+    """Return a diagnosis with a comparison block by block if a part of the gap is unexplained, or always."""
+    if diagnosis.verdict not in ("partly", "unexplained") and not always:
+        return diagnosis
+    blocks = () if states.missing else tuple(compared(scorer, states.rows, states.blocks))
+    missing = states.missing or "the trainer's layers are named otherwise"
+    note = f"block by block, {summary(blocks)}" if blocks else f"not compared block by block: {missing}"
+    return replace(diagnosis, blocks=blocks, notes=(*diagnosis.notes, note))
+
+
+def summary(blocks: Sequence[Block]) -> str:
+    """Return one line that sums up the blocks."""
+    most = max(blocks, key=lambda block: block.ratio)
+    if most.ratio < STANDS_OUT:
+        return "no block stands out: what differs is outside of attention and mlp, or in the decode"
+    ratios = {kind: [block.ratio for block in blocks if block.kind == kind] for kind in KINDS.values()}
+    whole = [kind for kind, values in ratios.items() if len(values) > 1 and min(values) >= STANDS_OUT]
+    count = sum(block.ratio >= STANDS_OUT for block in blocks)
+    where = f"; all of {' and '.join(whole)}" if whole else f"; {count} of {len(blocks)} blocks"
+    return f"largest at layer {most.layer}, {most.kind}: {most.ratio:.1f} of rounding's{where}"
+
+
+def compared(
+    scorer: Scorer, rows: Sequence[Sequence[int]], states: Sequence[Mapping[At, tuple[Tensor, Tensor]]]
+) -> list[Block]:
+    """Compare an engine's blocks with the trainer's in float32, and the trainer's in the engine's dtype with the same."""
+    blocks = blocks_of(scorer.model)
+    errors: dict[At, list[Tensor]] = {}
+    rounding: dict[At, list[Tensor]] = {}
+    for ids, parts in zip(rows, states, strict=True):
+        exact = _outputs(scorer.model, blocks, ids, parts)
+        with scorer.cast(scorer.engine_dtype):
+            rounded = _outputs(scorer.model, blocks, ids, parts)
+        for at, (_, engines) in parts.items():
+            if at in exact:
+                length = exact[at].norm(dim=-1).clamp(min=1e-6)
+                errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
+                rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
+    return [
+        Block(layer=at[0], kind=at[1], error=float(torch.cat(parts).median()), own=float(torch.cat(rounding[at]).median()))
+        for at, parts in sorted(errors.items())
+    ]  # fmt: skip
+
+
+def _outputs(
+    model: nn.Module, blocks: Mapping[At, nn.Module], ids: Sequence[int], parts: Mapping[At, tuple[Tensor, Tensor]]
+) -> dict[At, Tensor]:
+    """Run a model with the inputs of an engine's blocks instead of its own, and return its blocks' outputs `[T, H]`."""
+    outputs: dict[At, Tensor] = {}
+    device, dtype = next(model.parameters()).device, next(model.parameters()).dtype
+
+    def before(at: At) -> Any:
+        def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            hidden = parts[at][0].to(device, dtype)[None]
+            if "hidden_states" in named:
+                return inputs, {**named, "hidden_states": hidden}
+            return (hidden, *inputs[1:]), named
+
+        return hook
+
+    def after(at: At) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Any) -> None:
+            out = output[0] if isinstance(output, tuple) else output
+            outputs[at] = out.reshape(-1, out.shape[-1]).float().cpu()
+
+        return hook
+
+    with hooked({at: block for at, block in blocks.items() if at in parts}, before, after), torch.no_grad():
+        model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)
+    return outputs
+
+
+def blocks_of(model: nn.Module) -> dict[At, nn.Module]:
+    """Return the blocks of a decoder by layer and kind; empty if the model names its layers differently."""
+    lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
+    return {
+        (number, kind): block
+        for number, layer in enumerate(lists[0] if lists else ())
+        for name, kind in KINDS.items()
+        if isinstance(block := getattr(layer, name, None), nn.Module)
+    }
+
+
+@contextmanager
+def hooked(
+    blocks: Mapping[At, nn.Module],
+    before: Callable[[At], Callable[..., Any]],
+    after: Callable[[At], Callable[..., Any]],
+) -> Iterator[None]:
+    """Hook blocks for a while: `before` and `after` make the hooks around a block's forward, the first with keyword arguments."""
+    hooks = []
+    for at, block in blocks.items():
+        hooks.append(block.register_forward_pre_hook(before(at), with_kwargs=True))
+        hooks.append(block.register_forward_hook(after(at)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

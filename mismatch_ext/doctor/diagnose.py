@@ -1,0 +1,678 @@
+"""Say why an engine and a trainer differ on one sample: split the gap, fit causes to it, and judge the error that they leave.
+
+The gap is engine less trainer, token by token. The oracle, the trainer's model in float32, stands between them: causes are fitted
+to engine less oracle, and trainer less oracle is the trainer's own arithmetic.
+
+Suffixes of shapes: N tokens, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mismatch_ext.doctor.causes import Cause, Remedy, remedy
+from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, SLOPES, Explained, Fit, Noise, Search
+from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits
+from mismatch_ext.doctor.sample import Floats, Integers, Sample
+from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
+from mismatch_ext.errors import NonFiniteLogprobError
+from mismatch_ext.metrics.numerics import k3
+
+SCHEMA = 1
+DOCTOR_FILE = "doctor.json"
+# With fewer tokens, intervals of shares are wider than half of the gap; k3, which few tokens carry, needs more tokens.
+LEAST_TOKENS, LEAST_TOKENS_K3 = 2_000, 30_000
+DRAWS = 400
+# In units of the trainer's arithmetic in the engine's dtype: an engine whose error is below `FINER` computes finer than its
+# dtype, and a trainer whose error is above `COARSER` computes coarser than the engine.
+FINER, COARSER = 0.6, 2.0
+# A float32 head explains an error down to this factor below what such a head leaves; a smaller error has another reason.
+HEADS = 1.5
+# A fitted temperature counts as the one that was asked for if their ratio differs from 1 by less than this.
+NEAR = 0.01
+# A named cause that leaves something is confirmed if it predicted at least this part of what the remedy mends. A remedy resets
+# all settings of a kind together, so that it also mends what another of them did.
+MOST = 0.75
+# Families of causes that do not act when the engine scores the same tokens as a prompt: that score alone is their remedy.
+SAMPLED = ("sampling", "reporting", "prompt")
+# Near-ties of a router may move this share of the tokens even in float32.
+FEW = 0.05
+# Decode counts as different if it differs from prefill by this many times what rounding and other batches make.
+APART = 3.0
+# Nats. The distance is 0.08 for the shipped models with weights rounded to 3 bits, 0.02 for 4 bits, and 0.56 or 0.72 when one
+# shipped model is taken for the other, although both were trained on the same task.
+ANOTHER = 0.25
+# If a token is almost certain (spread below this), its log-probability says nothing about the logits.
+TELLING = 1e-3
+
+# Parts of the gap, besides the named causes.
+ENGINES, ROUTES, TRAINERS, LAYOUT, DECODED = (
+    "engine's arithmetic", "routes", "trainer's arithmetic", "layout", "decode_path",
+)  # fmt: skip
+# An engine's differences from itself.
+DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
+REVERSED, ALONE = "prompts in reverse order", "one prompt at a time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rung:
+    """One side's log-probabilities of the same tokens, computed in two ways, in nats per token: this needs no list of causes."""
+
+    side: str
+    name: str
+    mean: float
+    largest: float
+    tokens: int
+    # Not a share of the gap, because rounding errors add in squares.
+    of_gap: float | None = None
+    # The mean when the same is done in float32, which has no visible rounding.
+    float32: float | None = None
+    changes_the_policy: bool = False
+
+    @classmethod
+    def of(cls, side: str, name: str, apart: Floats, float32: Floats | None = None) -> Rung:
+        """Measure differences of log-probabilities `[N]`, and the same differences in float32."""
+        exact = None if float32 is None else np.abs(float32)
+        return cls(
+            side=side, name=name, mean=float(np.abs(apart).mean()), largest=float(np.abs(apart).max()), tokens=len(apart),
+            float32=None if exact is None else float(exact.mean()),
+            changes_the_policy=exact is not None and bool(exact.mean() > FLOAT32 and (exact > FLOAT32).mean() > FEW),
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Engine:
+    """How an engine differs from itself.
+
+    `decode` is what it reported while sampling, less its score of the same tokens as a prompt, both at temperature 1 and without
+    sampling settings. If the run's requests have such settings, it is of other tokens than the sample's, and `prefill`, the score
+    of the sample's tokens as a prompt `[N]`, is None.
+    """
+
+    rungs: tuple[Rung, ...]
+    decode: Floats
+    prefill: Floats | None
+    notes: tuple[str, ...] = ()
+
+    def decodes_apart(self, rounding: float) -> bool:
+        """Whether its decode differs from its prefill by more than other batches and rounding, in nats per token, explain."""
+        batches = max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
+        return float(np.abs(self.decode).mean()) > max(APART * max(rounding, batches), FLOAT32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scores:
+    """The trainer side's scores of a sample's tokens, at the run's temperature.
+
+    Args:
+        trainer: Log-probabilities as the run computes them `[N]`.
+        own: The trainer's arithmetic in the engine's dtype, under the engine's routes `[N]`.
+        logits: Logits of the oracle `[N, V]`, float32, before the temperature. The oracle is the trainer's model in float32, with
+            weights rounded to the engine's dtype, under the engine's routes if they are known.
+        headed: `own` with a head in float32 `[N]`; None if that is the same.
+        native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
+        straight: `trainer` with right padding, which shifts no position `[N]`; None if `trainer` itself has right padding.
+        layout: How the run lays out its batches, in words; "" if it pads on the right.
+        rungs: Measured differences of the trainer from itself.
+        temperature: Number that the trainer divides logits by.
+        end_tokens: Ids that end a response.
+        engine_dtype, trainer_dtype: Dtypes that the sides compute in, for remedies; "" if unknown.
+        trainer_head: Dtype that the trainer's head computes in; "" if it is `trainer_dtype`.
+    """
+
+    trainer: Floats
+    own: Floats
+    logits: Tensor | Logits
+    headed: Floats | None = None
+    native: Floats | None = None
+    straight: Floats | None = None
+    layout: str = ""
+    rungs: tuple[Rung, ...] = ()
+    temperature: float = 1.0
+    end_tokens: tuple[int, ...] = ()
+    engine_dtype: str = ""
+    trainer_dtype: str = ""
+    trainer_head: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """One part of the gap: mean size in nats per token, shares of mean |Δlogp| and k3, and the 90 % interval of the former."""
+
+    name: str
+    mean: float
+    share: float | None
+    low: float | None
+    high: float | None
+    share_k3: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Largest:
+    """The token with the largest gap: where it is, engine less trainer in nats, and the parts of that gap, which add up to it."""
+
+    response: int
+    token: int
+    gap: float
+    parts: Mapping[str, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A block on the engine's input: |engine - trainer| over |trainer|, median over tokens, and `own` of its mere rounding."""
+
+    layer: int
+    kind: str
+    error: float
+    own: float
+
+    @property
+    def ratio(self) -> float:
+        """The engine's error in units of rounding, at least float32's: about 1 if the block computes what the trainer's does."""
+        return self.error / max(self.own, 1e-6)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mended:
+    """What remedies did on the same tokens: the part of the error that should have disappeared, and the part that did."""
+
+    causes: tuple[str, ...]
+    predicted: float
+    measured: float
+    slope: float
+    left: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class NamedCause:
+    """A cause that a report names.
+
+    Args:
+        key, family, said: Those of the `Cause`; the sentence `said` contains the parameter.
+        parameter: Value of the cause's parameter.
+        status: "fits"; "partly" if something is left; "confirmed" if its remedy was applied and the gap fell as predicted; or
+            "measured" if a side differs from itself.
+        share: The part of the mean |Δlogp| that the cause makes; None for too few tokens.
+        z, slope, low, high: How sure the fit is; None for a cause that was not fitted.
+        ties: Keys of causes that fit equally well.
+        remedy: What to change.
+    """
+
+    key: str
+    family: str
+    said: str
+    parameter: float
+    status: Literal["fits", "partly", "confirmed", "measured"]
+    share: float | None = None
+    z: float | None = None
+    slope: float | None = None
+    low: float | None = None
+    high: float | None = None
+    ties: tuple[str, ...] = ()
+    remedy: Remedy = Remedy()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Diagnosis:
+    """What the doctor found.
+
+    Args:
+        tokens, responses: Numbers of judged tokens and responses.
+        gap: `logp_abs_diff_mean`, `k3_kl` and `logp_abs_diff_max` between engine and trainer.
+        parts: Terms of the gap, in the order of the path from engine to trainer.
+        ratio, tail_ratio: The engine's error in units of the trainer's own arithmetic: of medians, and of the largest hundredth.
+        trainer_ratio: The trainer's error in the same units.
+        measurable: Whether rounding is larger than float32's own, so that the ratios mean something.
+        causes: The named causes.
+        hints: Sentences on fits that are not sure enough to name a cause.
+        left, left_tail: `ratio` and `tail_ratio` of the error that the named causes leave.
+        unexplained: Mean size of the error that is neither named nor rounding, in nats per token.
+        notes: Sentences on what else was seen.
+        tokens_test: Result of the test on which tokens were sampled.
+        verdict: "clean", "explained", "partly" or "unexplained".
+        tried: Keys of all causes that were tried.
+        engine_dtype, trainer_dtype: Dtypes that the sides compute in; "" if unknown.
+        mended: Effects of the remedies that were tried.
+        rungs: Measured differences of each side from itself.
+        largest: The token of the largest gap; None for a diagnosis without a gap.
+        blocks: The network's blocks, each run on the engine's own input; empty if that was not asked for, or not possible.
+        seconds: Duration of each of the doctor's rungs, by name.
+        explained: Predictions of the named causes, token by token; None if no cause was fitted; not in `data`.
+        noise: Rounding, by which they are judged; not in `data`.
+    """
+
+    tokens: int
+    responses: int
+    gap: dict[str, float]
+    parts: tuple[Part, ...]
+    ratio: float
+    tail_ratio: float
+    trainer_ratio: float
+    measurable: bool
+    causes: tuple[NamedCause, ...]
+    hints: tuple[str, ...]
+    left: float
+    left_tail: float
+    unexplained: float
+    notes: tuple[str, ...]
+    tokens_test: TokensTest
+    verdict: str
+    tried: tuple[str, ...]
+    engine_dtype: str = ""
+    trainer_dtype: str = ""
+    mended: tuple[Mended, ...] = ()
+    rungs: tuple[Rung, ...] = ()
+    largest: Largest | None = None
+    blocks: tuple[Block, ...] = ()
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    explained: Explained | None = field(default=None, repr=False, compare=False)
+    noise: Noise | None = field(default=None, repr=False, compare=False)
+
+    def exit_status(self, threshold: float) -> int:
+        """Return 0 for a clean pair, 1 if the gap is explained up to the threshold, otherwise 2.
+
+        An "unexplained" verdict with an unexplained size of 0 gives 2, too.
+
+        Args:
+            threshold: Largest mean size of the unexplained error that still gives 1, in nats per token.
+        """
+        if self.verdict == "clean":
+            return 0
+        hidden = self.verdict == "unexplained" and self.unexplained == 0
+        return 2 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
+
+    def data(self) -> dict[str, Any]:
+        """Return the diagnosis as JSON-able data."""
+        data = {"schema": SCHEMA, **asdict(replace(self, explained=None, noise=None))}
+        del data["explained"], data["noise"]
+        data["tokens_test"]["finding"] = self.tokens_test.finding
+        return data
+
+    @property
+    def mendable(self) -> tuple[NamedCause, ...]:
+        """The causes that a remedy can confirm: those that predict the error of each token."""
+        fitted = () if self.explained is None else [fit.cause.key for fit in self.explained.named]
+        return tuple(cause for cause in self.causes if cause.key in fitted)
+
+    def confirmed(self, families: Collection[str], left: float, after: Floats) -> Diagnosis:
+        """Return the diagnosis after remedies were applied to the engine and the engine scored the same tokens again.
+
+        A cause is confirmed if the error fell to the size of rounding, and fell token by token as the cause predicts. A cause
+        that left something must also have predicted most of the fall, because the remedy of its family mends more than it.
+
+        Args:
+            families: Families of the causes whose remedies were applied.
+            left: The engine's error after the remedies, in units of the trainer's own arithmetic.
+            after: That error of each token `[N]`, nats.
+        """
+        keys = [cause.key for cause in self.mendable if cause.family in families]
+        if self.explained is None or self.noise is None or not keys:
+            return self
+        error = self.explained.error
+        prediction = sum((fit.finite for fit in self.explained.named if fit.cause.key in keys), np.zeros_like(error))
+        gap, before = float(np.abs(after).mean()), max(float(np.abs(error).mean()), 1e-300)
+        predicted, fell = 1 - float(np.abs(error - prediction).mean()) / before, 1 - gap / before
+        slope = self.noise.slope(error - after, prediction)
+        sure = (left <= ROUNDING or gap <= FLOAT32) and SLOPES[0] <= slope <= SLOPES[1]
+        whole = self.verdict != "partly" or predicted >= MOST * fell
+        note = (
+            f"after the remedy of {', '.join(keys)}: the engine's error is {gap:.1e} nats per token, {left:.2f} of rounding's; "
+            f"it fell by {fell:.0%}, {predicted:.0%} were predicted (slope {slope:.2f})"
+        )
+        causes, parts, verdict, unexplained = self.causes, self.parts, self.verdict, self.unexplained
+        if not sure:
+            note += "; that does not confirm it"
+            # If an error like that of a temperature remains without sampling, which alone has one, the logits are scaled.
+            if keys == ["temperature"] and SLOPES[0] <= self.noise.slope(after, prediction) <= SLOPES[1]:
+                note += ": the engine's score of a prompt shows it too, and has no temperature"
+                causes = tuple(_scaled_logits(cause) if cause.key in keys else cause for cause in causes)
+                parts = tuple(replace(part, name="logit_scale") if part.name in keys else part for part in parts)
+        elif not whole:
+            note += "; the remedy mends more than the named cause: another setting of its kind differs too, or instead"
+        else:
+            causes = tuple(replace(cause, status="confirmed") if cause.key in keys else cause for cause in causes)
+            # The remedy also removed what the fit left, for example routes that changed because of the fault.
+            verdict, unexplained = ("explained", 0.0) if verdict == "partly" else (verdict, unexplained)
+        return replace(
+            self, causes=causes, parts=parts, notes=(*self.notes, note), verdict=verdict, unexplained=unexplained,
+            mended=(*self.mended, Mended(causes=tuple(keys), predicted=predicted, measured=fell, slope=slope, left=left)),
+        )  # fmt: skip
+
+
+def diagnose(
+    sample: Sample,
+    scores: Scores,
+    causes: Sequence[Cause] = (),
+    *,
+    engine: Engine | None = None,
+    asked: float | None = None,
+    seed: int = 0,
+    progress: Callable[[str], None] = lambda key: None,
+) -> Diagnosis:
+    """Say why engine and trainer differ on a sample.
+
+    Args:
+        sample: The tokens that the engine sampled, with the log-probabilities that it reported.
+        scores: The trainer side's scores of the same tokens.
+        causes: Causes that each need a forward pass of a changed model; those that are functions of logits are always tried.
+        engine: Measurements of the engine on itself; None if it cannot be asked.
+        asked: Temperature that the engine was asked for, None if unknown; it decides if the tokens cannot.
+        seed: Seed of the bootstrap over responses.
+        progress: Called with the key of each cause before it is tried.
+
+    Raises:
+        NonFiniteLogprobError: A log-probability of the trainer's side is not finite; the message names response and token.
+    """
+    _ensure_finite(sample, scores)
+    rng = np.random.default_rng(seed)
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    noise = Noise.of(scores.own - table.logprob, table.spread)
+    listed = [*of_logits(table, scores.end_tokens), *causes]
+    tokens = judge_tokens(table)
+
+    def drawn_at(temperature: float) -> bool | None:
+        drawn = tokens.drawn_at(temperature / scores.temperature)
+        return drawn if drawn is not None or asked is None else abs(asked / temperature - 1) < NEAR
+
+    search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
+    explained = search.explain(listed, sample.engine - table.logprob)
+    # If the causes leave more than rounding, and the engine's decode differs from its prefill, then the part that only the decode
+    # makes is measured, and the causes have to explain only the prefill.
+    apart = engine if engine and not noise.is_rounding(explained.rest) and engine.decodes_apart(noise.mean) else None
+    prefill = None if apart is None else apart.prefill
+    if prefill is not None:
+        explained = search.explain(listed, prefill - table.logprob)
+
+    straight = scores.trainer if scores.straight is None else scores.straight
+    native = table.logprob if scores.native is None else scores.native
+    terms = {} if prefill is None else {DECODED: sample.engine - prefill}
+    terms |= {fit.cause.key: fit.finite for fit in explained.named} | {ENGINES: explained.rest}
+    terms |= {} if scores.native is None else {ROUTES: table.logprob - native}
+    terms |= {TRAINERS: native - straight} | ({} if scores.straight is None else {LAYOUT: straight - scores.trainer})
+    parts = {part.name: part for part in split(terms, sample.row, rng)}
+
+    complete = noise.is_rounding(explained.rest)
+    left, trainer_ratio = noise.ratio(explained.rest), noise.ratio(terms[TRAINERS])
+    named = [_by_fit(fit, parts[fit.cause.key], complete, scores.temperature) for fit in explained.named]
+    # Only if the log-probabilities agree: otherwise the tokens come from another distribution in any case, whatever the cause.
+    if not named and complete and apart is None and tokens.finding is not None:
+        named = [_by_tokens(tokens, scores.temperature)]
+    # `noise.measured` does not count here: it is false for a float32 engine, where a half-precision trainer makes the whole gap.
+    if trainer_ratio > COARSER and parts[TRAINERS].mean > FLOAT32:
+        named.append(_by_trainer(trainer_ratio, parts[TRAINERS], scores))
+    if complete and not named and scores.headed is not None and noise.measured:
+        named += _by_head(sample, scores, left, trainer_ratio, noise.ratio(scores.headed - table.logprob), parts)
+    if scores.straight is not None:
+        named += _by_layout(scores, noise.ratio(terms[LAYOUT]), parts[LAYOUT])
+    if apart is not None:
+        named.insert(0, _by_decode(apart, parts.get(DECODED)))
+
+    # If the tokens come from another distribution than both sides report, the pair is not clean, with or without a named cause.
+    sound = complete and (bool(named) or abs(tokens.z) < SURE)
+    # No note beside a named cause, because a change of the logits also changes the size of rounding errors.
+    finer = not named and noise.measured and left < FINER and float(np.abs(explained.error).mean()) > FLOAT32
+    gap = sample.engine - scores.trainer
+    mean_gap = float(np.abs(gap).mean())
+    return Diagnosis(
+        tokens=len(gap),
+        responses=len(np.unique(sample.row)),
+        gap={
+            "logp_abs_diff_mean": mean_gap,
+            "k3_kl": float(k3(torch.from_numpy(-gap)).mean()),
+            "logp_abs_diff_max": float(np.abs(gap).max()),
+        },
+        parts=tuple(parts.values()),
+        ratio=noise.ratio(explained.error),
+        tail_ratio=noise.tail_ratio(explained.error),
+        trainer_ratio=trainer_ratio,
+        measurable=noise.measured,
+        causes=tuple(named),
+        hints=tuple(
+            f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})"
+            for fit in explained.fits
+            if fit.hints and not explained.named
+        )[:2],
+        left=left,
+        left_tail=noise.tail_ratio(explained.rest),
+        unexplained=0.0 if complete else max(0.0, float(np.abs(explained.rest).mean()) - noise.mean),
+        notes=(
+            *(
+                (f"the engine errs {left:.2f} times as much as its dtype lets expect: it is finer than that",)
+                if finer
+                else ()
+            ),
+            *judge_ends(sample, scores.end_tokens),
+            *(() if engine is None else engine.notes),
+        ),
+        tokens_test=tokens,
+        verdict=("explained" if named else "clean") if sound else ("partly" if named else "unexplained"),
+        tried=tuple(cause.key for cause in listed),
+        engine_dtype=scores.engine_dtype,
+        trainer_dtype=scores.trainer_dtype,
+        rungs=tuple(
+            replace(rung, of_gap=rung.mean / mean_gap if mean_gap else None)
+            for rung in (*scores.rungs, *(() if engine is None else engine.rungs))
+        ),
+        largest=_largest(sample, terms),
+        explained=explained if explained.named else None,
+        noise=noise,
+    )
+
+
+def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
+    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and per token `[N]`.
+
+    Args:
+        sample: The tokens, with the engine's new log-probabilities.
+        scores: The trainer side's scores, at temperature 1, because engines score prompts so.
+    """
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    error = sample.engine - table.logprob
+    return Noise.of(scores.own - table.logprob, table.spread).ratio(error), error
+
+
+def distance(sample: Sample, scores: Scores) -> float:
+    r"""Return the median over tokens of how far an engine's logits are off, in nats.
+
+    When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
+
+    Args:
+        sample: The tokens, with the engine's score of them as part of a prompt.
+        scores: The trainer's scores, at temperature 1, because engines score prompts at that temperature.
+    """
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    telling = table.spread > TELLING
+    error = np.abs(sample.engine - table.logprob)
+    return float(np.median(error[telling] / table.spread[telling])) if telling.any() else 0.0
+
+
+def other_model(diagnosis: Diagnosis, far: float) -> Diagnosis:
+    """Return the diagnosis; if the engine holds another model, with that as its cause.
+
+    When an engine scores the trainer's own tokens as a prompt, its sampling, reports and prompts play no part. Rounding, even of
+    weights to 4 bits, moves logits by a small part of a nat. So logits that are off by a quarter of a nat at half of the tokens
+    come from other weights or another architecture. A listed cause that explains everything takes precedence. A cause that fits
+    only in part does not, because some cause may fit in part when two models resemble each other.
+
+    Args:
+        diagnosis: The diagnosis without this cause.
+        far: The `distance` of the engine's score of the same tokens as a prompt.
+    """
+    if far < ANOTHER or diagnosis.verdict not in ("partly", "unexplained"):
+        return diagnosis
+    cause = NamedCause(
+        key="other_model", family="weights", parameter=far, status="fits", remedy=remedy("other_model"),
+        said=f"the engine does not hold this model: half of its logits are off by {far:.2g} nats or more",
+    )  # fmt: skip
+    dropped = [other.key for other in diagnosis.causes]
+    parts = tuple(
+        replace(part, name=f"{part.name}, which fits in part") if part.name in dropped else part
+        for part in diagnosis.parts
+    )
+    return replace(diagnosis, causes=(cause,), parts=parts, verdict="explained", unexplained=0.0, explained=None)
+
+
+def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
+    r"""Return what each term contributes to the gap d = engine - trainer, which is the sum of the terms.
+
+    For a function f with f(0) = 0, the term p of d gets f(d) p / d of f(d); with f = |d| that is sign(d) p. The shares add up
+    to 1. They are attributions along one path, and a share can be negative.
+
+    Args:
+        terms: Name and term of each token `[N]`; they add up to d.
+        row: The response of each token `[N]`.
+        rng: For the bootstrap.
+    """
+    gap = np.sum(list(terms.values()), axis=0)
+    curve = k3(torch.from_numpy(-gap)).numpy()
+    per_unit = np.divide(curve, gap, out=np.zeros_like(gap), where=gap != 0)
+    count = int(row.max()) + 1
+    draws = rng.integers(0, count, (DRAWS, count))
+    totals = np.bincount(row, np.abs(gap), count)
+    # Show shares only if there are enough tokens to tell the parts apart.
+    shown = len(gap) >= LEAST_TOKENS and totals.sum() > 0
+    shown_k3 = len(gap) >= LEAST_TOKENS_K3 and curve.sum() > 0
+    parts = []
+    for name, term in terms.items():
+        sums = np.bincount(row, np.sign(gap) * term, count)
+        low, high = np.quantile(sums[draws].sum(1) / np.maximum(totals[draws].sum(1), 1e-300), [0.05, 0.95])
+        parts.append(
+            Part(
+                name=name,
+                mean=float(np.abs(term).mean()),
+                share=float(sums.sum() / totals.sum()) if shown else None,
+                low=float(low) if shown else None,
+                high=float(high) if shown else None,
+                share_k3=float((per_unit * term).sum() / curve.sum()) if shown_k3 else None,
+            )
+        )
+    return parts
+
+
+def _ensure_finite(sample: Sample, scores: Scores) -> None:
+    for side, values in (
+        ("trainer's", scores.trainer),
+        ("trainer's, padded on the right,", scores.straight),
+        ("trainer's, in the engine's dtype,", scores.own),
+        ("trainer's, with a head in float32,", scores.headed),
+    ):
+        wrong = np.flatnonzero(~np.isfinite(values)) if values is not None else ()
+        if values is not None and len(wrong):
+            raise NonFiniteLogprobError(
+                f"response {sample.row[wrong[0]]}, token {sample.place[wrong[0]]}: the log-probability that is the {side} is "
+                f"{values[wrong[0]]}, {len(wrong)} of {len(values)} are not finite: that dtype overflows; `mismatch-ext "
+                "readiness` says where."
+            )
+
+
+def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
+    gap = np.sum(list(terms.values()), axis=0)
+    at = int(np.abs(gap).argmax())
+    return Largest(
+        response=int(sample.row[at]), token=int(sample.place[at]), gap=float(gap[at]),
+        parts={name: float(term[at]) for name, term in terms.items()},
+    )  # fmt: skip
+
+
+def _by_fit(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:
+    """Return the cause of a fit; the status is "fits" if the causes are complete, else "partly"."""
+    return NamedCause(
+        key=fit.cause.key, family=fit.cause.family, said=fit.cause.sentence(fit.x), parameter=fit.x,
+        status="fits" if complete else "partly", share=part.share, z=fit.z, slope=fit.slope, low=fit.low, high=fit.high,
+        ties=fit.ties, remedy=remedy(fit.cause.remedy or fit.cause.key, temperature),
+    )  # fmt: skip
+
+
+def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
+    """Return the cause that only the tokens show: the engine reports log-probabilities from before its sampling settings."""
+    assert test.finding is not None
+    key, value, sentence = test.finding
+    heat = key == "temperature"
+    return NamedCause(
+        key=key, family="sampling", said=f"{sentence}, and the log-probabilities are from before that",
+        parameter=value * temperature if heat else value, status="fits", z=abs(test.z),
+        ties=("raw_logprobs", *(() if heat else test.alike)), remedy=remedy(key, temperature),
+    )  # fmt: skip
+
+
+def _by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
+    """Return the cause that the trainer's own error shows; it was measured, not fitted."""
+    return NamedCause(
+        key="trainer_dtype", family="trainer", parameter=ratio, status="fits", share=part.share,
+        said=f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions",
+        remedy=remedy("dtype", engine_dtype=scores.engine_dtype, trainer_dtype=scores.trainer_dtype),
+    )  # fmt: skip
+
+
+def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
+    """Return the cause that the trainer's batch layout shows, if the layout does more than change the rounding."""
+    changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
+    if not changed and (ratio <= COARSER or part.mean <= FLOAT32):
+        return []
+    moves = f"moves the trainer's log-probabilities by {part.mean:.1e} nats per token"
+    sentence = f"{scores.layout} {moves}, {ratio:.1f} of rounding's"
+    if changed:
+        sentence += f", and by {changed[0].float32:.1e} in float32: to the model other positions, or another context"
+    return [_measured("layout", "trainer", sentence, ratio, part)]
+
+
+def _by_head(
+    sample: Sample, scores: Scores, left: float, trainer_ratio: float, headed: float, parts: Mapping[str, Part]
+) -> list[NamedCause]:
+    """Return the cause that the sizes of both sides' errors show, if the head of only one side computes in float32.
+
+    Args:
+        sample: The tokens.
+        scores: The trainer side's scores.
+        left, trainer_ratio: The engine's and the trainer's error, in units of the trainer's arithmetic in the engine's dtype.
+        headed: The error, in the same units, of a model with a float32 head and the rest in the engine's dtype. A side whose
+            error is nearer to it than to 1 (as a ratio) has such a head.
+        parts: The parts of the gap, by name.
+    """
+    assert scores.headed is not None
+    fine = headed**0.5
+    if headed >= FINER or min(left, trainer_ratio) < headed / HEADS:
+        return []
+    if left < fine <= trainer_ratio:
+        exact, other, ratio, part = "engine", "trainer", left, parts[TRAINERS]
+    elif scores.trainer_head and trainer_ratio < fine <= left:
+        exact, other, ratio, part = "trainer", "engine", trainer_ratio, parts[ENGINES]
+    else:
+        return []
+    sentence = (
+        f"the {exact}'s head computes in float32 and the {other}'s does not: the {exact} errs {ratio:.2f} times as much as "
+        f"{scores.engine_dtype} would, and with such a head it would {headed:.2f} times"
+    )
+    if other == "trainer":
+        before, after = (float(np.abs(sample.engine - side).mean()) for side in (scores.trainer, scores.headed))
+        sentence += f"; a trainer with one is {after:.1e} nats per token from this engine, in the place of {before:.1e}"
+    return [_measured("head_dtype", other, sentence, ratio, part)]
+
+
+def _by_decode(engine: Engine, part: Part | None) -> NamedCause:
+    """Return the cause that the engine shows on its own: it samples tokens by another computation than its prefill."""
+    mean = float(np.abs(engine.decode).mean())
+    sentence = f"the engine's decode differs from its own prefill by {mean:.1e} nats per token"
+    return _measured(DECODED, "engine", sentence, mean, part)
+
+
+def _measured(key: str, family: str, sentence: str, parameter: float, part: Part | None) -> NamedCause:
+    return NamedCause(
+        key=key, family=family, said=sentence, parameter=parameter, status="measured",
+        share=None if part is None else part.share, remedy=remedy(key),
+    )  # fmt: skip
+
+
+def _scaled_logits(cause: NamedCause) -> NamedCause:
+    """Return the cause "scaled logits" instead of a temperature, which only sampling has."""
+    factor = 1 / cause.parameter
+    return replace(
+        cause, key="logit_scale", family="config", remedy=remedy("model"), parameter=factor,
+        said=f"the engine's logits are {factor:.3g} times what the trainer's temperature makes of them",
+    )  # fmt: skip

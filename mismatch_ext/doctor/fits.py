@@ -1,0 +1,293 @@
+"""How well each cause predicts an error, token by token: fitted on half of the responses, judged on the other half.
+
+Suffixes of shapes: N tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from mismatch_ext.doctor.causes import Cause
+from mismatch_ext.doctor.sample import Floats, Sample
+
+# Nats per token; two float32 programs differ by less than this.
+FLOAT32 = 1e-5
+# Nats: float32's own rounding of a log-probability.
+FLOOR = 3e-7
+# Median of |x| over the standard deviation of a normal distribution.
+NORMAL = 0.6745
+# Degrees of freedom of Student's t: rounding errors of a network have heavy tails.
+FREEDOM = 2.0
+# The engine's arithmetic may be somewhat worse than the trainer's.
+ROOM = 1.2
+# Log-likelihood of a sampled token that a cause makes impossible: near-ties cause a few of these.
+IMPOSSIBLE = -30.0
+# The tail begins at this quantile.
+TAIL = 0.99
+# An error up to this size is rounding, in units of the trainer's own arithmetic: of medians, then of the largest hundredth.
+ROUNDING, ROUNDING_TAIL = 1.3, 3.0
+
+DRAWS = 400
+# To be named, a cause needs this gain in likelihood (nats) and this z-score, on the responses that it was not fitted on.
+LEAST_GAIN, LEAST_Z = 20.0, 5.0
+# Below this z-score a cause is not even mentioned as a hint.
+HINT_Z = 3.5
+# Allowed range of the slope: the engine's error over the predicted error.
+SLOPES = (0.8, 1.25)
+LEAST_SHARE = 0.01
+# Two causes are told apart only if the better one is better in this share of the bootstrap draws,
+SURE = 0.975
+# and if their predictions differ by at least this part of rounding, because fitted parameters are never exact.
+ALIKE = 0.1
+# A grid's best parameter is refined unless it is worse than no cause at all by this many nats per token.
+NEARLY = 0.02
+# Refinement goes on past its steps while it is worth this many nats over all fitted tokens, for at most so many more steps.
+TOLD, MORE_STEPS = 1.0, 8
+# Two causes with the same reported log-probabilities: the first draws other tokens, the second does not.
+OTHER_HEAT, BEFORE_HEAT = "temperature", "raw_logprobs"
+GOLDEN = (math.sqrt(5) - 1) / 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Noise:
+    r"""Rounding errors of the trainer's own arithmetic in the engine's dtype, whitened by how each token depends on its logits.
+
+    When logits move by dz, log p moves by (onehot - p) . dz, so an error is about :math:`\sigma ||onehot - p||`.
+    """
+
+    weight: Floats  # divisor of each token's error [N]
+    scale: float  # robust standard deviation of the whitened errors
+    tail: float  # 99th percentile of their sizes, in units of `scale`
+    mean: float  # mean size of the errors themselves, in nats
+    measured: bool  # whether they lie above float32's own rounding
+
+    @classmethod
+    def of(cls, errors: Floats, spread: Floats) -> Noise:
+        """Measure the trainer's own arithmetic: its errors `[N]` in the engine's dtype, and `LogitTable.spread` of the oracle."""
+        telling = spread > 1e-3
+        sigma = float(np.median(np.abs(errors[telling]) / spread[telling])) / NORMAL if telling.any() else 0.0
+        weight = np.sqrt(spread**2 + (FLOOR / max(sigma, 1e-7)) ** 2)
+        sizes = np.abs(errors / weight)
+        median = float(np.median(sizes)) / NORMAL
+        scale = max(median, FLOOR)
+        return cls(
+            weight=weight,
+            scale=scale,
+            tail=max(float(np.quantile(sizes, TAIL)) / scale, 1.0),
+            mean=float(np.abs(errors).mean()),
+            measured=median > FLOOR and sigma > 1e-6,
+        )
+
+    def ratio(self, errors: Floats) -> float:
+        """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
+        return float(np.median(np.abs(errors / self.weight))) / NORMAL / self.scale
+
+    def tail_ratio(self, errors: Floats) -> float:
+        """Return the same ratio at the 99th percentile, which shows faults that hit few tokens."""
+        return float(np.quantile(np.abs(errors / self.weight), TAIL)) / self.scale / self.tail
+
+    def is_rounding(self, errors: Floats) -> bool:
+        """Whether errors are only rounding. A heavy tail (the largest hundredth) counts only if the mean is larger too."""
+        mean = float(np.abs(errors).mean())
+        tail = self.tail_ratio(errors) <= ROUNDING_TAIL or mean <= ROUNDING * self.mean
+        return (self.ratio(errors) <= ROUNDING and tail) or mean <= FLOAT32
+
+    def likelihood(self, errors: Floats) -> Floats:
+        """Return the log-likelihood of each error as rounding, up to a constant `[N]`."""
+        finite = np.isfinite(errors)
+        x = np.where(finite, errors, 0.0) / self.weight / (ROOM * self.scale)
+        return np.where(finite, -(FREEDOM + 1) / 2 * np.log1p(x * x / FREEDOM), IMPOSSIBLE)
+
+    def trust(self, errors: Floats) -> Floats:
+        """Return each token's weight in a slope `[N]`: smaller if its error is larger than rounding."""
+        x = errors / self.weight / (ROOM * self.scale)
+        return np.asarray(1 / (1 + x * x / FREEDOM) / self.weight**2)
+
+    def slope(self, errors: Floats, predicted: Floats) -> float:
+        """Return errors over predicted errors `[N]`, fitted token by token."""
+        trust = self.trust(errors - predicted)
+        return float((trust * errors * predicted).sum() / max(float((trust * predicted**2).sum()), 1e-300))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Fit:
+    """How well one cause predicts the error; all but `x` and `delta` are of the responses that it was not fitted on."""
+
+    cause: Cause
+    x: float
+    delta: Floats  # the error that it predicts [N]; -inf where it makes a sampled token impossible
+    gain: float  # in log-likelihood, nats
+    z: float  # the gain over its standard deviation in bootstrap draws of responses
+    slope: float  # error over predicted error, with its 95 % interval
+    low: float
+    high: float
+    share: float  # the part of the mean absolute error that it explains
+    drawn: Floats  # the gain in each draw of responses
+    ties: tuple[str, ...] = ()  # keys of the causes that fit equally well
+
+    @property
+    def holds(self) -> bool:
+        """Whether the cause may be named."""
+        return self.z >= LEAST_Z and self._near()
+
+    @property
+    def hints(self) -> bool:
+        """Whether the cause may be mentioned as a hint."""
+        return self.z >= HINT_Z and self._near()
+
+    def _near(self) -> bool:
+        return self.gain >= LEAST_GAIN and SLOPES[0] <= self.slope <= SLOPES[1] and self.share >= LEAST_SHARE
+
+    @property
+    def finite(self) -> Floats:
+        """The predicted error `[N]`, 0 where it makes a sampled token impossible."""
+        return _finite(self.delta)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Explained:
+    """An error, engine less oracle `[N]`; the fits of causes that may be named; and the error that these leave `[N]`."""
+
+    error: Floats
+    named: tuple[Fit, ...]  # each after the first is fitted to what the ones before it leave
+    fits: tuple[Fit, ...]  # of all causes to the whole error, best first
+    rest: Floats
+
+
+@dataclass
+class Search:
+    """Looks for the causes of an error."""
+
+    sample: Sample
+    oracle: Floats  # log-probabilities that the causes start from [N]
+    noise: Noise
+    rng: np.random.Generator
+    # Whether the tokens were drawn at this temperature and not at the trainer's; None if they cannot tell.
+    drawn_at: Callable[[float], bool | None]
+    progress: Callable[[str], None]
+    _deltas: dict[tuple[Cause, bool, float], Floats] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        judging = np.unique(self.sample.row[~self.sample.fits])
+        self._draws = judging[self.rng.integers(0, len(judging), (DRAWS, len(judging)))]
+
+    def explain(self, causes: Sequence[Cause], error: Floats, most: int = 2) -> Explained:
+        """Fit causes to an error `[N]`, engine less oracle, and choose at most so many that may be named."""
+        named: list[Fit] = []
+        first: list[Fit] = []
+        rest = error
+        for _ in range(most):
+            fits = sorted((self.fit(cause, rest) for cause in causes), key=lambda fit: -fit.gain)
+            first = first or fits
+            best = self._by_tokens(fits)
+            # If even the best fit is not good enough, the true cause is not on the list, and naming the next best would be wrong.
+            if best is None or not best.holds or any(best.cause.key == fit.cause.key for fit in named):
+                break
+            ties = tuple(
+                # Causes of several checkpoints share one key.
+                other.cause.key if other.cause.key != best.cause.key else other.cause.sentence(other.x)
+                for other in fits
+                if other is not best and self._as_good(other, best)
+            )
+            named.append(replace(best, ties=ties))
+            rest = rest - best.finite
+            # In float32, the small error that a fitted parameter leaves would look like another cause.
+            if float(np.abs(rest).mean()) <= FLOAT32:
+                break
+        return Explained(error=error, named=tuple(named), fits=tuple(first), rest=rest)
+
+    def _by_tokens(self, fits: Sequence[Fit]) -> Fit | None:
+        """Return the best fit; if it ties with another of OTHER_HEAT and BEFORE_HEAT, the sampled tokens decide."""
+        best = next(iter(fits), None)
+        heats = {fit.cause.key: fit for fit in fits if fit.holds and fit.cause.key in (OTHER_HEAT, BEFORE_HEAT)}
+        if best is None or best.cause.key not in heats or len(heats) < 2:
+            return best
+        if not all(fit is best or self._as_good(fit, best) for fit in heats.values()):
+            return best
+        drawn = self.drawn_at(heats[OTHER_HEAT].x)
+        return best if drawn is None else heats[OTHER_HEAT if drawn else BEFORE_HEAT]
+
+    def _as_good(self, other: Fit, best: Fit) -> bool:
+        """Whether a fit cannot be told from the best: about as likely, or with predictions equal to a part of rounding."""
+        if not other.hints:
+            return False
+        apart = other.finite - best.finite
+        return float(np.mean(best.drawn > other.drawn)) < SURE or self.noise.ratio(apart) < ALIKE
+
+    def fit(self, cause: Cause, error: Floats) -> Fit:
+        """Fit one cause on half of the responses, and judge it on the others."""
+        self.progress(cause.key)
+        x = self._parameter(cause, error)
+        # If no parameter helps on the fitted responses, do not compute a prediction for the judging ones.
+        delta = self._delta(cause, x) if x is not None else np.zeros_like(error)
+        judges = ~self.sample.fits
+        moved = _finite(delta)
+        rest = error - moved
+        gains = self.noise.likelihood(np.where(np.isfinite(delta), rest, np.inf)) - self.noise.likelihood(error)
+        count = int(self.sample.row.max()) + 1
+
+        def summed(values: Floats) -> Floats:
+            return np.bincount(self.sample.row[judges], values[judges], count).astype(np.float64)
+
+        gain = summed(gains)
+        trust = self.noise.trust(rest)
+        above, below = summed(trust * error * moved), summed(trust * moved**2)
+        drawn = gain[self._draws].sum(1)
+        slopes = above[self._draws].sum(1) / np.maximum(below[self._draws].sum(1), 1e-300)
+        low, high = np.quantile(slopes, [0.025, 0.975])
+        return Fit(
+            cause=cause, x=cause.grid[0] if x is None else x, delta=delta, gain=float(gain.sum()),
+            z=float(gain.sum() / max(float(drawn.std()), 1e-9)), slope=float(above.sum() / max(float(below.sum()), 1e-300)),
+            low=float(low), high=float(high), drawn=drawn,
+            share=float(1 - np.abs(rest[judges]).sum() / max(float(np.abs(error[judges]).sum()), 1e-300)),
+        )  # fmt: skip
+
+    def _delta(self, cause: Cause, x: float, *, screened: bool = False) -> Floats:
+        """Return the error that a cause predicts `[N]`, from its `screen` if that is asked for."""
+        predict = cause.screen if screened and cause.screen is not None else cause.predict
+        key = (cause, predict is cause.screen, x)
+        if key not in self._deltas:
+            self._deltas[key] = predict(x) - self.oracle
+        return self._deltas[key]
+
+    def _parameter(self, cause: Cause, error: Floats) -> float | None:
+        """Return the likeliest parameter on the fitted responses: the best of the grid, then refined between its neighbors.
+
+        Returns None if no parameter is better than no cause at all.
+        """
+        losses: dict[float, float] = {}
+        half = self.sample.fits & ~np.isnan(self._delta(cause, cause.grid[0], screened=True))
+
+        def loss(x: float) -> float:
+            if x not in losses:
+                delta = self._delta(cause, x, screened=True)
+                rest = np.where(np.isfinite(delta), error - _finite(delta), np.inf)
+                losses[x] = -float(self.noise.likelihood(rest)[half].mean())
+            return losses[x]
+
+        best = min(cause.grid, key=loss)
+        null = -float(self.noise.likelihood(error)[half].mean())
+        if not cause.steps or losses[best] >= null + NEARLY:
+            return best if losses[best] < null else None
+        grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
+        at = grid.index(best)
+        low, high = math.log(grid[max(0, at - 1)]), math.log(grid[min(len(grid) - 1, at + 1)])
+        tokens = int(half.sum())
+        for step in range(cause.steps + MORE_STEPS):
+            a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
+            if step >= cause.steps and abs(loss(math.exp(a)) - loss(math.exp(b))) * tokens < TOLD:
+                break
+            if loss(math.exp(a)) < loss(math.exp(b)):
+                high = b
+            else:
+                low = a
+        best = min(losses, key=losses.__getitem__)
+        return best if losses[best] < null else None
+
+
+def _finite(delta: Floats) -> Floats:
+    return np.where(np.isfinite(delta), delta, 0.0)

@@ -1,0 +1,570 @@
+"""Rollout files that hosts have logged, for `mismatch-ext doctor --rollouts`, recognized by their content.
+
+- Our own format, which any loop can write: one line of JSON per response, with prompt_ids, response_ids, rollout_logprobs and,
+  unless the policy sampled every token, response_mask. `provenance` holds those fields of `Provenance` that are known, `routes`
+  the engine's experts in base64.
+- slime's `--save-debug-rollout-data PATH` (and `--dump-details`): a file of `torch.save` per rollout, by
+  `slime/observability/rollout_data_utils.py` (THUDM/slime, commit 624b824a898ab0ec1fcb4d373004c7f3852bf515). `tokens` covers
+  prompt and response; `loss_mask` and `rollout_log_probs` cover only the response. `rollout_routed_experts` has, for each token
+  but the last, a row `[layers, K]` over all decoder layers.
+- NeMo-RL's `train_data_step*.jsonl`: a line per sequence, padded on the right, by `nemo_rl/algorithms/grpo.py` (NVIDIA-NeMo/RL,
+  commit 7ea279abfbeb698b092856d0dab61e7cf39bc909). A line is a batch of one, so every field is a list with one entry.
+- prime-rl's `rollouts/step_N/train/*/traces.jsonl`: a line per episode, by `src/prime_rl/monitors/file.py`
+  (PrimeIntellect-ai/prime-rl, commit 559b44772e471d1538537b8805cc77f3824a5e64). Traces are graphs of messages; each path from a
+  root to a leaf is one sequence. A message that several paths share is trained on only in the first of them. `policy` holds the
+  versions of the weights at the episode's start and end. Routes are not written.
+
+Shapes: R rows (tokens with a recorded route), L layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import codecs
+import json
+import math
+import pickle
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any, NoReturn, TypeVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from mismatch_ext.doctor.sample import Sample
+from mismatch_ext.errors import RecordError, RoutingError, RunDirectoryError
+from mismatch_ext.files import write_whole
+from mismatch_ext.records import RolloutRecord
+from mismatch_ext.routing import RoutingShape, RoutingTrace
+
+UNKNOWN = "unknown"
+OWN, SLIME, NEMO_RL, PRIME_RL = "mismatch-ext's own format", "slime", "NeMo-RL", "prime-rl"
+READABLE = f"{OWN}, slime's --save-debug-rollout-data, prime-rl's traces.jsonl and NeMo-RL's train_data_step*.jsonl"
+WRITE = "write records with mismatch_ext.doctor.write_rollouts"
+TEXTS = f"which holds texts alone; the doctor needs token ids and the engine's log-probabilities: {WRITE}"
+ZIP, PARQUET = b"PK\x03\x04", b"PAR1"
+# Keys by which a line is recognized. Of verl's files no tokenizer recovers the ids: texts are decoded without special tokens.
+KEYS = {
+    OWN: {"prompt_ids", "response_ids"},
+    NEMO_RL: {"token_loss_mask", "input_lengths", "idx"},
+    PRIME_RL: {"env", "task", "traces"},
+    "verl's trainer.rollout_data_dir or validation_data_dir": {"input", "output", "score", "step"},
+}
+TRL_COLUMNS = {"step", "prompt", "completion", "advantage"}
+# Little-endian, so that a file is the same on every machine.
+DTYPES = {"uint8": "<u1", "uint16": "<u2"}
+# Rewards are often numpy numbers; unpickling these cannot run code from the file.
+NUMBERS: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, codecs.encode]
+NUMBERS += [type(np.dtype(kind)) for kind in ("bool", "int32", "int64", "float32", "float64")]
+
+Id = Annotated[int, Field(ge=0)]
+Ids = list[Id]
+Flags = list[Annotated[bool, Field(strict=False)]]
+# null where the policy did not sample.
+Logprobs = list[Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]]
+Empty = BeforeValidator(lambda value: value or [])
+Table = Annotated[dict[str, Any], BeforeValidator(lambda value: value if isinstance(value, dict) else {})]
+T = TypeVar("T")
+Single = Annotated[list[T], Field(min_length=1, max_length=1)]
+
+
+class _Row(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+
+class _Provenance(_Row):
+    """What our own format says of the engine."""
+
+    weight_version: int | str | None = None
+    sampling: dict[str, int | float | str | bool] = {}
+    engine: int | float | str | bool | None = None
+    engine_version: int | float | str | bool | None = None
+    dtype: int | float | str | bool | None = None
+    kv_cache_dtype: int | float | str | bool | None = None
+    logprobs_mode: int | float | str | bool | None = None
+
+
+class _Routes(_Row):
+    start: int
+    layers: list[int]
+    num_experts: int
+    shape: list[int]
+    dtype: str
+    experts: str
+
+
+class _Own(_Row):
+    prompt_ids: Annotated[Ids, Field(min_length=1)]
+    response_ids: Annotated[Ids, Field(min_length=1)]
+    rollout_logprobs: Logprobs
+    response_mask: Flags | None = None
+    provenance: _Provenance | None = None
+    routes: _Routes | None = None
+
+
+class _Slime(_Row):
+    tokens: Ids
+    response_length: Id
+    rollout_log_probs: Logprobs | None = None
+    loss_mask: Flags | None = None
+    weight_versions: list[Any] | None = None
+    rollout_routed_experts: Any = None
+
+
+class _NemoRl(_Row):
+    token_ids: Single[Ids]
+    token_loss_mask: Single[Flags]
+    generation_logprobs: Single[Logprobs]
+    input_lengths: Single[Id]
+
+
+class _Node(_Row):
+    parent: Id | None = None
+    # If no renderer tokenized a node, its empty lists are not in the file.
+    token_ids: Annotated[Ids, Empty] = []
+    mask: Annotated[Flags, Empty] = []
+    logprobs: Annotated[Logprobs, Empty] = []
+
+
+class _Trace(_Row):
+    nodes: list[_Node]
+    agent: Table = {}
+    calls: Annotated[list[Table], Empty] = []
+
+
+class _Episode(_Row):
+    traces: list[_Trace]
+    run: Table = {}
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedRoutes:
+    """Experts of one response's tokens, as they are in a file; None where it does not say."""
+
+    experts: NDArray[np.integer[Any]]  # [R, L, K], of the MoE layers or of all layers
+    start: int = 0  # position of row 0 in the sequence
+    layers: tuple[int, ...] | None = None  # absolute indices of the MoE layers
+    num_experts: int | None = None
+
+    def trace(self, shape: RoutingShape, tokens: tuple[int, ...], where: str) -> RoutingTrace:
+        """Return the routes of these tokens as a trace for a model; `RoutingError` if they belong to another one."""
+        for name, logged, needed in (
+            ("MoE layers", self.layers, shape.layers),
+            ("experts per layer", self.num_experts, shape.num_experts),
+        ):
+            if logged is not None and logged != needed:
+                raise RoutingError(
+                    f"{where}: its routes are of {name} {logged}, the model has {needed}; give the model that was sampled."
+                )
+        return RoutingTrace.ingest(
+            self.experts, num_experts=shape.num_experts, layers=shape.layers, top_k=shape.top_k, tokens=tokens, version=0,
+            request=where, start=self.start,
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedResponse:
+    """One response, from the first sampled token on."""
+
+    where: str  # its place in the file, for messages
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    mask: tuple[bool, ...]  # True where the policy sampled a token
+    logprobs: tuple[float, ...]  # the engine's, in nats; NaN where there is none
+    versions: tuple[str, ...] = ()  # of the weights that sampled it
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    routes: LoggedRoutes | None = None
+
+    @property
+    def version(self) -> str:
+        """The version of the weights that sampled it; several versions are joined by a plus."""
+        return "+".join(dict.fromkeys(self.versions)) or UNKNOWN
+
+
+@dataclass(frozen=True, kw_only=True)
+class Logged:
+    """Responses of one file that have tokens sampled by the policy, and how many others were left out."""
+
+    path: str
+    host: str
+    responses: tuple[LoggedResponse, ...]
+    left_out: int = 0
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The sampling settings in the file; `RecordError` names the first one that differs between responses."""
+        first: dict[str, tuple[Any, str]] = {}
+        for response in self.responses:
+            for name, value in response.settings.items():
+                other, where = first.setdefault(name, (value, response.where))
+                if other != value:
+                    raise RecordError(
+                        f"{response.where} was sampled with {name}={value}, and {where} with {other}: the doctor compares one "
+                        "way of sampling with the trainer; split the file."
+                    )
+        return {name: value for name, (value, _) in first.items()}
+
+    def of_version(self, version: str | None) -> Logged:
+        """Return the responses that one version of the weights sampled; None if there is only one, else `RecordError`."""
+        counts = Counter(response.version for response in self.responses)
+        listed = ", ".join(f"{name} ({count} responses)" for name, count in sorted(counts.items()))
+        if version is None and len(counts) > 1:
+            raise RecordError(
+                f"{self.path} holds responses of several weight versions: {listed}; one checkpoint is compared with those of one "
+                "version: choose it with --weight-version, and give --model its checkpoint."
+            )
+        if version is None:
+            return self
+        chosen = tuple(response for response in self.responses if response.version == version)
+        if not chosen:
+            raise RecordError(
+                f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}."
+            )
+        return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
+
+    def sample(self, shape: RoutingShape | None = None) -> Sample:
+        """Return what the doctor compares, for a model with this routing shape; None for one without experts."""
+        routed = [response for response in self.responses if response.routes is not None]
+        if routed and len(routed) != len(self.responses):
+            raise RecordError(
+                f"{self.path}: {len(routed)} of {len(self.responses)} responses have routes; allowed: all of them or none."
+            )
+        if routed and shape is None:
+            raise RoutingError(
+                f"{self.path} holds routes, and the model has no experts; give the model that was sampled."
+            )
+        return Sample(
+            prompts=tuple(response.prompt_ids for response in self.responses),
+            responses=tuple(response.response_ids for response in self.responses),
+            masks=tuple(response.mask for response in self.responses),
+            logprobs=tuple(response.logprobs for response in self.responses),
+            routes=tuple(
+                response.routes.trace(shape, (*response.prompt_ids, *response.response_ids), response.where)
+                for response in routed
+                if response.routes is not None and shape is not None
+            )
+            or None,
+        )
+
+    def said(self, experts: bool) -> str:
+        """Return a sentence that says what was read, for a model with or without experts."""
+        versions = sorted({response.version for response in self.responses} - {UNKNOWN})
+        settings = [f"{name}={value}" for name, value in self.settings.items()]
+        parts = [f"{len(self.responses)} logged responses of {self.host}"]
+        parts += [f"{self.left_out} left out"] * bool(self.left_out)
+        parts += [f"weight version {', '.join(versions)}"] * bool(versions)
+        parts += [f"sampled with {', '.join(settings)}"] * bool(settings)
+        without = experts and all(response.routes is None for response in self.responses)
+        parts += ["no routes in the file: what the trainer's own routes change counts as the engine's error"] * without
+        return "; ".join(parts)
+
+
+def read_rollouts(path: Path, version: str | None = None) -> Logged:
+    """Read a file of logged rollouts.
+
+    Args:
+        path: The file; its name does not matter.
+        version: Weight version whose responses are compared; None if the file holds only one.
+
+    Raises:
+        RecordError: The file is damaged or holds several versions, or its host logs no token ids and log-probabilities.
+        RunDirectoryError: The file cannot be read.
+    """
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}.") from error
+    if data.startswith(PARQUET):
+        _refuse_parquet(path)
+    host, rows = (SLIME, _slime_file(path)) if data.startswith(ZIP) else _text_file(path, data)
+    sampled = tuple(row for row in rows if row is not None)
+    return Logged(path=str(path), host=host, responses=sampled, left_out=len(rows) - len(sampled)).of_version(version)
+
+
+def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool = True) -> None:
+    """Write records as `read_rollouts` reads them.
+
+    Args:
+        records: The rollouts.
+        path: The file.
+        routes: Whether to write the experts of each token, if they were recorded. They take a byte or two for each token, layer
+            and expert, plus a third for base64.
+
+    Raises:
+        RunDirectoryError: The file cannot be written.
+    """
+    lines = [json.dumps(_line_of(record, routes), allow_nan=False) for record in records]
+    write_whole(path, "".join(f"{line}\n" for line in lines).encode())
+
+
+def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
+    values = zip(record.rollout_logprobs, record.response_mask, strict=True)
+    line = {
+        "prompt_ids": list(map(int, record.prompt_ids)),
+        "response_ids": list(map(int, record.response_ids)),
+        # A token that a tool inserted has no log-probability.
+        "rollout_logprobs": [float(value) if sampled else None for value, sampled in values],
+        "response_mask": list(map(bool, record.response_mask)),
+        "provenance": asdict(record.provenance),
+    }
+    trace = record.routing
+    if routes and trace is not None:
+        experts = trace.experts.cpu().numpy()
+        line["routes"] = {
+            "start": trace.start,
+            "layers": list(trace.layers),
+            "num_experts": trace.num_experts,
+            "shape": list(experts.shape),
+            "dtype": experts.dtype.name,
+            "experts": base64.b64encode(experts.astype(DTYPES[experts.dtype.name]).tobytes()).decode("ascii"),
+        }
+    return line
+
+
+def _refuse_parquet(path: Path) -> NoReturn:
+    """Say which host wrote a parquet file: TRL's `log_completions` writes texts, AsyncGRPO no file at all."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError:
+        raise RecordError(
+            f"{path} is parquet, as TRL logs completions (pyarrow, which would tell more, is not installed), {TEXTS}."
+        ) from None
+    try:
+        names = parquet.read_schema(str(path)).names
+    except (ArrowException, OSError) as error:
+        raise RecordError(f"{path} is damaged parquet: {_short(error)}") from error
+    if set(names) >= TRL_COLUMNS:
+        raise RecordError(f"{path} is of TRL's log_completions, {TEXTS}.")
+    raise RecordError(
+        f"{path} is parquet with the columns {', '.join(names)}, which no host that is known here writes; read are {READABLE}."
+    )
+
+
+def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None]]:
+    try:
+        lines = data.decode("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise RecordError(
+            f"{path} is neither text nor a file of torch.save, first bytes {data[:4].hex(' ')}; read are {READABLE}."
+        ) from error
+    numbered = [(number, line) for number, line in enumerate(lines, start=1) if line.strip()]
+    if not numbered:
+        raise RecordError(f"{path} is empty.")
+    rows: list[LoggedResponse | None] = []
+    host = OWN
+    for number, line in numbered:
+        where = f"{path}, line {number}"
+        try:
+            row = json.loads(line)
+        except (json.JSONDecodeError, RecursionError) as error:
+            cut = number == numbered[-1][0] and not data.endswith(b"\n")
+            ends = "; the file ends within it, as one that is still written, or was cut" if cut else ""
+            raise RecordError(f"{where} is no JSON: {_short(error)}{ends}.") from error
+        if not isinstance(row, dict):
+            raise RecordError(f"{where} is a {type(row).__name__}; it must be an object.")
+        host = next((name for name, keys in KEYS.items() if row.keys() >= keys), "")
+        if not host:
+            keys = ", ".join(sorted(row)[:12]) or "nothing"
+            raise RecordError(f"{where} holds {keys}, which no format that is known here has; read are {READABLE}.")
+        if host not in LINES:
+            raise RecordError(f"{where} is of {host}, {TEXTS}.")
+        rows += LINES[host](row, where)
+    return host, rows
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def _checked(model: type[Model], row: Mapping[str, Any], where: str, needs: str = "") -> Model:
+    """Return a row's fields; `RecordError` names the fields that are missing, or the first that is malformed."""
+    try:
+        return model.model_validate(row)
+    except ValidationError as error:
+        wrong = [(".".join(map(str, e["loc"])), e["type"], e["msg"], e["input"]) for e in error.errors()]
+        missing = [field for field, kind, _, value in wrong if kind == "missing" or (value is None and field in row)]
+        if missing:
+            raise RecordError(f"{where} has no {', '.join(missing)}{needs}.") from error
+        field, _, message, value = wrong[0]
+        raise RecordError(f"{where}: {field}: {message}, found {_short(value)}.") from error
+
+
+def _short(value: object) -> str:
+    return " ".join(str(value).split())[:200]
+
+
+def _own_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
+    fields = _checked(_Own, row, where, "; a line holds prompt_ids, response_ids and rollout_logprobs")
+    settings = {} if fields.provenance is None else fields.provenance.model_dump(exclude_none=True)
+    version = settings.pop("weight_version", None)
+    settings |= settings.pop("sampling", {})
+    return [
+        LoggedResponse(
+            where=where,
+            prompt_ids=tuple(fields.prompt_ids),
+            response_ids=tuple(fields.response_ids),
+            mask=tuple(fields.response_mask or (True,) * len(fields.response_ids)),
+            logprobs=tuple(fields.rollout_logprobs),
+            versions=() if version is None else (str(version),),
+            settings=settings,
+            routes=None if fields.routes is None else _own_routes(fields.routes, where),
+        )
+    ]
+
+
+def _own_routes(routes: _Routes, where: str) -> LoggedRoutes:
+    try:
+        ids = base64.b64decode(routes.experts, validate=True)
+        experts = np.frombuffer(ids, dtype=DTYPES[routes.dtype]).reshape(routes.shape)
+    except (KeyError, ValueError, binascii.Error) as error:
+        raise RecordError(f"{where}: routes cannot be read: {type(error).__name__} {error}.") from error
+    return LoggedRoutes(
+        experts=experts, start=routes.start, layers=tuple(routes.layers), num_experts=routes.num_experts
+    )
+
+
+def _nemo_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
+    fields = _checked(_NemoRl, row, where, "; NeMo-RL's GRPO logs them, its distillation has none")
+    columns = (fields.token_ids[0], fields.token_loss_mask[0], fields.generation_logprobs[0])
+    sequence = _split(*(column[: fields.input_lengths[0]] for column in columns), where)  # type: ignore[arg-type]
+    return [None if sequence is None else LoggedResponse(**sequence)]
+
+
+def _prime_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
+    episode = _checked(_Episode, row, where)
+    policy = episode.run.get("work", {}).get("policy", {})
+    versions = tuple(str(policy[key]) for key in ("start", "end") if key in policy)
+    responses: list[LoggedResponse | None] = []
+    for number, trace in enumerate(episode.traces):
+        # The tokens of a judge come from another model.
+        trained = trace.agent.get("trainable", True)
+        sequences = list(_sequences(trace, f"{where}, trace {number}")) if trained else []
+        responses += [replace(sequence, versions=versions) for sequence in sequences] or [None]
+    return responses
+
+
+def _sequences(trace: _Trace, where: str) -> Iterator[LoggedResponse]:
+    """Yield a sequence for each path from a root to a leaf."""
+    nodes = trace.nodes
+    for number, node in enumerate(nodes):
+        place = f"{where}, node {number}"
+        if node.parent is not None and node.parent >= number:
+            raise RecordError(f"{place}: parent {node.parent} must be the number of a node before it.")
+        if len(node.mask) != len(node.token_ids):
+            raise RecordError(
+                f"{place}: {len(node.token_ids)} token_ids and {len(node.mask)} values of mask; the two must be equal."
+            )
+        if len(node.logprobs) != sum(node.mask):
+            raise RecordError(
+                f"{place}: {len(node.logprobs)} logprobs for {sum(node.mask)} sampled tokens; the two must be equal: is it of a "
+                "client that gives none?"
+            )
+    trained: set[int] = set()
+    for leaf in range(len(nodes)):
+        if any(node.parent == leaf for node in nodes):
+            continue
+        path, at = [leaf], nodes[leaf].parent
+        while at is not None:
+            path.append(at)
+            at = nodes[at].parent
+        path.reverse()
+        tokens, mask, logprobs = [], [], []
+        for at in path:
+            values = iter(nodes[at].logprobs)
+            tokens += nodes[at].token_ids
+            mask += [sampled and at not in trained for sampled in nodes[at].mask]
+            logprobs += [next(values) if sampled else 0.0 for sampled in nodes[at].mask]
+        trained |= {at for at in path if any(nodes[at].mask)}
+        sequence = _split(tokens, mask, logprobs, where)
+        if sequence is not None:
+            # The settings of the first model call on the path.
+            sampling = next((call.get("sampling") or {} for call in trace.calls if call.get("node") in path), {})
+            settings = {name: sampling[name] for name in ("temperature", "top_p") if sampling.get(name) is not None}
+            yield LoggedResponse(**sequence, settings=settings)
+
+
+def _split(tokens: list[int], mask: list[bool], logprobs: list[float], where: str) -> dict[str, Any] | None:
+    """Split a sequence before its first sampled token, as fields of a `LoggedResponse`; None if no token was sampled."""
+    if len({len(tokens), len(mask), len(logprobs)}) != 1:
+        raise RecordError(
+            f"{where}: {len(tokens)} tokens, {len(mask)} mask values and {len(logprobs)} log-probabilities; the three must be "
+            "equal."
+        )
+    if not any(mask):
+        return None
+    first = mask.index(True)
+    if first == 0:
+        raise RecordError(f"{where}: its first token is sampled already; a prompt must have a token.")
+    values = [value if sampled else math.nan for value, sampled in zip(logprobs, mask, strict=True)]
+    return {
+        "where": where,
+        "prompt_ids": tuple(tokens[:first]),
+        "response_ids": tuple(tokens[first:]),
+        "mask": tuple(mask[first:]),
+        "logprobs": tuple(values[first:]),
+    }
+
+
+def _slime_file(path: Path) -> list[LoggedResponse | None]:
+    """Read a file of slime's; objects in it that could run code are not unpickled."""
+    try:
+        with torch.serialization.safe_globals(NUMBERS):
+            content = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        raise RecordError(
+            f"{path} holds objects that are not unpickled, since a file could run code by them: {_short(error)}; leave them out "
+            f"of slime's Sample.metadata, or {WRITE}."
+        ) from error
+    except (OSError, RuntimeError, EOFError, ValueError) as error:
+        raise RecordError(f"{path} is a damaged file of torch.save: {_short(error)}") from error
+    samples = content.get("samples") if isinstance(content, dict) else None
+    if not isinstance(samples, list) or not all(isinstance(sample, dict) for sample in samples):
+        raise RecordError(
+            f"{path} is a file of torch.save, and not as slime's --save-debug-rollout-data writes it, with a list of `samples`."
+        )
+    return [_slime_sample(sample, f"{path}, sample {number}") for number, sample in enumerate(samples)]
+
+
+def _slime_sample(sample: Mapping[str, Any], where: str) -> LoggedResponse | None:
+    fields = _checked(_Slime, sample, where, "; is it one of slime's?")
+    ids, length = tuple(fields.tokens), fields.response_length
+    mask = (True,) * length if fields.loss_mask is None else tuple(fields.loss_mask)
+    if not any(mask):
+        return None
+    if fields.rollout_log_probs is None:
+        raise RecordError(
+            f"{where} has no rollout_log_probs; slime logs them unless a generate function of your own leaves them out."
+        )
+    if length >= len(ids):
+        raise RecordError(
+            f"{where}: response_length {length} is not between 1 and its {len(ids)} tokens, less a prompt."
+        )
+    return LoggedResponse(
+        where=where,
+        prompt_ids=ids[:-length],
+        response_ids=ids[-length:],
+        mask=mask,
+        logprobs=tuple(fields.rollout_log_probs),
+        versions=tuple(map(str, fields.weight_versions or ())),
+        routes=None if fields.rollout_routed_experts is None else _slime_routes(fields.rollout_routed_experts, where),
+    )
+
+
+def _slime_routes(routed: Any, where: str) -> LoggedRoutes:
+    try:
+        experts = torch.as_tensor(routed)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise RecordError(f"{where}: rollout_routed_experts cannot be read: {error}") from error
+    if experts.dim() != 3 or experts.is_floating_point():
+        raise RecordError(
+            f"{where}: rollout_routed_experts is {experts.dtype} {tuple(experts.shape)}; it must be integers [tokens, layers, "
+            "experts]."
+        )
+    return LoggedRoutes(experts=experts.numpy())
+
+
+LINES = {OWN: _own_line, NEMO_RL: _nemo_rl_line, PRIME_RL: _prime_rl_line}
