@@ -14,7 +14,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PatchVerificationError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.patching import apply
+from mismatch_ext.patching import Patch, apply
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -27,6 +27,7 @@ class ObjectiveMixin(_Host):
 
     _block: MismatchConfig
     _kl: KlTerm | None = None
+    _patches: tuple[Patch, ...] = ()
     _penalized = 0  # batches whose rewards were penalized
 
     def _begin_objective(self) -> None:
@@ -35,7 +36,8 @@ class ObjectiveMixin(_Host):
         if kl is not None:
             self._kl = KlTerm(kl, coefficient(kl, self.config))
             if kl.in_rewards:
-                apply(KL_IN_REWARDS.calling(self._penalise))
+                self._patches = (KL_IN_REWARDS.calling(self._penalise),)
+        apply(*self._patches)
 
     def _penalise(self, data: Any) -> dict[str, float]:
         assert self._kl is not None

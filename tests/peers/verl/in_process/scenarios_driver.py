@@ -28,6 +28,7 @@ from verl.workers.utils.losses import ppo_loss
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import KlTerm, kl_surrogate
+from mismatch_ext.patching import revert
 from tests.oracles.kl.enumeration import Problem
 from tests.oracles.kl.facts import FACTS
 from tests.peers.verl.in_process.losses import (
@@ -223,7 +224,7 @@ def driving(**sections: Any) -> Iterator[Any]:
     try:
         yield driver, trainer_base
     finally:
-        driver._patches.revert()
+        revert(*driver._patches)
 
 
 def rewards() -> dict[str, Any]:

@@ -27,6 +27,7 @@ from mismatch_ext.host_names import VERL
 from mismatch_ext.kl import KlTerm, kl_surrogate
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.patching import revert
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
 from tests.peers.verl.in_process.routes import as_rollout, nested, other
@@ -139,7 +140,7 @@ def correction(host: Host, config: DictConfig, block: MismatchConfig) -> dict[st
             if "rollout_is_weights" in found.batch.keys():
                 host.set("rollout_is_weights", found.batch["rollout_is_weights"], data)
     finally:
-        driver._patches.revert()
+        revert(*driver._patches)
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     fields = host.padded(host.data, "old_log_probs", "rollout_log_probs", "advantages")
     old, rollout, advantages = (fields[n] for n in ("old_log_probs", "rollout_log_probs", "advantages"))
@@ -175,7 +176,7 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
         if block.kl.has_baseline:
             host.set(BASELINE, baseline_of(host.proto(data), KlTerm(block.kl, block.kl.coef)), data)
     finally:
-        driver._patches.revert()
+        revert(*driver._patches)
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     groups = torch.arange(len(host.mask)) % 3
     section = block.kl
