@@ -38,14 +38,22 @@ def _readiness(arguments: argparse.Namespace) -> int:
 
 def _configure_compat(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
+    parser.add_argument(
+        "--import",
+        action="store_true",
+        dest="importing",
+        help="import the peers and check names too, in about half a minute",
+    )
 
 
 def _compat(arguments: argparse.Namespace) -> int:
     """Print what this package relies on in each installed peer, and which features work; the exit status is always 0."""
     from mismatch_ext.adapters.compat import installed_environment
 
-    found = installed_environment()
-    say(json.dumps(found.data(), indent=2) if arguments.json else str(found))
+    from mismatch_ext.seams import table
+
+    found = installed_environment(importing=arguments.importing)
+    say(json.dumps(found, indent=2) if arguments.json else table(found))
     return 0
 
 

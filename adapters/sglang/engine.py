@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import EngineError, MismatchError, PeerVersionError, RecordError
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.versions import PEERS
+from mismatch_ext.versions import PEERS, warn_untested
 
 if TYPE_CHECKING:
     from requests import Session
@@ -63,6 +63,8 @@ class Transport(ABC):
                     f"{self}: sglang {brief(version)} is outside the supported range {peer.supports}; install a version in that "
                     "range, or a release of mismatch-ext that supports it."
                 )
+            if not peer.tested(version):
+                warn_untested({"sglang": version}, "its answers are checked, one by one")
             self._info = info
         return self._info
 

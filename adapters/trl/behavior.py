@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
-from mismatch_ext.compat.seam import named
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import SeamError
+from mismatch_ext.seams import named
 from mismatch_ext.versions import PEERS, installed
 
 IN_OBJECTIVE = ("kl", "correction", "sampling_mask", "routing")

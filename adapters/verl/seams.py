@@ -1,11 +1,8 @@
-"""What this package relies on in verl beside its version: the symbols that it patches, and the classes that it derives from."""
+"""What this package relies on in verl beside its version: the classes that it derives from, and what it refuses by name."""
 
 from __future__ import annotations
 
-from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
-
-from mismatch_ext.compat import Has, Known, Says, Seam, Takes
-from mismatch_ext.patching import Patch
+from mismatch_ext.seams import Refusal, Seam, exists
 
 _SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
@@ -13,126 +10,104 @@ _LOOPS = "verl.experimental.agent_loop.agent_loop"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
 _FSDP = "verl.workers.engine.fsdp.transformer_impl"
 
-
-def _known(patch: Patch) -> Known:
-    """Return the claim that a patch's digests make."""
-    return Known(patch.target, dict.fromkeys(patch.texts, "0.9.1"))
-
-
 SEAMS = (
     Seam(
         name="verl/configuration",
-        peer="verl",
         features=("monitor",),
         what="reading the block before Ray starts",
         claims=(
-            Takes("verl.utils.config:validate_config", "config", first=True),
-            Takes("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", "config", first=True),
+            exists("verl.utils.config:validate_config", "config"),
+            exists("verl.trainer.constants_ppo:get_ppo_ray_runtime_env", "config"),
         ),
+        checked="each process reports the block that it has, before the first step",
         upstream=_SOURCE + "trainer/main_ppo.py",
         where=("verl",),
     ),
     Seam(
         name="verl/workers",
-        peer="verl",
         features=("monitor",),
         what="measuring and proving in the processes of trainer and engine",
         claims=(
-            Has("verl.workers.engine_workers:ActorRolloutRefWorker"),
-            Has("verl.workers.engine_workers:TrainingWorker"),
-            Has("verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"),
-            *(
-                Has(f"verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension{name}")
-                for name in ("", ".update_weights_from_ipc", "._update_weights", "._iter_all_models_with_config")
-            ),
+            exists("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
+            exists("verl.workers.engine_workers:TrainingWorker"),
+            exists(f"{_FSDP}:FSDPEngineWithLMHead"),
+            exists("verl.workers.engine.base:BaseEngine.get_data_parallel_rank"),
+            exists("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension.update_weights_from_ipc"),
         ),
+        checked="each process reports its classes and dtypes, and probe tokens are scored after each update",
         upstream=_SOURCE + "workers/engine_workers.py",
         where=("verl",),
     ),
     Seam(
         name="verl/trainer_modes",
-        peer="verl",
         features=("monitor",),
-        what="taking the place of the trainer of each mode, and of the worker that puts weights aside",
+        what="taking the place of the trainer of each mode",
         claims=(
-            Takes(f"{_TRAINER}:register_trainer", "name", first=True),
-            Takes(f"{_TRAINER}:get_trainer_cls", "name", first=True),
-            Takes(f"{_TRAINER}:PPOTrainer._step_once", "sample_batch_size"),
-            Has(f"{_TRAINER}:PPOTrainer._rollout_server_managers"),
-            Has(f"{_TRAINER}:PPOTrainer._setup"),
-            Has("verl.trainer.ppo.v1.trainer_separate_async:logger"),
-            Has("verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas"),
-            Has("verl.experimental.separation.engine_workers:DetachActorWorker.copy_handler"),
+            exists(f"{_TRAINER}:register_trainer", "name"),
+            exists(f"{_TRAINER}:get_trainer_cls", "name"),
+            exists(f"{_TRAINER}:PPOTrainer._step_once", "metrics", "timing_raw", "sample_batch_size"),
+            exists(f"{_TRAINER}:PPOTrainer._setup"),
+            exists("verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas"),
         ),
+        checked="a run whose trainer is not ours has no reports, which ends it",
         upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
         where=("verl",),
     ),
     Seam(
         name="verl/parts",
-        peer="verl",
         features=("monitor",),
         what="measuring each rank's part of a batch where it lies, and sending a pass the fields that it needs",
         claims=(
-            Takes("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
-            Takes("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask", first=True),
-            Takes("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta", first=True),
-            Takes("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
-            Takes("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
-            Takes("transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "keys", "partition_id"),
-            Has("verl.workers.engine.base:BaseEngine.get_data_parallel_rank"),
+            exists("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask"),
+            exists("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta"),
+            exists("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
+            exists("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
         ),
+        checked="the tokens and log-probabilities of each part are checked before they are summed",
         upstream=_SOURCE + "utils/transferqueue_utils.py",
         where=("verl",),
     ),
     Seam(
         name="verl/weight_versions",
-        peer="verl",
         features=("monitor",),
         what="which weights and experts sampled each token of a rollout",
         claims=(
-            Takes("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id", "prompt_ids"),
-            Takes("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id", "prompt_ids"),
-            Has("verl.workers.rollout.replica:TokenOutput.routed_experts"),
-            Has(f"{_TRAINER}:PPOTrainer.get_llm_client"),
+            exists("verl.workers.rollout.llm_server:LLMServerClient.generate", "request_id"),
+            exists("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id"),
+            exists("verl.workers.rollout.replica:TokenOutput.routed_experts"),
+            exists(f"{_TRAINER}:PPOTrainer.get_llm_client"),
         ),
+        checked="a token without a version counts as unknown, and never as one of the present weights",
         upstream=_SOURCE + "workers/rollout/llm_server.py",
         where=("verl",),
     ),
     Seam(
         name="verl/sampling_masks",
-        peer="verl",
         features=("sampling_mask",),
         what="masks from vLLM's answers to the log-probabilities of the trainer's passes",
         claims=(
-            Takes(f"{_SERVER}:vLLMHttpServer.generate", "prompt_ids", "sampling_params", "request_id"),
-            Says(f"{_SERVER}:vLLMHttpServer.generate", r"self\.engine\.generate\("),
-            Says(f"{_SERVER}:vLLMReplica.__init__", r"self\.server_class = "),
-            Takes(f"{_LOOPS}:AgentLoopWorker._agent_loop_postprocess", "output", "validate"),
-            Has(f"{_LOOPS}:AgentLoopWorker._run_agent_loop"),
-            Has("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
-            Has(f"{_LOOPS}:AgentLoopOutput.as_dict"),
-            Says(f"{_FSDP}:FSDPEngineWithLMHead.prepare_model_outputs", r"logprobs_from_logits\("),
-            Takes(f"{_FSDP}:logprobs_from_logits", "logits", "labels", "inplace_backward", first=True),
+            exists(f"{_SERVER}:vLLMHttpServer.generate", "prompt_ids", "sampling_params", "request_id"),
+            exists(f"{_LOOPS}:AgentLoopWorker._agent_loop_postprocess", "output", "validate"),
+            exists(f"{_LOOPS}:AgentLoopWorker._run_agent_loop"),
+            exists(f"{_LOOPS}:AgentLoopOutput.as_dict"),
+            exists("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
+            exists(f"{_FSDP}:FSDPEngineWithLMHead.prepare_model_outputs"),
         ),
+        checked="the patch's probe computes two tokens, and a micro-batch that is scored elsewhere is refused",
         upstream=_SOURCE + "workers/rollout/vllm_rollout/vllm_async_server.py",
         where=("verl", "fsdp", "vllm"),
     ),
-    Seam(
-        name="verl/kl_in_rewards",
-        peer="verl",
-        features=("kl",),
-        what="the KL penalty among the rewards",
-        claims=(Has(f"{_TRAINER}:apply_kl_penalty"),),
-        upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
-        where=("verl",),
-    ),
-    Seam(
-        name="verl/megatron_replay",
-        peer="verl",
-        features=("routing",),
-        what="refusing routes that are none, and routers that choose for themselves",
-        claims=(_known(REPLAYED_BATCH), _known(CLOSED_TOPK)),
-        upstream=_SOURCE + "utils/megatron/router_replay_patch.py",
-        where=("verl", "megatron"),
-    ),
 )
+
+REFUSALS = (
+    Refusal(
+        ("verl",), "monitor.doctor", "no batch is examined in a run of verl",
+        "none. Give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`",
+    ),
+    Refusal(("verl", "sglang"), "sampling_mask", "masks are read off vLLM's answers alone", "vLLM"),
+    Refusal(("verl", "megatron"), "sampling_mask", "masks are replayed in verl's FSDP engine alone", "fsdp or fsdp2"),
+    Refusal(
+        ("verl", "megatron"), "precision", "dtypes and loss scale of verl's Megatron engine are set elsewhere", "fsdp2"
+    ),
+    Refusal(("verl", "megatron"), "monitor.weight_sync", "the actor's weights are probed in FSDP2 models alone", "'off'"),
+)  # fmt: skip

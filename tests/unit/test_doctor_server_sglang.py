@@ -48,7 +48,7 @@ def test_what_a_server_says_of_itself_is_read() -> None:
     assert found.notes(NAME) == ("the server is SGLang 0.5.18, with kv_cache_dtype fp8_e5m2",)
     with listening(answering(version="0.9.0", dtype="auto")) as (url, _):
         says = connect(Address(url=url)).notes(NAME)
-    assert any("held to SGLang 0.5.12 or" in note for note in says)
+    assert any("run with SGLang 0.5.12, " in note for note in says)
     assert any("does not say its dtype" in note for note in says)
 
 

@@ -77,9 +77,6 @@ INSTALL = "pip install sglang==0.5.23"
 # Change of the server's report, the field of the problem, what to change, and part of the reason.
 PROBLEMS = [
     ({"version": "0.5.11"}, "version", INSTALL, "Formats"),
-    ({"version": "0.5.12.post1"}, "version", INSTALL, "Formats"),
-    ({"version": "0.5.17"}, "version", INSTALL, "Formats"),
-    ({"version": "0.6.0"}, "version", INSTALL, "Formats"),
     ({"version": "unknown"}, "version", INSTALL, "Formats"),
     ({"dtype": "bfloat16"}, "dtype", "--dtype float16", "cast without a word"),
     ({"dtype": "auto"}, "dtype", "--dtype float16", "float32 checkpoint into float16"),

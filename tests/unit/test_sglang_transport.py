@@ -118,7 +118,7 @@ def tensors(*sizes: int) -> list[tuple[str, torch.Tensor]]:
     return [(f"layer{i}.weight", torch.ones(size)) for i, size in enumerate(sizes)]
 
 
-@pytest.mark.parametrize("version", ["0.5.17", "0.5.24", "1.0", "what", None, 5])
+@pytest.mark.parametrize("version", ["0.5.11", "what", None, 5])
 def test_a_version_outside_the_range_is_refused_before_anything_is_sent(server: Server, version: Any) -> None:
     server.answers["/server_info"] = (200, {"version": version})
     transport = HttpTransport(server.url)
@@ -126,7 +126,7 @@ def test_a_version_outside_the_range_is_refused_before_anything_is_sent(server: 
         lambda: transport.generate({"input_ids": [1]}),
         lambda: update_weights(transport, tensors(2), dtype="float32"),
     ):
-        with pytest.raises(PeerVersionError, match=r"is outside the supported range 0\.5\.12 or 0\.5\.18 or 0\.5\.23"):
+        with pytest.raises(PeerVersionError, match=r"is outside the supported range >=0\.5\.12"):
             call()
     assert server.paths() == []
 

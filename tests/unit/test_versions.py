@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
 import warnings
 from pathlib import Path
@@ -25,7 +24,7 @@ ELSEWHERE = {"sglang": ROOT / "requirements/constraints-sglang-cpu.txt"}
 @pytest.fixture
 def upstream(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder in front on the path, with a peer `upst` that was run with 1.2.0 and 1.4.0, and is wrong in 1.3.1."""
-    peer = Peer(name="upst", distributions=("upst", "upst-cpu"), ran=("1.2.0", "1.4.0"), open=True, extra="up")
+    peer = Peer(name="upst", distributions=("upst", "upst-cpu"), ran=("1.2.0", "1.4.0"), extra="up")
     monkeypatch.setitem(PEERS, "upst", peer)
     monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong(None), wrong("routing.R3", versions="==1.4.0")))
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -66,24 +65,13 @@ def test_below_the_oldest_that_ran_the_error_names_peer_version_and_range(upstre
 def test_a_version_that_was_not_run_is_returned_with_one_warning(upstream: Path, version: str) -> None:
     install(upstream, version)
     with pytest.warns(
-        UntestedVersionWarning, match=re.escape(f"untested with upst {version}; this release was run with 1.2.0")
+        UntestedVersionWarning,
+        match=re.escape(f"untested with upst {version}; it was run with 1.2.0"),
     ):
         assert require("upst") == version
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert require("upst") == version
-
-
-@pytest.mark.parametrize("version", ["1.1.9", "1.3.0", "1.4.1", "1.4.0.post1"])
-def test_a_closed_peer_is_accepted_in_versions_that_ran_alone(
-    upstream: Path, monkeypatch: pytest.MonkeyPatch, version: str
-) -> None:
-    monkeypatch.setitem(PEERS, "upst", dataclasses.replace(PEERS["upst"], open=False))
-    install(upstream, version)
-    with pytest.raises(
-        PeerVersionError, match=re.escape(f"upst {version} is outside the supported range 1.2.0 or 1.4.0")
-    ):
-        require("upst")
 
 
 @pytest.mark.parametrize("version", ["1.2.0", "1.4.0", "1.4.0+cpu", "1.4"])
@@ -99,7 +87,7 @@ def test_what_is_known_to_be_wrong_is_refused_where_it_is_with_reason_and_remedy
     with pytest.raises(PeerVersionError) as error:
         require("upst")
     assert str(error.value) == (
-        "upst 1.3.1: it is known to be wrong on a Sunday: it sleeps. Nothing was patched or changed. "
+        "upst 1.3.1: it does not work on a Sunday: it sleeps. Nothing was patched or changed. "
         "Fix: pip install upst==1.2.0."
     )
 
@@ -109,7 +97,7 @@ def test_what_is_wrong_elsewhere_or_for_another_feature_is_no_hole(
 ) -> None:
     install(upstream, "1.4.0")
     assert require("upst") == accepted("upst", ["kl", "routing.R2"]) == "1.4.0"
-    with pytest.raises(PeerVersionError, match="upst 1.4.0: mismatch.routing.R3 is known to be wrong on a Sunday"):
+    with pytest.raises(PeerVersionError, match="upst 1.4.0: mismatch.routing.R3 does not work on a Sunday"):
         accepted("upst", ["kl", "routing.R3"])
     monkeypatch.setattr(versions, "KNOWN_WRONG", (wrong("routing.R3", versions="==1.4.0", where=("cpu",)),))
     assert accepted("upst", ["routing.R3"], {"vllm"}) == "1.4.0"

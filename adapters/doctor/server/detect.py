@@ -89,9 +89,10 @@ class Server:
         """
         said = [f"{key} {value}" for key, value in self.settings.items() if value not in UNSAID]
         found = [f"the server is {NAMED[self.kind]} {self.version}" + (f", with {', '.join(said)}" if said else "")]
-        if not PEERS[self.kind].accepts(self.version):
+        peer = PEERS[self.kind]
+        if not (peer.accepts(self.version) and peer.tested(self.version)):
             found.append(
-                f"this release was held to {NAMED[self.kind]} {PEERS[self.kind].supports}, not to {self.version}"
+                f"this release was run with {NAMED[self.kind]} {', '.join(peer.ran)}, and nobody has run it with {self.version}"
             )
         if self.dtype is None:
             found.append("the server does not say its dtype: it is taken to be --dtype")

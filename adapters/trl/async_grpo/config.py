@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
+from mismatch_ext.adapters.trl.seams import REFUSALS
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, MismatchConfig, RoutingConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.seams import named
 
 
 @dataclass
@@ -32,29 +33,17 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
         super().__post_init__()
 
     def _check_host(self, block: MismatchConfig) -> None:
-        monitor = block.monitor
-        for name, value, wrong, why, instead in (
-            ("kl", block.kl, block.kl is not None, "the trainer has no reference model", "none"),
-            (
-                "sampling_mask", block.sampling_mask, block.sampling_mask is not None,
-                "a server's answers have no number for what was cut off", "none",
-            ),
-            (
-                "monitor.doctor", monitor.doctor, monitor.doctor is not None,
-                "it examines rollouts of the weights that score them, and these are of older ones", "none",
-            ),
-        ):  # fmt: skip
-            if wrong:
-                shown = "" if dataclasses.is_dataclass(value) else f"={value!r}"
-                raise ConfigError(f"mismatch.{name}{shown} with AsyncGRPO: {why}; allowed: {instead}.")
+        for refusal in REFUSALS:
+            if "AsyncGRPOTrainer" in refusal.where and refusal.feature in block.features:
+                raise ConfigError(
+                    f"{named([refusal.feature])} with AsyncGRPO: {refusal.why}; allowed: {refusal.instead}. Change or remove it."
+                )
 
     def _check_routing(self, routing: RoutingConfig) -> None:
-        for name, value, wrong, why, instead in (
-            ("mode", routing.mode, routing.mode != "R3", "there is no old-logprob pass whose routes could be replayed", "'R3'"),
-            ("reference", routing.reference, routing.reference, "there is no reference model", "False"),
-        ):  # fmt: skip
-            if wrong:
-                raise ConfigError(f"mismatch.routing.{name}={value!r} with AsyncGRPO: {why}; allowed: {instead}.")
+        if routing.reference:
+            raise ConfigError(
+                "mismatch.routing.reference=True with AsyncGRPO: there is no reference model; allowed: False. Change it."
+            )
 
     def _follow_objective(self, block: MismatchConfig) -> None:
         if block.correction is not None:

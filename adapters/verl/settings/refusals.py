@@ -10,11 +10,8 @@ from mismatch_ext.adapters.verl.settings.modes import MODES, unsupported
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, PeerVersionError
-from mismatch_ext.versions import base_version, require
+from mismatch_ext.errors import ConfigError
 
-SGLANG = ("0.5.12", "0.5.18")
-"""Versions of SGLang that were run here with verl; verl asks for the first one."""
 FSDP = {"fsdp", "fsdp2"}
 """Strategies of verl's FSDP engine; verl has one class for both."""
 EXTENSION = "mismatch_ext.adapters.verl.rollout.vllm_extension.RolloutExtension"
@@ -134,12 +131,6 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
 
 
 def _check_sglang(config: DictConfig, block: MismatchConfig) -> None:
-    version = require("sglang")
-    if str(base_version(version)) not in SGLANG:
-        raise PeerVersionError(
-            f"sglang {version} under verl with a mismatch block; allowed: {' or '.join(SGLANG)}, with which this release was run "
-            f"there. verl 0.9.1 cannot start 0.5.23. pip install sglang=={SGLANG[0]}, or roll out with vLLM."
-        )
     setting = "actor_rollout_ref.rollout.data_parallel_size"
     if (given := OmegaConf.select(config, setting)) not in (None, 1):
         raise refused(setting, given, "1", "an SGLang server answers for its first engine alone")

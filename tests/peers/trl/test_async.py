@@ -266,7 +266,7 @@ def _section(block: dict[str, Any]) -> Any:
         ({"level": "observe"}, "mismatch.level='observe' with AsyncGRPO"),
         ({"routing": {"mode": "R2"}}, "mismatch.routing.mode='R2' with AsyncGRPO"),
         ({"routing": {"mode": "R3", "reference": True}}, "mismatch.routing.reference=True with AsyncGRPO"),
-        ({"monitor": {"doctor": "first_batch"}}, "mismatch.monitor.doctor='first_batch' with AsyncGRPO"),
+        ({"monitor": {"doctor": "first_batch"}}, "mismatch.monitor.doctor with AsyncGRPO"),
         (
             {"correction": {"preset": "token_truncate", "normalize": True}},
             "mismatch.correction.normalize=True with AsyncGRPO",

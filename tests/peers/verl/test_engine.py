@@ -103,7 +103,7 @@ def test_versions_that_nobody_has_run_train_with_one_warning_and_the_same_number
     assert known.pop("told") == [] and "2.99.0+cpu" not in known.pop("versions").values()
     (told,) = unknown.pop("told")
     assert told.startswith("untested with torch 2.99.0+cpu and transformers 5.99.0; the ")
-    assert told.endswith(" seams in use hold.")
+    assert told.endswith(" checked at run time.")
     assert unknown.pop("versions") == {**newer, "verl": "0.9.1"}
     assert unknown == known and known["grad_norm"][0] > 0
 

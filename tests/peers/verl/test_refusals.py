@@ -18,9 +18,8 @@ from mismatch_ext.adapters.verl.settings.modes import unsupported
 from mismatch_ext.adapters.verl.settings.refusals import derives
 
 from mismatch_ext import versions
-from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, SeamError, UntestedVersionWarning
+from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
 from tests.peers.verl.prepared import configured, prepared, prepared_megatron
-from tests.planted import planted
 
 KNOWN_WRONG = versions.KNOWN_WRONG
 pytestmark = pytest.mark.usefixtures("hydra", "as_with_a_gpu")
@@ -191,7 +190,7 @@ def test_r3_is_refused_before_ray_starts_where_vllms_routes_are_known_to_be_wron
     monkeypatch.setattr(versions, "KNOWN_WRONG", KNOWN_WRONG)
     installed_is("vllm", "0.24.0")
     with pytest.raises(
-        PeerVersionError, match=r"vllm 0\.24\.0: mismatch\.routing\.R3 is known to be wrong on a CPU.*all zero"
+        PeerVersionError, match=r"vllm 0\.24\.0: mismatch\.routing\.R3 does not work on a CPU.*all zero"
     ):
         prepared("+mismatch.routing.mode=R3")
     assert prepared("+mismatch.routing.mode=R2", "+mismatch.kl={}") is not None
@@ -223,20 +222,6 @@ def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
         prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
 
 
-def test_a_seam_that_has_changed_refuses_its_section_before_ray_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    renamed = {"outputs.py": [("routed_experts", "expert_routes")]}
-    monkeypatch.syspath_prepend(str(planted(tmp_path / "front", "vllm", renamed)))
-    # A package that is imported is looked for where it was imported from.
-    monkeypatch.delitem(sys.modules, "vllm", raising=False)
-    config = configured("+mismatch.routing.mode=R3")
-    with pytest.raises(SeamError, match=r"mismatch.routing.mode='R3': vllm \S+ has changed vllm/routes"):
-        verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
-    assert not ray.is_initialized()
-    prepared("+mismatch.routing.mode=R2")
-
-
 def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
     sglang_is("0.5.18")
     config = prepared(*SGLANG)
@@ -249,8 +234,7 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
 @pytest.mark.parametrize(
     ("version", "override", "named"),
     [
-        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23 under verl"),
-        ("0.5.12.post1", "trainer.nnodes=1", "sglang 0.5.12.post1 is outside the supported range"),
+        ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23: it does not work under verl"),
         ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),

@@ -196,7 +196,7 @@ DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
         ("experts", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: vllm 0.30.0"),
         ("sglang", rollout("records_routing", False), EngineError, "rollout worker 1 does not record routing: sglang 0.5.12"),
         ("experts", rollout("version", "0.23.0", "reading"), PeerVersionError, "runs vllm 0.23.0, which is outside"),
-        ("sglang", rollout("version", "0.5.20", "reading"), PeerVersionError, "runs sglang 0.5.20, which is outside"),
+        ("sglang", rollout("version", "0.5.10", "reading"), PeerVersionError, "runs sglang 0.5.10, which is outside"),
         ("experts", rollout("model_dtype", "bfloat16", "reading"), ConfigError, "reading.model_dtype='bfloat16'"),
         ("example", worker("scaler", DISABLED, "trainer"), ConfigError, "trainer.scaler="),
         ("example", worker("autocast_dtype", "bfloat16", "trainer"), ConfigError, "trainer.autocast_dtype='bfloat16'"),
