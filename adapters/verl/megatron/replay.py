@@ -137,11 +137,6 @@ class ReplayGuard:
     def before(self, router: Any) -> None:
         """Refuse to let a router choose for itself where it is to replay."""
         action = router.router_replay_action
-        if self._passes is None and action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
-            raise ReplayError(
-                f"{self._name(router)} replays routes outside of MegatronEngine.forward_backward_batch, where they are checked. "
-                "Call that method, or remove mismatch.routing."
-            )
         missing = {
             RouterReplayAction.REPLAY_FORWARD: router.target_topk_idx is None,
             RouterReplayAction.REPLAY_BACKWARD: not router.replay_backward_list,
@@ -160,11 +155,19 @@ class ReplayGuard:
     def after(
         self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor, native: Callable[[], torch.Tensor]
     ) -> None:
-        """Refuse routes that are not exactly one row per token; in a share of the batches, compare them with the own choice."""
+        """Refuse routes that are not one row per token or that nobody checked; in a share of the batches, compare them."""
         if indices.shape != (scores.shape[0], top_k):
             raise ReplayError(
                 f"{self._name(router)}: the routes are {tuple(indices.shape)}, the forward pass has {scores.shape[0]} tokens of "
                 f"{top_k} experts; tokens without a row would be dropped. They are of another micro-batch, or of a padded one."
+            )
+        if self._passes is None and router.router_replay_action in (
+            RouterReplayAction.REPLAY_FORWARD,
+            RouterReplayAction.REPLAY_BACKWARD,
+        ):
+            raise ReplayError(
+                f"{self._name(router)} replays routes outside of MegatronEngine.forward_backward_batch, where they are checked. "
+                "Call that method, or remove mismatch.routing."
             )
         # A recomputation has another action; its routes were compared in the forward pass.
         forward = router.router_replay_action == RouterReplayAction.REPLAY_FORWARD
