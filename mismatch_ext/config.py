@@ -46,19 +46,19 @@ def _section(path: str) -> typing.Callable[[type[Section]], type[Section]]:
     """Make a class a frozen dataclass whose constructor, and so `dataclasses.replace`, raises ConfigError."""
 
     def decorated(plain: type[Section]) -> type[Section]:
-        cls = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(plain)
+        cls: Any = pydantic.dataclasses.dataclass(frozen=True, kw_only=True, config={"extra": "forbid"})(plain)
         checked = cls.__init__
 
         @functools.wraps(checked)
-        def init(self: Section, **settings: Any) -> None:
+        def init(self: object, **settings: Any) -> None:
             try:
                 checked(self, **settings)
             except ValidationError as error:
                 raise _refusal(error, path) from None
 
-        cls.__init__ = init  # type: ignore[method-assign]
+        cls.__init__ = init
         _SECTIONS[path] = cls
-        return cls
+        return cls  # type: ignore[no-any-return]
 
     return decorated
 
@@ -404,7 +404,7 @@ class MismatchConfig:
             ) from None
         if not isinstance(value, dict):
             raise ConfigError(f"{source}: expected a mapping of sections, found {type(value).__name__} {shown(value)}.")
-        for key in _SECTIONS["mismatch"].__dataclass_fields__:
+        for key in _keys("mismatch"):
             if key in value and value[key] is None:
                 raise _nothing_given(f"mismatch.{key}")
         if unnamed := [key for key in value if not isinstance(key, str)]:
@@ -431,7 +431,7 @@ _LIMITS = {
 def _keys(path: str) -> list[str]:
     """Return the keys of a section, or of one alarm."""
     section = _SECTIONS.get(path) or _SECTIONS[path.rpartition(".")[0]]
-    return [key.name for key in fields(section)]  # type: ignore[arg-type]
+    return [key.name for key in fields(section)]
 
 
 def _nothing_given(path: str) -> ConfigError:

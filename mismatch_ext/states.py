@@ -44,7 +44,8 @@ _SENTENCES = {
 @dataclass_transform(frozen_default=True, kw_only_default=True, field_specifiers=(dataclasses.field,))
 def state(cls: type[State]) -> type[State]:
     """Make a class a frozen dataclass whose fields are checked by their types."""
-    return dataclass(frozen=True, kw_only=True, config=_CONFIG)(cls)
+    checked: Any = dataclass(frozen=True, kw_only=True, config=_CONFIG)(cls)
+    return checked  # type: ignore[no-any-return]
 
 
 def to_json(value: Any) -> dict[str, Any]:

@@ -147,7 +147,7 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
     ("config", FULL, {"top_k": 4}, ["sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"]),
     ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
-    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "an integer >= 2"]),
+    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", ">= 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
     ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.growth_interval", "fp16.initial_scale_power"]),
     (
