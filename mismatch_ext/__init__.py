@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from mismatch_ext.precision.audit import audit
     from mismatch_ext.precision.scaler import LossScaler
     from mismatch_ext.presets import PRESETS
-    from mismatch_ext.provenance import Provenance, SamplingSettings
-    from mismatch_ext.records import RolloutRecord
+    from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
     from mismatch_ext.routing import RoutingTrace
     from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
     from mismatch_ext.weights import WeightVerifier
@@ -30,11 +29,11 @@ _MODULES = {
     "MismatchConfig": "config",
     "MismatchError": "errors",
     "PRESETS": "presets",
-    "Provenance": "provenance",
-    "RolloutRecord": "records",
+    "Provenance": "rollout",
+    "RolloutRecord": "rollout",
     "RoutingTrace": "routing",
     "Run": "loop",
-    "SamplingSettings": "provenance",
+    "SamplingSettings": "rollout",
     "TokenSupport": "sampling_mask",
     "WeightVerifier": "weights",
     "audit": "precision.audit",

@@ -22,7 +22,7 @@ from mismatch_ext.precision.dtypes import MEANT
 from mismatch_ext.presets import resolve
 
 if TYPE_CHECKING:
-    from mismatch_ext.provenance import SamplingSettings
+    from mismatch_ext.rollout import SamplingSettings
 
 Level = Literal["observe", "enforce"]
 Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]

@@ -33,8 +33,8 @@ from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
 from mismatch_ext.metrics.growth import Growth
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.records import SamplingSettings
 from mismatch_ext.report.closing import closing_lines
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.staleness import StaleGap
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.terminal import say

@@ -47,14 +47,12 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
-from mismatch_ext.records import RolloutRecord
 from mismatch_ext.rng import forked_rng
+from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of
 from mismatch_ext.routing import align
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
-from mismatch_ext.run.batch import Batch, lay_out, routes_of
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
@@ -294,7 +292,12 @@ class Run:
                         f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() "
                         "before the next rollouts, or set mismatch.monitor.weight_sync='off'."
                     )
-            batch = lay_out(records, self.trainer.device, split, self._verdicts)
+            batch = None
+            with self._verdicts.checking("records"):
+                batch = collate(records, self.trainer.device, split)
+            if batch is None:  # it was refused under `observe`: take one provenance, and no routes
+                alike = [replace(record, provenance=records[0].provenance, routing=None) for record in records]
+                batch = collate(alike, self.trainer.device, split)
             with self._verdicts.checking("records"):
                 expect_present(batch.provenance, self.rollout.weight_version)
             if self.block.routing is not None and self.block.routing.mode == "R3" and batch.routing is None:

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import Batch, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.run.batch import Batch
 from mismatch_ext.weights import NamedTensors, Sampled, Trained, fingerprint
 
 

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.precision.audit import EngineReading, SyncReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import Batch, RolloutRecord, SamplingSettings, collate, routes_of, to_provenance
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.run.batch import Batch, batch_of, routes_of
 from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 
 VOCABULARY = 12
@@ -148,7 +146,7 @@ class TorchRollout:
     def _routed(self, records: list[RolloutRecord]) -> list[RolloutRecord]:
         import dataclasses
 
-        batch: Batch = batch_of(records, torch.device("cpu"))
+        batch: Batch = collate(records, torch.device("cpu"))
         with torch.no_grad(), routing.record_routing(self.model, version=self.weight_version) as recording:
             self._logits(self.model, batch.tokens, batch.attention_mask)
         traces = routes_of(recording.passes, batch)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from mismatch_ext.doctor.sample import Sample
-from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
 
 

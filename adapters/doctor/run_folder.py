@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.log_reading import METRICS_FILE, read_run
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 
 def unlike(out: Path, sides: Run) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from mismatch_ext.adapters.sglang.server import ServerProblem, ServerVerdict, ch
 from mismatch_ext.adapters.sglang.side import Rollout
 from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 
-from mismatch_ext.provenance import to_provenance
+from mismatch_ext.rollout import to_provenance
 from mismatch_ext.routing import RoutingShape
 
 __all__ = [

@@ -19,7 +19,7 @@ from mismatch_ext.adapters.http import brief
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
-from mismatch_ext.records import Provenance, RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 ROUTES_FLAG = "--enable-return-routed-experts"

@@ -23,8 +23,7 @@ from mismatch_ext.adapters.sglang.side import ON_CPU
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 
 SEED = "sampling_seed"

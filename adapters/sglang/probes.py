@@ -12,7 +12,7 @@ from mismatch_ext.adapters.sglang.request import generate_request
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.weights import Decoded
 
 # Greedy at temperature 1: scoring draws no random number, so it leaves the engine's sampling as it was.

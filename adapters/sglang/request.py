@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 GREEDY_BELOW = 1e-6
 NEUTRAL: dict[str, Any] = {

@@ -18,8 +18,7 @@ from torch import Tensor
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.precision.audit import EngineReading, SyncReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 

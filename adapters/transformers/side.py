@@ -19,7 +19,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.run.batch import Batch
+from mismatch_ext.rollout import Batch
 from mismatch_ext.weights import fingerprint
 
 if TYPE_CHECKING:

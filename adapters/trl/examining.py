@@ -22,7 +22,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log import RunLog
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
 from mismatch_ext.verdicts import Verdicts
 

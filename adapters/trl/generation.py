@@ -20,7 +20,7 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, to_records
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, to_records
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import TrainerLook, WeightVerifier, draw_probes, fingerprint

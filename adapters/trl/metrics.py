@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.sides import SidesMixin
 
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.weights import SyncVerdict
 

@@ -13,7 +13,7 @@ from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 
 LEADING = ("model", "input_ids", "attention_mask", "logits_to_keep")

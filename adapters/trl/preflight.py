@@ -44,7 +44,7 @@ from mismatch_ext.kl import ragged_bias
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 
 class PreflightMixin(SidesMixin):

@@ -10,7 +10,7 @@ from transformers import TrainerState
 from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 # Keys of `generation_kwargs` that change the engine's distribution and leave the trainer's as it is.
 ENGINE_ONLY = (

@@ -21,7 +21,7 @@ from torch import Tensor
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, join
 
 KEY = "sampling_mask"

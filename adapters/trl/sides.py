@@ -26,7 +26,7 @@ from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.ranks import Ranks
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -49,10 +49,9 @@ from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import applied, described, digest_of
-from mismatch_ext.provenance import expect_present
 from mismatch_ext.ranks import together
-from mismatch_ext.records import RolloutBatch, collate
 from mismatch_ext.rng import forked_rng
+from mismatch_ext.rollout import Batch, collate, expect_present
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -281,7 +280,7 @@ class MismatchTrainerMixin(
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
-    def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> RolloutBatch:
+    def _check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
         records, completions = rollouts.records, len(output["completion_ids"])
         if len(records) != completions:
@@ -290,16 +289,16 @@ class MismatchTrainerMixin(
                 "without trainer.vllm_generation.generate, or rows are dropped or added below this trainer. Generate with that, "
                 "and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
             )
-        batch = collate(records, pad_token_id=self._tokenizer.pad_token_id)
+        batch = collate(records)
         expect_present(batch.provenance, self.vllm_generation.weight_version)
-        trained = output["completion_ids"][:, : batch.response_ids.shape[1]].cpu()
-        mask = batch.response_mask
-        if not torch.equal(trained[mask], batch.response_ids[mask]):
-            row = int(((trained != batch.response_ids) & mask).any(1).nonzero()[0])
+        sampled, mask = batch.response_ids, batch.response_mask
+        trained = output["completion_ids"][:, : sampled.shape[1]].cpu()
+        if not torch.equal(trained[mask], sampled[mask]):
+            row = int(((trained != sampled) & mask).any(1).nonzero()[0])
             raise RecordError(f"row {row}: the tokens to be trained on are not those that the engine sampled.")
         return batch
 
-    def _recorded_logprobs(self, records: RolloutBatch | None, mask: Tensor) -> Tensor:
+    def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
         if records is None:
             raise RecordError(

@@ -8,7 +8,7 @@ from mismatch_ext.adapters.vllm.routing import captured_outputs, require_routing
 from mismatch_ext.adapters.vllm.side import InProcess, Rollout
 from mismatch_ext.adapters.vllm.weights import Sending, compare_tensors, is_comparable, sample_rows, update_weights
 
-from mismatch_ext.provenance import to_provenance
+from mismatch_ext.rollout import to_provenance
 
 __all__ = [
     "InProcess",

@@ -19,7 +19,7 @@ from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.patching import applied
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import to_provenance
+from mismatch_ext.rollout import to_provenance
 from mismatch_ext.routing import RoutingShape
 
 if TYPE_CHECKING:

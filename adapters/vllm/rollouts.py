@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.routing import to_traces
 
-from mismatch_ext import records
+from mismatch_ext import rollout
 from mismatch_ext.errors import EngineError, RecordError
-from mismatch_ext.records import Provenance, RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def to_records(
         routing = to_traces(
             outputs, prompt_ids=prompt_ids, shape=shape, version=version, routed_experts_start=start, n=n
         )
-    return records.to_records(
+    return rollout.to_records(
         [ids for ids in prompt_ids for _ in range(n)],
         [completion.token_ids for completion in completions],
         [_logprobs(completion, row) for row, completion in enumerate(completions)],

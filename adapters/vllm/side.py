@@ -21,8 +21,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.audit import EngineReading, SyncReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
 

@@ -39,7 +39,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationEr
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.errors import RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.files import write_whole
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 UNKNOWN = "unknown"

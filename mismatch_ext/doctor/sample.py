@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 
 Floats = NDArray[np.float64]

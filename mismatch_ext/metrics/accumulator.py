@@ -17,7 +17,7 @@ from mismatch_ext.metrics.moments import Moments
 from mismatch_ext.metrics.names import tail_name
 from mismatch_ext.metrics.numerics import SATURATION, as_bool, k3
 from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES, Histogram, Profile
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 STATE_VERSION = 2
 # verl cuts log-ratios here before squaring them, so chi-square means the same in both.

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.staleness.versions import UNKNOWN, staleness
 
 Source = Literal["batch", "buffer"]

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 from mismatch_ext.errors import RecordError, RoutingError
-from mismatch_ext.provenance import one_provenance
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord, one_provenance
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask.support import TokenSupport, join
 from mismatch_ext.turns.rows import Row, Trained, by_length, expect_none_dropped, expect_one_version, moved, near

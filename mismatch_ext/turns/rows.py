@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord
 
 TOLERANCE = 1e-5
 """Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""

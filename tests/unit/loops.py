@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext import Run
-from mismatch_ext.run.batch import Batch
+from mismatch_ext.rollout import Batch
 from tests.torch_rollout import Recurrent, TorchRollout, recurrent_logits
 
 PROMPTS = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [10, 11, 1]]

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from mismatch_ext import Run
 from mismatch_ext.ranks import WORLD
-from mismatch_ext.run.batch import Batch
+from mismatch_ext.rollout import Batch
 from tests.unit.loops import PROMPTS, sides
 
 BLOCK: dict[str, Any] = {

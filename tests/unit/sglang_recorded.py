@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from mismatch_ext.adapters.sglang import RoutingShape
 
-from mismatch_ext.records import Provenance, SamplingSettings
+from mismatch_ext.rollout import Provenance, SamplingSettings
 
 FOLDER = Path(__file__).resolve().parents[1] / "data/sglang"
 RECORDED = sorted(path.name for path in FOLDER.glob("moe_*.json"))

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from mismatch_ext.errors import RecordError, RoutingError
-from mismatch_ext.origins import EngineAnswer, Origins
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.rollout import EngineAnswer, Origins, SamplingSettings
 from mismatch_ext.routing.trace import stamped
 from tests.unit.test_routing_trace import trace
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.metrics import MEASURES, MismatchAccumulator, mismatch_metrics
 from mismatch_ext.metrics.numerics import k3
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 pytestmark = pytest.mark.numeric
 

@@ -23,7 +23,7 @@ from mismatch_ext.precision.dtypes import (
     spelled,
     torch_dtype,
 )
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 DTYPES = ("float32", "float16", "bfloat16")
 

@@ -15,8 +15,7 @@ import torch
 from mismatch_ext.doctor import read_rollouts, write_rollouts
 from mismatch_ext.doctor.logged import Logged
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
-from mismatch_ext.provenance import Provenance, SamplingSettings
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 FILES = Path(__file__).parents[1] / "data/rollouts"

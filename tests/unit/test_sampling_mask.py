@@ -15,8 +15,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.provenance import Provenance, SamplingSettings
-from mismatch_ext.records import to_records
+from mismatch_ext.rollout import Provenance, SamplingSettings, to_records
 from mismatch_ext.sampling_mask import (
     TokenSupport,
     head_logprobs,

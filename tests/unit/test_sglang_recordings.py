@@ -19,7 +19,7 @@ from mismatch_ext.adapters.sglang import (
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
 FILES = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(FOLDER.glob("cases_*.json"))}

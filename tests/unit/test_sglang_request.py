@@ -9,7 +9,7 @@ import pytest
 from mismatch_ext.adapters.sglang import generate_request
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
 FIELDS: dict[str, dict[str, list[str]]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))

@@ -11,7 +11,7 @@ from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
 
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
-from mismatch_ext.records import RolloutRecord, collate
+from mismatch_ext.rollout import RolloutRecord, collate
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
 
@@ -42,7 +42,7 @@ def test_a_recording_of_the_engine_gives_tokens_logprobs_and_routes() -> None:
 def test_every_recording_is_accepted_and_collates(name: str) -> None:
     prompts, outputs = recorded(name)
     records = to_records(outputs, prompt_ids=prompts, provenance=provenance(), shape=SHAPE)
-    batch = collate(records, pad_token_id=0)
+    batch = collate(records)
     assert batch.response_mask.sum().item() == sum(len(output["output_ids"]) for output in outputs)
     assert all(r.routing is not None and r.routing.rows == len(r.prompt_ids) + len(r.response_ids) - 1 for r in records)
 

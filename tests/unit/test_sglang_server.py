@@ -11,7 +11,7 @@ from mismatch_ext.adapters.sglang import EngineTransport, check_server, read_ser
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError, PrecisionError, RecordError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from tests.unit.sglang_recorded import FOLDER
 
 FIELDS: dict[str, dict[str, list[str]]] = json.loads((FOLDER / "fields.json").read_text(encoding="utf-8"))

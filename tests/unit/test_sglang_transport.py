@@ -31,7 +31,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext.errors import EngineError, PeerVersionError, PrecisionError, RecordError
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from tests.models import tiny_model
 
 OK = {"success": True, "message": "Success"}

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
-from mismatch_ext.provenance import Provenance, SamplingSettings
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask import TokenSupport
 from mismatch_ext.turns import Trained, any_asked, join_turns

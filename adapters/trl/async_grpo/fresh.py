@@ -17,7 +17,7 @@ from mismatch_ext.adapters.vllm.http import COMPLETIONS
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.routing import unpacked
 
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.staleness import UNKNOWN
 
 LENGTH = 32

@@ -46,7 +46,7 @@ from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.staleness.gap import ENOUGH
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes

@@ -12,7 +12,7 @@ from omegaconf import DictConfig
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.host_names import VERL
 from mismatch_ext.log import run_info
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.versions import installed
 
 PACKAGES = ("transformers", "verl", "ray")

@@ -24,7 +24,7 @@ from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.log import SCATTER_SAMPLES, RunLog
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import GapGroups
-from mismatch_ext.records import non_finite
+from mismatch_ext.rollout import non_finite
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -22,10 +22,9 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.host_names import VERL
 from mismatch_ext.log import RunLog
-from mismatch_ext.origins import Origins
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import Origins, SamplingSettings
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import draw_probes

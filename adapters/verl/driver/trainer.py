@@ -36,7 +36,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX, VERL
 from mismatch_ext.log import RunLog, run_folder
-from mismatch_ext.origins import Origins
+from mismatch_ext.rollout import Origins
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.terminal import say

@@ -18,7 +18,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.sampling_mask import TokenSupport, support_of_top
 
 FIELD = "sampling_mask"

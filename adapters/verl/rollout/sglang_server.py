@@ -27,7 +27,7 @@ from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpSe
 from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.dtypes import canonical
-from mismatch_ext.records import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 
 _OF_VERL: ContextVar[bool] = ContextVar("mismatch_of_verl", default=False)

@@ -7,7 +7,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.provenance import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings
 
 PROCESSED = "processed_logprobs"
 """Mode in which vLLM returns log-probabilities after truncation."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from mismatch_ext.records import Provenance
+from mismatch_ext.rollout import Provenance
 
 PRESENT = 3
 """Version of the weights that the engine has."""

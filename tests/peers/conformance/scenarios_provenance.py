@@ -5,10 +5,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mismatch_ext.origins import Origins
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import to_provenance
-from mismatch_ext.records import SamplingSettings, to_records
+from mismatch_ext.rollout import Origins, SamplingSettings, to_provenance, to_records
 from tests.peers.conformance.origins import NAMES, PRESENT, ROLLOUTS
 from tests.peers.verl.in_process.routes import refused
 from tests.peers.verl.recorded import recorded

@@ -118,10 +118,9 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
     from mismatch_ext.config import MismatchConfig
-    from mismatch_ext.origins import Origins
     from mismatch_ext.patching import applied
     from mismatch_ext.precision.audit import EngineReading, TrainerReading
-    from mismatch_ext.provenance import SamplingSettings
+    from mismatch_ext.rollout import Origins, SamplingSettings
     from mismatch_ext.verdicts import Verdicts
     from tests.peers.verl.in_process.losses import host_config
     from tests.peers.verl.in_process.workers import batch, scored, update, worker

@@ -11,8 +11,7 @@ from mismatch_ext.adapters.doctor.examining import examine_logged
 from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
 
 from mismatch_ext.doctor import Diagnosis, Sample, read_rollouts, write_rollouts
-from mismatch_ext.provenance import Provenance, SamplingSettings
-from mismatch_ext.records import RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from tests.peers.doctor.faults import (
     CLEAN,
     CLEAN_EXPERTS,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.records import RolloutRecord, SamplingSettings, collate
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings, collate
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.weights import NamedTensors, SyncVerdict, WeightVerifier, fingerprint
 
@@ -50,11 +50,11 @@ def turned(
     provenance = engine.to_provenance(reading, sampling=sampling, weight_version=0)
     records = engine.to_records(outputs, prompt_ids=rows, provenance=provenance, shape=shape)
     traces = engine.to_traces(outputs, prompt_ids=rows, shape=shape, version=0)
-    batch = collate(records, pad_token_id=0)
+    batch = collate(records)
     assert batch.provenance == provenance
     return [
         described(record) | {"same_traces": routes is record.routing and bool(routes and routes.same_as(trace))}
-        for record, trace, routes in zip(records, traces, batch.routing, strict=True)
+        for record, trace, routes in zip(records, traces, batch.routing or [None] * len(records), strict=True)
     ]
 
 

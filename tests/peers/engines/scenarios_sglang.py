@@ -40,7 +40,7 @@ from transformers import AutoModelForCausalLM
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.records import RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import agreement, align
 from mismatch_ext.weights import NamedTensors
 from tests.oracle import float32_error

@@ -15,7 +15,7 @@ from mismatch_ext.adapters import sglang, vllm
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.records import Provenance, RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.versions import installed
 from tests.oracle import FACTOR, float32_error
 from tests.peers.engines.requests import COUNT, STOP, requests, rows

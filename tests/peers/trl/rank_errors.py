@@ -31,7 +31,7 @@ from mismatch_ext.correction import resolve
 from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.ranks import WORLD, gathered
-from mismatch_ext.records import Provenance, SamplingSettings
+from mismatch_ext.rollout import Provenance, SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 
 STEP = 3

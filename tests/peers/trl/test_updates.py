@@ -46,7 +46,7 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
 
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.errors import ConfigError
-    from mismatch_ext.records import SamplingSettings
+    from mismatch_ext.rollout import SamplingSettings
 
     trainer: Any = object.__new__(MismatchGRPOTrainer)
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}

@@ -11,11 +11,18 @@ import pytest
 import torch
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.origins import sampled_by
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.provenance import expect_present
-from mismatch_ext.records import Provenance, RolloutRecord, SamplingSettings, collate, to_provenance, to_records
+from mismatch_ext.rollout import (
+    Provenance,
+    RolloutRecord,
+    SamplingSettings,
+    collate,
+    expect_present,
+    sampled_by,
+    to_provenance,
+    to_records,
+)
 from mismatch_ext.routing import RoutingTrace
 
 ORIGIN = Provenance(
@@ -33,15 +40,17 @@ def record(**changes: Any) -> RolloutRecord:
     return RolloutRecord(**{**fields, **changes})
 
 
-def test_collate_pads_prompts_left_and_responses_right() -> None:
+def test_a_batch_holds_prompts_and_responses_one_after_the_other() -> None:
     short = record(prompt_ids=(4,), response_ids=(3,), rollout_logprobs=(-0.1,), response_mask=(True,))
-    batch = collate([record(), short], pad_token_id=0)
-    assert batch.prompt_ids.tolist() == [[5, 6], [0, 4]]
-    assert batch.prompt_mask.tolist() == [[True, True], [False, True]]
-    assert batch.response_ids.tolist() == [[7, 8, 9], [3, 0, 0]]
-    assert batch.response_mask.tolist() == [[True] * 3, [True, False, False]]
-    torch.testing.assert_close(batch.rollout_logprobs, torch.tensor([[-0.5, -1.0, -2.0], [-0.1, 0.0, 0.0]]))
-    assert batch.provenance == ORIGIN
+    batch = collate([record(), short, record()])
+    assert batch.tokens.tolist() == [[5, 6, 7, 8, 9], [4, 3, 0, 0, 0], [5, 6, 7, 8, 9]]
+    assert batch.attention_mask.sum(1).tolist() == [5, 2, 5] and batch.prompt_lengths.tolist() == [2, 1, 2]
+    assert batch.response_ids.tolist() == [[7, 8, 9], [3, 0, 0], [7, 8, 9]] and batch.lengths.tolist() == [3, 1, 3]
+    assert batch.response_mask.tolist() == [[True] * 3, [True, False, False], [True] * 3]
+    assert torch.equal(batch.rollout_logprobs[1], torch.tensor([-0.1, 0.0, 0.0]))
+    assert batch.provenance == ORIGIN and batch.groups.tolist() == [0, 1, 0] and batch.routing is None
+    part = batch.rows(1, 2)
+    assert part.tokens.tolist() == [[4, 3, 0, 0, 0]] and part.records == (short,) and part.part and not batch.part
 
 
 @pytest.mark.parametrize(
@@ -51,7 +60,7 @@ def test_collate_pads_prompts_left_and_responses_right() -> None:
 def test_mixed_provenance_names_field_row_and_values(field: str, value: Any) -> None:
     other = record(provenance=dataclasses.replace(ORIGIN, **{field: value}))
     with pytest.raises(RecordError) as caught:
-        collate([record(), record(), other], pad_token_id=0)
+        collate([record(), record(), other])
     assert all(word in str(caught.value) for word in (field, "row 2", repr(value), repr(getattr(ORIGIN, field))))
 
 
@@ -64,13 +73,17 @@ def test_missing_provenance_is_refused() -> None:
         dataclasses.replace(ORIGIN, dtype="float8")
 
 
-def test_a_batch_carries_each_rows_routes_for_the_loop_to_lay() -> None:
+def test_a_batch_carries_each_rows_routes() -> None:
     traces = [
         RoutingTrace(parts=(torch.full((4, 1, 1), row, dtype=torch.uint8),), layers=(0,), num_experts=4)
         for row in range(2)
     ]
-    rows = [record(routing=traces[0]), record(), record(routing=traces[1])]
-    assert collate(rows, pad_token_id=0).routing == (traces[0], None, traces[1])
+    rows = [record(routing=trace) for trace in traces]
+    assert collate(rows).routing == traces
+    with pytest.raises(RecordError, match="2 of 3 rollouts have routes"):
+        collate([*rows, record()])
+    with pytest.raises(RecordError, match="row 1 has no prompt"):
+        collate([record(), record(prompt_ids=())])
 
 
 def test_rollouts_of_other_weights_than_the_present_are_refused() -> None:
@@ -131,7 +144,7 @@ def test_lengths_and_ids_are_checked() -> None:
     with pytest.raises(RecordError, match="is a Tensor; it must be a tuple"):
         record(rollout_logprobs=torch.zeros(3))
     with pytest.raises(RecordError, match="at least one"):
-        collate([], pad_token_id=0)
+        collate([])
 
 
 @pytest.mark.parametrize(

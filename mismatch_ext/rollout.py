@@ -1,0 +1,562 @@
+"""Rollouts on their way from engine to trainer: where they come from, one record for each, and a batch of tensors.
+
+All rollouts of a batch have one provenance, and come from the engine's present weights. Every host asks the functions here, so
+that the same rollout is refused with the same words everywhere.
+
+Shapes: B rollouts, S tokens of prompt and response, T response tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from itertools import compress
+from numbers import Integral
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.patching import active_patches, digest_of
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.sampling_mask.support import TokenSupport
+
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingSettings:
+    """The engine's sampling settings.
+
+    Args:
+        temperature: Divides the logits; > 0.
+        top_p: Nucleus mass; 1 keeps the whole vocabulary.
+        top_k: Number of most likely tokens that are kept; 0 and -1 keep all.
+        min_p: Least probability relative to the most likely token; 0 keeps all.
+        repetition_penalty: Penalty on tokens that occurred before; 1 means no penalty.
+
+    Raises:
+        RecordError: A value is out of range.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        for name, ok, allowed in (
+            ("temperature", self.temperature > 0, "> 0"),
+            ("top_p", 0 < self.top_p <= 1, "0 < x <= 1"),
+            ("top_k", self.top_k >= -1, "an integer >= -1 (0 and -1 keep all tokens)"),
+            ("min_p", 0 <= self.min_p <= 1, "0 <= x <= 1"),
+            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
+        ):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and ok):
+                raise RecordError(f"sampling {name}={value!r} is out of range; allowed: {allowed}.")
+
+    @property
+    def truncates_support(self) -> bool:
+        """Whether some tokens can never be sampled although the trainer gives them a probability."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    def without_truncation(self) -> SamplingSettings:
+        """Return these settings without truncation, for a trainer that scores over sampling masks and so truncates alike."""
+        return replace(self, top_p=1.0, top_k=0, min_p=0.0)
+
+    def ratio_bias(self, *, renormalised: bool = True) -> str | None:
+        """Return why the importance ratio is biased, or None if it is not.
+
+        Args:
+            renormalised: Whether the engine normalizes log-probabilities over the tokens that top_p, top_k and min_p keep, as
+                in vLLM's processed ones; SGLang reports log-probabilities from before truncation.
+        """
+        active = [f"top_p={self.top_p}"] * (self.top_p < 1)
+        active += [f"top_k={self.top_k}"] * (self.top_k > 0)
+        active += [f"min_p={self.min_p}"] * (self.min_p > 0)
+        sentences = []
+        if active and not renormalised:
+            sentences.append(
+                f"{' and '.join(active)} is active: tokens are sampled from those that survive, and the engine reports their "
+                "probability among all, so that every ratio is too large, by one over the surviving mass; sample with top_p=1, "
+                "top_k=0 and min_p=0 to be on-policy."
+            )
+        elif active:
+            sentences.append(
+                f"{' and '.join(active)} is active: the engine renormalises its log-probabilities over the tokens that "
+                "survive and the trainer does not, so every ratio is too small by the surviving mass and the gap is not "
+                "numerics alone; sample with top_p=1, top_k=0 and min_p=0 to measure it."
+            )
+        if self.repetition_penalty != 1:
+            sentences.append(
+                f"repetition_penalty={self.repetition_penalty} is active: the engine's log-probabilities contain it and "
+                "the trainer's do not; set it to 1 to measure the gap."
+            )
+        return " ".join(sentences) or None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Provenance:
+    """Where a rollout comes from.
+
+    Args:
+        engine: Name of the rollout engine.
+        engine_version: Version of the engine.
+        dtype: Compute dtype: float32, float16 or bfloat16.
+        kv_cache_dtype: Dtype of the KV cache, or None if unknown.
+        weight_version: Version of the engine's weights: the number of updates that it had received, or the step after which the
+            weights were sent. No update lowers it.
+        patch_digest: Digest of the patches that were active.
+        sampling: Settings that the tokens were sampled with.
+        logprobs_mode: The engine's name for the kind of log-probabilities that it reports.
+
+    Raises:
+        RecordError: A field is missing or malformed.
+    """
+
+    engine: str
+    engine_version: str
+    dtype: str
+    kv_cache_dtype: str | None
+    weight_version: int
+    patch_digest: str
+    sampling: SamplingSettings
+    logprobs_mode: str
+
+    def __post_init__(self) -> None:
+        for name in ("engine", "engine_version", "patch_digest", "logprobs_mode"):
+            if not isinstance(getattr(self, name), str) or not getattr(self, name):
+                raise RecordError(f"provenance {name} is {getattr(self, name)!r}; it must be a non-empty string.")
+        if self.dtype not in DTYPES:
+            raise RecordError(f"provenance dtype {self.dtype!r} is not one of {', '.join(DTYPES)}.")
+        if not isinstance(self.weight_version, int) or self.weight_version < 0:
+            raise RecordError(f"provenance weight_version is {self.weight_version!r}; it must be an integer >= 0.")
+        if not isinstance(self.sampling, SamplingSettings):
+            raise RecordError(f"provenance sampling is {self.sampling!r}; it must be a SamplingSettings.")
+
+
+def to_provenance(
+    reading: EngineReading, *, sampling: SamplingSettings, weight_version: int, patch_digest: str | None = None
+) -> Provenance:
+    """Return the provenance of an engine's rollouts.
+
+    Args:
+        reading: The settings that the engine was found to run with.
+        sampling: Settings that the requests were built with.
+        weight_version: Version of the engine's weights.
+        patch_digest: Digest of the patches that are active in the engine's process; None takes the patches of this process.
+
+    Raises:
+        RecordError: The engine's dtype is unknown, for example "auto".
+    """
+    return Provenance(
+        engine=reading.engine,
+        engine_version=reading.version,
+        dtype=reading.model_dtype,
+        kv_cache_dtype=reading.kv_cache_dtype,
+        weight_version=weight_version,
+        patch_digest=digest_of(active_patches()) if patch_digest is None else patch_digest,
+        sampling=sampling,
+        logprobs_mode=reading.logprobs_mode,
+    )
+
+
+def one_provenance(rollouts: Iterable[tuple[str, Provenance | None]]) -> Provenance:
+    """Return the one provenance that all rollouts have, each given with its name; refuse none, unknown and mixed ones."""
+    first: tuple[str, Provenance] | None = None
+    for name, provenance in rollouts:
+        if not isinstance(provenance, Provenance):
+            raise RecordError(_unknown(name, provenance))
+        if first is None:
+            first = name, provenance
+        elif provenance != first[1]:
+            name_of = next(
+                f.name for f in fields(Provenance) if getattr(provenance, f.name) != getattr(first[1], f.name)
+            )
+            raise RecordError(
+                f"rollouts of mixed provenance: {first[0]} has {name_of}={getattr(first[1], name_of)!r}, {name} has "
+                f"{name_of}={getattr(provenance, name_of)!r}; split them into batches of one provenance."
+            )
+    if first is None:
+        raise RecordError("a batch needs at least one rollout record, found none.")
+    return first[1]
+
+
+def expect_present(provenance: Provenance, weight_version: int, name: str = "rollouts") -> None:
+    """Refuse rollouts of other weights than those that were sent last."""
+    if provenance.weight_version != weight_version:
+        raise RecordError(
+            f"{name} of weight version {provenance.weight_version}, but the engine is at {weight_version}; generate again after "
+            "the weight update."
+        )
+
+
+def sampled_by(
+    name: str, provenance: Provenance | None, first: int | None, last: int | None, *, allow_mixed: bool = False
+) -> Provenance:
+    """Return the provenance of one rollout, from the versions of the weights that its engine reports at its first and last token.
+
+    Args:
+        name: The rollout's name, for messages.
+        provenance: The part that all rollouts of the engine have in common.
+        first, last: Versions; None if nobody says.
+        allow_mixed: Accept several versions, as partial rollouts have, and take the last.
+
+    Raises:
+        RecordError: The origin or a version is unknown, or several versions of the weights sampled the rollout.
+    """
+    if provenance is None:
+        raise RecordError(_unknown(name, provenance))
+    if first is None or last is None:
+        raise RecordError(_unknown(name, None, "weight version"))
+    if first != last and not allow_mixed:
+        raise RecordError(
+            f"rollouts of mixed provenance: rollout {name} was sampled with weight_version={first} and weight_version={last}; "
+            "let no weight update come in between, or drop it."
+        )
+    return replace(provenance, weight_version=last)
+
+
+def _unknown(name: str, value: object, what: str = "provenance") -> str:
+    return f"rollout {name} has no {what} (found {value!r}); rollouts of unknown origin are not trained on."
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineAnswer:
+    """An engine's report about itself after a weight update; its version of the weights is None if it does not know it."""
+
+    name: str
+    reading: EngineReading
+    patch_digest: str
+    weight_version: int | None
+
+
+class Origins:
+    """Follows the weights of a run's engines, and checks that the rollouts of each batch come from these weights.
+
+    Args:
+        sampling: Settings that the engines sample with.
+
+    Attributes:
+        present: Provenance of a rollout that is sampled now; None before the first weight update.
+    """
+
+    def __init__(self, sampling: SamplingSettings) -> None:
+        self._sampling = sampling
+        self.present: Provenance | None = None
+
+    def sent(self, version: int, answers: Iterable[EngineAnswer]) -> Provenance:
+        """Take every engine's report after weights of a version were sent, and return the engines' provenance.
+
+        Raises:
+            RecordError: There is no engine, one has other weights, or its settings differ from the others' or from before.
+        """
+        engines = []
+        for answer in answers:
+            digest, stamp, name = answer.patch_digest, answer.weight_version, f"of {answer.name}"
+            of = to_provenance(answer.reading, sampling=self._sampling, weight_version=version, patch_digest=digest)
+            engines.append((name, sampled_by(name, of, stamp, stamp)))
+        now = one_provenance(engines)
+        expect_present(now, version, "engines with weights")
+        if self.present is not None:
+            one_provenance([("the run so far", replace(self.present, weight_version=version)), ("the run", now)])
+        self.present = now
+        return now
+
+    def check(self, rollouts: Iterable[tuple[str, int | None, int | None]], *, older: bool = False) -> Provenance:
+        """Return the provenance of a batch; refuse the batch if a rollout was not sampled by the engines' present weights.
+
+        Args:
+            rollouts: Name of each rollout, and the versions of the weights at its first and last token; None if unknown.
+            older: Accept rollouts of older weights, and of several versions, because an asynchronous host trains on them.
+
+        Raises:
+            RecordError: A rollout's origin is unknown, or other weights sampled it; names the rollout.
+        """
+        sampled = [
+            (name, first, sampled_by(name, self.present, first, last, allow_mixed=older))
+            for name, first, last in rollouts
+        ]
+        if not older:
+            batch = one_provenance((f"rollout {name}", provenance) for name, _, provenance in sampled)
+            expect_present(batch, 0 if self.present is None else self.present.weight_version)
+            return batch
+        now = one_provenance([("the engines", self.present)])
+        for name, first, provenance in sampled:
+            if first is None or not first <= provenance.weight_version <= now.weight_version:
+                raise RecordError(
+                    f"rollout {name} was sampled with weight_version={first} to {provenance.weight_version}, and the engines "
+                    f"have weight_version={now.weight_version}: versions rise, and none is ahead of the engines. Something has "
+                    "changed its stamps, or it is of another run."
+                )
+        return one_provenance((name, replace(of, weight_version=now.weight_version)) for name, _, of in sampled)
+
+
+# One record for each rollout.
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutRecord:
+    """One response of the engine.
+
+    Args:
+        prompt_ids: Token ids of the prompt.
+        response_ids: Sampled token ids `[T]`.
+        rollout_logprobs: Natural-log probability of each response token under the rollout policy `[T]`.
+        response_mask: True where the policy sampled the token, False where a tool or environment inserted it `[T]`.
+        finish_reason: Why generation ended, or None if unknown.
+        provenance: Where the record comes from.
+        request_id: The engine's or caller's name for the request, used in messages.
+        routing: Routes from any token of the sequence up to the last token, or the one before it; None if not recorded.
+        support: The ids that each response token was sampled from; None if not recorded.
+
+    Raises:
+        RecordError: Lengths differ, a token id is negative, there is no provenance, the routing belongs to other tokens, or a
+            sampled token is not in its support.
+        NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    response_mask: tuple[bool, ...]
+    finish_reason: str | None
+    provenance: Provenance
+    request_id: str | None = None
+    routing: RoutingTrace | None = None
+    support: TokenSupport | None = None
+
+    def __post_init__(self) -> None:
+        where, ids, flags = (
+            f"rollout {self.request_id}",
+            (*self.prompt_ids, *self.response_ids),
+            set(self.response_mask),
+        )
+        if not isinstance(self.rollout_logprobs, tuple):
+            raise RecordError(
+                f"{where}: rollout_logprobs is a {type(self.rollout_logprobs).__name__}; it must be a tuple of floats, such as "
+                "tuple(tensor.tolist())."
+            )
+        lengths = (len(self.response_ids), len(self.rollout_logprobs), len(self.response_mask))
+        if len(set(lengths)) != 1:
+            raise RecordError(
+                f"{where}: {lengths[0]} response tokens, {lengths[1]} log-probabilities and {lengths[2]} mask values; the three "
+                "must be equal."
+            )
+        if not all(issubclass(kind, Integral) for kind in set(map(type, ids))) or min(ids, default=0) < 0:
+            raise RecordError(f"{where}: token ids must be integers >= 0.")
+        if not flags <= {0, 1}:
+            raise RecordError(f"{where}: response_mask holds {sorted(flags - {0, 1})}; it must be True or False.")
+        if not all(map(math.isfinite, compress(self.rollout_logprobs, self.response_mask))):
+            values = enumerate(zip(self.rollout_logprobs, self.response_mask, strict=True))
+            bad = next(at for at, (logprob, counts) in values if counts and not math.isfinite(logprob))
+            raise non_finite(str(self.request_id), bad, self.rollout_logprobs[bad], self.response_ids[bad])
+        one_provenance([(str(self.request_id), self.provenance)])
+        if self.routing is not None:
+            first, rows, tokens = self.routing.start, self.routing.rows, self.routing.tokens
+            if len(ids) - first - rows not in (0, 1):
+                raise RecordError(
+                    f"{where}: {len(ids)} tokens of prompt and response, but routing of positions {first} to {first + rows - 1}; "
+                    "it must end at the last token or the one before."
+                )
+            if tokens is not None and tokens.tolist() != list(ids[: len(tokens)]):
+                raise RecordError(
+                    f"{where}: its routing was recorded of other tokens than those of its prompt and response."
+                )
+        if self.support is not None:
+            self.support.check_sampled(self.response_ids, self.response_mask, str(self.request_id))
+
+
+def to_records(
+    prompt_ids: Sequence[Sequence[int]],
+    response_ids: Sequence[Sequence[int]],
+    rollout_logprobs: Sequence[Sequence[float | None]],
+    *,
+    provenance: Provenance,
+    routing: Sequence[RoutingTrace | None] | None = None,
+    supports: Sequence[TokenSupport | None] | None = None,
+    finish_reasons: Sequence[str | None] | None = None,
+    names: Sequence[str] | None = None,
+) -> list[RolloutRecord]:
+    """Make records from token ids and log-probabilities, for a host that keeps nothing else of an engine's outputs.
+
+    Args:
+        prompt_ids: One list of token ids per rollout.
+        response_ids: One list of sampled token ids per rollout.
+        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None instead of NaN.
+        provenance: Where the rollouts come from.
+        routing: One trace per rollout, or None if the engine did not record any.
+        supports: One support per rollout, or None if the engine did not report any.
+        finish_reasons: Why each rollout ended; None if unknown.
+        names: What to call each rollout in messages; None numbers them.
+
+    Raises:
+        RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
+    """
+    count = len(prompt_ids)
+    columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
+    lengths = [len(column) for column in (prompt_ids, response_ids, rollout_logprobs, *columns)]
+    if set(lengths) != {count}:
+        raise RecordError(
+            f"{lengths[0]} prompts, {lengths[1]} responses, {lengths[2]} lists of log-probabilities and {lengths[3]} routing "
+            "traces; the four must be equal."
+        )
+    return [
+        RolloutRecord(
+            prompt_ids=tuple(prompt),
+            response_ids=tuple(response),
+            rollout_logprobs=tuple(math.nan if value is None else float(value) for value in logprobs),
+            response_mask=(True,) * len(response),
+            finish_reason=reason,
+            provenance=provenance,
+            request_id=str(row) if names is None else names[row],
+            routing=trace,
+            support=support,
+        )
+        for row, (prompt, response, logprobs, trace, support, reason) in enumerate(
+            zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
+        )
+    ]
+
+
+def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = None) -> NonFiniteLogprobError:
+    """Return the error for a sampled token, at a place of a response, whose log-probability is not a finite number."""
+    known = "" if token_id is None else f" (id {token_id})"
+    return NonFiniteLogprobError(
+        f"rollout {rollout}, token {token}{known}: the engine reported log-probability {logprob}; its logits overflowed or its "
+        "weights are broken. In float16, check the checkpoint with `mismatch-ext readiness`."
+    )
+
+
+# A batch of tensors.
+
+
+@dataclass(kw_only=True, eq=False)
+class Batch:
+    """Rollouts as tensors: each row is a prompt followed by its response, padded on the right.
+
+    With padding on the right, positions begin at 0 in every row, whatever the model does with them. A batch lives from
+    `run.batch` to the step that learns from it.
+
+    Args:
+        tokens: `[B, S]`, int64; 0 at padding.
+        attention_mask: True at tokens `[B, S]`.
+        prompt_lengths: Number of tokens of each prompt `[B]`, int64.
+        response_mask: True at tokens that the policy sampled `[B, T]`.
+        rollout_logprobs: The engine's log-probabilities `[B, T]`, in nats, float32; 0 at padding.
+        groups: Number of each row's prompt among the prompts of the batch `[B]`, int64; rows of one prompt share it.
+        temperature: Temperature that the tokens were sampled at.
+        provenance: Provenance of the rollouts, the same for all rows.
+        records: The rollouts.
+        split: "train" or "eval/<name>".
+        routing: A trace per row; None while no routes are known. Under R2 the first scoring pass sets it.
+        origin: An object that a batch shares with all batches that are cut from it.
+        part: Whether this is only a part of the rows of a batch.
+    """
+
+    tokens: Tensor
+    attention_mask: Tensor
+    prompt_lengths: Tensor
+    response_mask: Tensor
+    rollout_logprobs: Tensor
+    groups: Tensor
+    temperature: float
+    provenance: Provenance
+    records: tuple[RolloutRecord, ...]
+    split: str = "train"
+    routing: list[RoutingTrace] | None = field(default=None, repr=False)
+    origin: object = field(default_factory=object, repr=False)
+    part: bool = False
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def lengths(self) -> Tensor:
+        """Number of tokens of each response `[B]`, int64."""
+        return self.attention_mask.sum(1) - self.prompt_lengths
+
+    @property
+    def response_ids(self) -> Tensor:
+        """Token ids of the responses `[B, T]`, int64; 0 at padding."""
+        return self.of_responses(self.tokens[:, 1:])
+
+    def of_responses(self, values: Tensor) -> Tensor:
+        """Return the values of the response tokens `[B, T]`, 0 at padding, from those of all tokens but the first `[B, S-1]`."""
+        places = torch.arange(self.response_mask.shape[1], device=values.device) + self.prompt_lengths[:, None] - 1
+        inside = places < (self.attention_mask.sum(1) - 1)[:, None]
+        return values.gather(1, places.clamp(max=values.shape[1] - 1)).masked_fill(~inside, 0)
+
+    def rows(self, first: int, last: int) -> Batch:
+        """Return rows `first` to `last - 1` as a batch, for example as a micro-batch; padding stays as it is."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        per_row = {
+            name: value[first:last]
+            for name, value in values.items()
+            if isinstance(value, Tensor) or name == "records" or (name == "routing" and value is not None)
+        }
+        return replace(self, **per_row, part=self.part or len(per_row["records"]) < len(self))
+
+
+def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu", split: str = "train") -> Batch:
+    """Turn rollouts of one provenance into a batch; rollouts of the same prompt form a group, in any order.
+
+    Args:
+        records: The rollouts.
+        device: Device of the tensors.
+        split: "train" or "eval/<name>".
+
+    Raises:
+        RecordError: There are no rollouts, they differ in their provenance, one has no prompt, or only some of them have routes.
+    """
+    provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
+    for row, record in enumerate(records):
+        if not record.prompt_ids:
+            raise RecordError(f"row {row} has no prompt; give at least one token, such as the one that begins a text.")
+    routes = [record.routing for record in records if record.routing is not None]
+    if routes and len(routes) != len(records):
+        raise RecordError(f"{len(routes)} of {len(records)} rollouts have routes; allowed: all of them or none.")
+    numbers: dict[tuple[int, ...], int] = {}
+    groups = [numbers.setdefault(record.prompt_ids, len(numbers)) for record in records]
+
+    def padded(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
+        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+
+    rows = [(*record.prompt_ids, *record.response_ids) for record in records]
+    return Batch(
+        tokens=padded(rows, torch.int64),
+        attention_mask=padded([(True,) * len(row) for row in rows], torch.bool),
+        prompt_lengths=torch.tensor([len(record.prompt_ids) for record in records], device=device),
+        response_mask=padded((record.response_mask for record in records), torch.bool),
+        rollout_logprobs=padded((record.rollout_logprobs for record in records), torch.float32),
+        groups=torch.tensor(groups, device=device),
+        temperature=provenance.sampling.temperature,
+        provenance=provenance,
+        records=tuple(records),
+        split=split,
+        routing=routes or None,
+    )
+
+
+def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:
+    """Return the routes of each row of a batch from the last recorded forward pass over the whole batch, padding included.
+
+    Raises:
+        RoutingError: No recorded pass was over the whole batch.
+    """
+    rows, width = batch.tokens.shape
+    whole = next((trace for trace in reversed(passes) if trace.rows == rows * width), None)
+    if whole is None:
+        sizes = [trace.rows for trace in passes]
+        raise RoutingError(
+            f"the forward passes that were recorded are over {sizes} tokens, and the batch is {rows} x {width}; run the model on "
+            "batch.tokens, all rows at once."
+        )
+    trace = whole.to("cpu")
+    lengths = batch.attention_mask.sum(1).tolist()
+    return [trace.sequence(row * width, row * width + length) for row, length in enumerate(lengths)]
