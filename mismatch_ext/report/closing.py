@@ -7,14 +7,12 @@ import math
 import shlex
 from collections.abc import Iterable
 
-from mismatch_ext.alarms import logged_names
+from mismatch_ext.alarms import STALENESS, logged_names
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.report.drift import MARK, NUMERICS
 from mismatch_ext.report.observed import level_of_run, observed
-from mismatch_ext.report.summary import ABS_DIFF_MEAN
-from mismatch_ext.report.text import quantity
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
 
 ALARM_EVENT = "alarm"
 # Used if our own metric is not logged: TRL measures this one without a block.
@@ -72,7 +70,7 @@ def _gap(run: RunData) -> list[str]:
         ("k3", (PREFIX + "k3_kl",)),
         ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF)),
     ]
-    if run.series(MARK)[0]:
+    if run.series(STALENESS)[0]:
         shown.insert(0, ("k3 of numerics alone", (f"{PREFIX}{NUMERICS}k3_kl",)))
     for label, names in shown:
         name = next((n for n in names if run.series(n)[0]), None)

@@ -12,7 +12,7 @@ from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
 from mismatch_ext.doctor.text import STATUS, VERDICTS
 from mismatch_ext.log_reading import RUN_FOLDER
-from mismatch_ext.report.text import quantity
+from mismatch_ext.report.summary import quantity
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,31 +1,69 @@
-"""The plots of the report, as Plotly figures serialised to JSON; the page sets the colours of text and grid.
+"""The plots of the report, as Plotly figures serialised to JSON.
 
 A run has the same colour and marker in every plot. Evaluation splits are dotted and have open markers.
 """
 
 from __future__ import annotations
 
+import html
+import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch_ext.host_names import Role
+from mismatch_ext.errors import PeerVersionError
+from mismatch_ext.host_names import PREFIX, Role
 from mismatch_ext.log_reading import RunData
-from mismatch_ext.report import drift
-from mismatch_ext.report.charts import Figure, drawable, figure_of, log_axis, present, style, trace_of
-from mismatch_ext.report.learning_rate import learning_rate
-from mismatch_ext.report.lines import over_steps, step_traces
-from mismatch_ext.report.profiles import Pooled, pool_profile
-from mismatch_ext.report.routing import replay
-from mismatch_ext.report.summary import ABS_DIFF_MAX, ABS_DIFF_MEAN, PREFIX
+from mismatch_ext.report.summary import (
+    ABS_DIFF_MAX,
+    ABS_DIFF_MEAN,
+    NATIVE,
+    NUMERICS,
+    Pooled,
+    parts,
+    pool_profile,
+    pooled,
+    quantity,
+    sources_of,
+)
 
+# Okabe and Ito's palette, safe for colour-blind readers.
+PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
+MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
+GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★")
+DASHES = ("dot", "dash", "dashdot", "longdash")
+# A log axis shows at most this many decades below its largest value.
+MAX_DECADES = 12
 MAX_SCATTER_POINTS = 1500
+MAX_POINTS = 2000
+"""A curve of up to this many points is drawn unchanged; a longer one is thinned (see `thinned`)."""
+ROUTING = PREFIX + "routing/"
+MULTIPLIER = PREFIX + "lr_multiplier"
+LAYER = re.compile(re.escape(ROUTING) + r"layer_(\d{1,6})_set_mismatch")
+STEP = {"title": "optimizer step"}
+GAP, SHARE = "mean |Δlogp| (nat)", "share of (token, layer) pairs"
+# Grey that can be read on white and on black.
+INK, GRID = "#7b838c", "rgba(128,128,128,0.25)"
+
+Runs = Mapping[str, RunData]
+Trace = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One plot: its place in the page, its Plotly JSON, and one sentence on how to read it."""
+
+    id: str
+    title: str
+    caption: str
+    json: str
 
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with figures below it, or with a sentence that says why there are none."""
+    """A heading with figures below it, or with a sentence that says why there are none; no sentence leaves the section out."""
 
     id: str
     title: str
@@ -33,295 +71,245 @@ class Section:
     absent: str
 
 
-def sections(runs: Mapping[str, RunData]) -> list[Section]:
+# Metrics over the steps: section -> (id, metric or role, title, unit, caption, whether the axis is logarithmic).
+CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
+    "gap": [
+        ("gap-mean", PREFIX + ABS_DIFF_MEAN, "Mean |Δlogp|", GAP,
+         "Lower is better: 1e-4 and below is rounding, healthy bfloat16 runs report 0.01 to 0.02.", True),
+        ("gap-max", PREFIX + ABS_DIFF_MAX, "Largest |Δlogp|", "max |Δlogp| (nat)",
+         "The worst single token of each step; jumps far above the mean point at few broken tokens.", True),
+    ],
+    "drift": [
+        ("numerics", f"{PREFIX}{NUMERICS}{ABS_DIFF_MEAN}", "Numerics: mean |Δlogp| of tokens of one version", GAP,
+         "What precision, kernels and routing make; a gap in the line is unknown, not 0. Here {sources}.", True),
+        ("stale", f"{PREFIX}stale/{ABS_DIFF_MEAN}", "Mean |Δlogp| of stale tokens", GAP,
+         "Numerics, and what training did to the policy since the tokens were sampled: drift, which a correction weighs.", True),
+        ("staleness", PREFIX + "staleness_mean", "Staleness", "weight updates",
+         "Mean number of weight updates between sampling a token and scoring it.", False),
+    ],
+    "kl": [
+        ("k3", PREFIX + "k3_kl", "k3 estimate of KL(rollout ‖ trainer)", "k3 (nat per token)",
+         "Grows with the square of the gap; a slow rise over the run is how a collapse announces itself.", True),
+        ("ess", PREFIX + "ess_seq", "Effective sample size of sequence weights", "ESS (fraction of the batch)",
+         "At 1 every sequence counts fully under importance sampling; near 0 a few carry the batch.", False),
+    ],
+    "training": [
+        ("reward", Role.REWARD, "Reward", "mean reward", "Whether training still learns while the gap moves.", False),
+        ("length", Role.LENGTH, "Response length", "mean length (tokens)",
+         "Longer responses sum more per-token differences, so the sequence-level gap follows this curve.", False),
+        ("loss", Role.LOSS, "Loss", "loss",
+         "Of no meaning by its size: advantages are centred. A jump, or NaN, comes before a collapse.", False),
+        ("grad-norm", Role.GRAD_NORM, "Gradient norm", "norm before clipping",
+         "Spikes that come with spikes of the gap are made by few tokens, which a correction acts on.", True),
+        ("entropy", Role.ENTROPY, "Entropy", "entropy (nat per token)",
+         "A policy that is sure of its tokens leaves less room for a gap, and less to explore.", False),
+    ],
+    "routing": [
+        ("flips", ROUTING + "set_mismatch_frac", "Other experts", SHARE,
+         "How often the trainer would have chosen other experts than those that it replays; 0 in float32.", False),
+    ],
+    "learning-rate": [
+        ("learning-rate", Role.LEARNING_RATE, "Learning rate", "rate",
+         "The rate that each step applied: the schedule's, times the multiplier.", True),
+        ("lr-multiplier", MULTIPLIER, "Multiplier", "multiplier",
+         "Halved every period, by default down to 0.1; 1 until a surge of the lengths above, unless a period is given.", False),
+    ],
+    "weight-sync": [
+        ("weight-sync", PREFIX + "weight_sync_gap", "Gap on the probe sequences after each weight update", GAP,
+         "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones.", True),
+    ],
+}  # fmt: skip
+
+
+def sections(runs: Runs) -> list[Section]:
     """Build every plot of the report in reading order."""
-    return [
-        Section(id="gap", title="Gap over steps", figures=_gap(runs), absent="No gap metrics were recorded."),
-        Section(id="drift", title="Numerics and drift", figures=drift.figures(runs), absent=""),
-        Section(id="kl", title="KL and effective sample size", figures=_kl(runs), absent="No k3 was recorded."),
-        Section(
-            id="training",
-            title="Reward, length and loss",
-            figures=_training(runs),
-            absent="No reward, length or loss was recorded.",
+    drift = _curves(runs, "drift", sources=_sources(runs)) if _sources(runs) else ()
+    routing = present(*_curves(runs, "routing"), _replay(runs), _layers(runs))
+    rows: list[tuple[str, str, tuple[Figure, ...], str]] = [
+        ("gap", "Gap over steps", _curves(runs, "gap"), "No gap metrics were recorded."),
+        ("drift", "Numerics and drift", drift, ""),
+        ("kl", "KL and effective sample size", _curves(runs, "kl"), "No k3 was recorded."),
+        ("training", "Reward, length and loss", _curves(runs, "training"), "No reward, length or loss was recorded."),
+        ("routing", "Routing replay", routing, ""),
+        ("learning-rate", "Learning-rate control", _learning_rate(runs), ""),
+        ("loss-scale", "Loss scale", present(_loss_scale(runs)), ""),
+        ("weight-sync", "Weight sync", _curves(runs, "weight-sync"), ""),
+        (
+            "position",
+            "Gap by position in the response",
+            _profile(runs, "position"),
+            "No per-position profile was recorded.",
         ),
-        Section(id="routing", title="Routing replay", figures=replay(runs), absent=""),
-        Section(id="learning-rate", title="Learning-rate control", figures=learning_rate(runs), absent=""),
-        Section(id="loss-scale", title="Loss scale", figures=_loss_scale(runs), absent=""),
-        Section(id="weight-sync", title="Weight sync", figures=_weight_sync(runs), absent=""),
-        Section(
-            id="position",
-            title="Gap by position in the response",
-            figures=_profile(runs, "position"),
-            absent="No per-position profile was recorded.",
+        (
+            "probability",
+            "Gap by token probability",
+            _profile(runs, "probability"),
+            "No per-probability profile was recorded.",
         ),
-        Section(
-            id="probability",
-            title="Gap by token probability",
-            figures=_profile(runs, "probability"),
-            absent="No per-probability profile was recorded.",
-        ),
-        Section(
-            id="scatter",
-            title="Rollout against trainer, token by token",
-            figures=_scatter(runs),
-            absent="No token samples were recorded.",
-        ),
+        ("scatter", "Rollout against trainer, token by token", _scatter(runs), "No token samples were recorded."),
     ]
+    return [Section(id=id, title=title, figures=figures, absent=absent) for id, title, figures, absent in rows]
 
 
-def _gap(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    return present(
-        over_steps(
-            runs,
-            "gap-mean",
-            PREFIX + ABS_DIFF_MEAN,
-            "Mean |Δlogp|",
-            "mean |Δlogp| (nat)",
-            "Lower is better: 1e-4 and below is rounding, healthy bfloat16 runs report 0.01 to 0.02.",
-            log=True,
-        ),
-        over_steps(
-            runs,
-            "gap-max",
-            PREFIX + ABS_DIFF_MAX,
-            "Largest |Δlogp|",
-            "max |Δlogp| (nat)",
-            "The worst single token of each step; jumps far above the mean point at few broken tokens.",
-            log=True,
-        ),
+def _curves(runs: Runs, section: str, **said: str) -> tuple[Figure, ...]:
+    figures = []
+    for id, metric, title, unit, caption, log in CURVES[section]:
+        traces = step_traces(runs, metric, log=log)
+        y = log_axis(traces, unit) if log else {"title": unit}
+        figures.append(figure_of(id, title, caption.format(**said) if said else caption, traces, STEP, y))
+    return present(*figures)
+
+
+def _sources(runs: Runs) -> str:
+    """Say from where numerics is known, in runs whose rollouts may be stale; nothing if there are none."""
+    known = {name: split for name, run in runs.items() if (split := parts(run)) is not None}
+    if len(known) == 1:
+        return sources_of(*known.values())
+    return "; ".join(f"{name}: {sources_of(split)}" for name, split in known.items())
+
+
+def _learning_rate(runs: Runs) -> tuple[Figure, ...]:
+    """Plot rate and multiplier where at least one run controls its rate."""
+    controlled = any(run.series(MULTIPLIER)[0] for run in runs.values())
+    return _curves(runs, "learning-rate") if controlled else ()
+
+
+def _replay(runs: Runs) -> Figure | None:
+    """Plot k3 with and without replay, for the runs that measured both."""
+    native = PREFIX + NATIVE + "k3_kl"
+    both = [native in run.logged() for run in runs.values()]
+    traces = []
+    for kind, metric in (("replayed", PREFIX + "k3_kl"), ("its own routing", native)):
+        for trace in step_traces(runs, metric, log=True):
+            if not both[trace["meta"]["run"]]:
+                continue
+            trace["name"] += f", {kind}"
+            if kind != "replayed":
+                trace["line"] |= {"dash": "dot"}
+                trace["marker"] |= {"symbol": trace["marker"]["symbol"].removesuffix("-open") + "-open"}
+            traces.append(trace)
+    caption = "The same tokens under the trainer's own routing (dotted): the distance is what replay saves."
+    axis = log_axis(traces, "k3 (nat per token)")
+    return figure_of("replay-k3", "k3 with and without replay", caption, traces, STEP, axis)
+
+
+def _layers(runs: Runs) -> Figure | None:
+    """Plot, by layer, the share of tokens for which engine and trainer chose different experts."""
+    traces = []
+    for index, (name, run) in enumerate(runs.items()):
+        for order, split in enumerate(run.splits):
+            layers = sorted(int(match[1]) for metric in run.logged(split) if (match := LAYER.fullmatch(metric)))
+            values = [pooled(run, f"routing/layer_{layer}_set_mismatch", split) for layer in layers]
+            if any(value is not None for value in values):
+                traces.append(trace_of(name, index, layers, values, split=split, order=order))
+    caption = (
+        "Share of tokens; a layer far above the others has close scores, or an engine that routes it in another way."
     )
+    axis = {"title": "share of tokens", "rangemode": "tozero"}
+    return figure_of("flips-by-layer", "Other experts, by layer", caption, traces, {"title": "layer"}, axis)
 
 
-def _kl(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    return present(
-        over_steps(
-            runs,
-            "k3",
-            PREFIX + "k3_kl",
-            "k3 estimate of KL(rollout ‖ trainer)",
-            "k3 (nat per token)",
-            "Grows with the square of the gap; a slow rise over the run is how a collapse announces itself.",
-            log=True,
-        ),
-        over_steps(
-            runs,
-            "ess",
-            PREFIX + "ess_seq",
-            "Effective sample size of sequence weights",
-            "ESS (fraction of the batch)",
-            "At 1 every sequence counts fully under importance sampling; near 0 a few carry the batch.",
-        ),
-    )
-
-
-def _training(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    return present(
-        over_steps(
-            runs,
-            "reward",
-            Role.REWARD,
-            "Reward",
-            "mean reward",
-            "Whether training still learns while the gap moves.",
-        ),
-        over_steps(
-            runs,
-            "length",
-            Role.LENGTH,
-            "Response length",
-            "mean length (tokens)",
-            "Longer responses sum more per-token differences, so the sequence-level gap follows this curve.",
-        ),
-        over_steps(
-            runs,
-            "loss",
-            Role.LOSS,
-            "Loss",
-            "loss",
-            "Of no meaning by its size: advantages are centred. A jump, or NaN, comes before a collapse.",
-        ),
-        over_steps(
-            runs,
-            "grad-norm",
-            Role.GRAD_NORM,
-            "Gradient norm",
-            "norm before clipping",
-            "Spikes that come with spikes of the gap are made by few tokens, which a correction acts on.",
-            log=True,
-        ),
-        over_steps(
-            runs,
-            "entropy",
-            Role.ENTROPY,
-            "Entropy",
-            "entropy (nat per token)",
-            "A policy that is sure of its tokens leaves less room for a gap, and less to explore.",
-        ),
-    )
-
-
-def _loss_scale(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
+def _loss_scale(runs: Runs) -> Figure | None:
     traces = step_traces(runs, PREFIX + "loss_scale", log=True)
     for trace in traces:
         trace["line"] |= {"shape": "hv"}
     for index, (name, run) in enumerate(runs.items()):
         rows = list(zip(*run.series(PREFIX + "loss_scale"), strict=True))
-        fell = {step: b for (_, a), (step, b) in zip(rows, rows[1:], strict=False) if a and b and b < a}
-        steps = sorted(set(fell) | {event.step for event in run.events if event.name == "overflow"})
+        fell = {
+            step
+            for (_, before), (step, scale) in zip(rows, rows[1:], strict=False)
+            if before and scale and scale < before
+        }
+        steps = sorted(fell | {event.step for event in run.events if event.name == "overflow"})
         if not steps:
             continue
-        pairs = zip(*run.series(PREFIX + "loss_scale"), strict=True)
-        known = {step: scale for step, scale in pairs if drawable(scale, log=True)}
-        known |= {step: scale for step, scale in fell.items() if drawable(scale, log=True)}
+        known = {step: scale for step, scale in rows if _drawable(scale, log=True)}
         trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
-        look = {"symbol": "x", "size": 10, "color": style(index)["color"]}
-        trace |= {"mode": "markers", "marker": look}
+        trace |= {"mode": "markers", "marker": {"symbol": "x", "size": 10, "color": style(index)["color"]}}
         trace["hovertemplate"] = "overflow at step %{x}<extra>%{fullData.name}</extra>"
         traces.append(trace)
-    return present(
-        figure_of(
-            "loss-scale",
-            "Loss scale and overflows",
-            "Each overflow (×) skips one step and lowers the scale; a scale that only falls is a fault.",
-            traces,
-            x={"title": "optimizer step"},
-            y=_power_of_two_axis(traces),
-        )
-    )
-
-
-def _weight_sync(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
-    return present(
-        over_steps(
-            runs,
-            "weight-sync",
-            PREFIX + "weight_sync_gap",
-            "Gap on the probe sequences after each weight update",
-            "mean |Δlogp| (nat)",
-            "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones.",
-            log=True,
-        )
-    )
-
-
-def _power_of_two_axis(traces: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    caption = "Each overflow (×) skips one step and lowers the scale; a scale that only falls is a fault."
     axis = log_axis(traces, "loss scale")
     values = [value for trace in traces for value in trace["y"] if value is not None]
     low, high = math.floor(math.log2(min(values, default=1))), math.ceil(math.log2(max(values, default=1)))
     ticks = range(low, min(high, 1023) + 1, -(-(high - low) // 8) or 1)
-    return axis | {"tickvals": [2.0**k for k in ticks], "ticktext": [f"2<sup>{k}</sup>" for k in ticks]}
+    axis |= {"tickvals": [2.0**k for k in ticks], "ticktext": [f"2<sup>{k}</sup>" for k in ticks]}
+    return figure_of("loss-scale", "Loss scale and overflows", caption, traces, STEP, axis, unified=False)
 
 
-def _profile(runs: Mapping[str, RunData], kind: str) -> tuple[Figure, ...]:
-    means, shares = [], []
-    labels: list[str] = []
+def _profile(runs: Runs, kind: str) -> tuple[Figure, ...]:
+    """Plot mean and share of the gap in each bin of a profile."""
+    means, shares, labels = [], [], dict[str, bool]()
     for index, (name, run) in enumerate(runs.items()):
-        splits = list(dict.fromkeys(sorted((r.split for r in run.profiles), key=lambda s: (s != "train", s))))
-        for order, split in enumerate(splits):
-            pooled = pool_profile(run, kind, split)
-            if pooled is None:
+        for order, split in enumerate(sorted({r.split for r in run.profiles}, key=lambda s: (s != "train", s))):
+            profile = pool_profile(run, kind, split)
+            if profile is None:
                 continue
-            names = _bin_labels(pooled, kind)
-            labels += [label for label in names if label not in labels]
-            means.append(_profile_trace(name, index, names, pooled, pooled.mean, True, split, order))
-            shares.append(_profile_trace(name, index, names, pooled, pooled.gap_share, False, split, order))
-    what = (
-        "token index in the response, tools' tokens left out"
-        if kind == "position"
-        else "probability given by the rollout engine"
-    )
-    filled = {label for trace in means for label, n in zip(trace["x"], trace["customdata"], strict=True) if n[0]}
-    axis: dict[str, Any] = {
-        "title": what,
-        "type": "category",
-        "categoryarray": [n for n in labels if n in filled],
-    }
-    axis |= {"range": [-0.4, len(filled) - 0.6]}
-    if kind == "probability":
-        axis |= {"tickangle": -40, "tickfont": {"size": 10}}
-    read = {
-        "position": "A line that climbs to the right means that the gap accumulates along the response.",
-        "probability": "Rounding moves improbable tokens most; a high right end is a fault of its own.",
-    }
+            bins = _bin_labels(profile, kind)
+            for label, count in zip(bins, profile.count, strict=True):
+                labels[label] = labels.get(label, False) or count > 0
+            of = {"split": split, "order": order}
+            drawn = [mean if _drawable(mean, log=True) else None for mean in profile.mean]
+            for traces, values, number in (
+                (means, drawn, "mean |Δlogp| %{y:.3~g}"),
+                (shares, profile.gap_share, "%{y:.1%} of the gap"),
+            ):
+                trace = trace_of(name, index, bins, values, **of)
+                trace["customdata"] = [list(pair) for pair in zip(profile.count, profile.largest, strict=True)]
+                trace["hovertemplate"] = (
+                    f"{number}<br>max |Δlogp| %{{customdata[1]:.3~g}}<br>%{{customdata[0]:,}} tokens"
+                    "<extra>%{fullData.name}<br>%{x}</extra>"
+                )
+                traces.append(trace)
+    filled = [label for label, some in labels.items() if some]
+    axis: dict[str, Any] = {"type": "category", "categoryarray": filled, "range": [-0.4, len(filled) - 0.6]}
+    if kind == "position":
+        axis["title"] = "token index in the response, tools' tokens left out"
+        read = "A line that climbs to the right means that the gap accumulates along the response."
+    else:
+        axis |= {"title": "probability given by the rollout engine", "tickangle": -40, "tickfont": {"size": 10}}
+        read = "Rounding moves improbable tokens most; a high right end is a fault of its own."
+    acts = "Share of the summed |Δlogp| per bin: high bins hold the tokens that a correction acts on."
+    share = {"title": "share of the gap", "tickformat": ".0%", "rangemode": "tozero"}
     return present(
-        figure_of(
-            f"{kind}-mean",
-            "Mean |Δlogp| per bin",
-            read[kind],
-            means,
-            axis,
-            log_axis(means, "mean |Δlogp| (nat)"),
-        ),
-        figure_of(
-            f"{kind}-share",
-            "Where the gap comes from",
-            "Share of the summed |Δlogp| per bin: high bins hold the tokens that a correction acts on.",
-            shares,
-            axis,
-            {"title": "share of the gap", "tickformat": ".0%", "rangemode": "tozero"},
-        ),
+        figure_of(f"{kind}-mean", "Mean |Δlogp| per bin", read, means, axis, log_axis(means, GAP), unified=False),
+        figure_of(f"{kind}-share", "Where the gap comes from", acts, shares, axis, share, unified=False),
     )
 
 
-def _profile_trace(
-    name: str,
-    index: int,
-    labels: Sequence[str],
-    pooled: Pooled,
-    values: Sequence[float | None],
-    log: bool,
-    split: str,
-    order: int,
-) -> dict[str, Any]:
-    trace = trace_of(name, index, labels, [v if drawable(v, log) else None for v in values], split=split, order=order)
-    trace["customdata"] = [list(pair) for pair in zip(pooled.count, pooled.largest, strict=True)]
-    number = "mean |Δlogp| %{y:.3~g}" if log else "%{y:.1%} of the gap"
-    trace["hovertemplate"] = (
-        f"{number}<br>max |Δlogp| %{{customdata[1]:.3~g}}<br>%{{customdata[0]:,}} tokens"
-        "<extra>%{fullData.name}<br>%{x}</extra>"
-    )
-    return trace
-
-
-def _bin_labels(pooled: Pooled, kind: str) -> list[str]:
+def _bin_labels(profile: Pooled, kind: str) -> list[str]:
     labels = []
-    for i in range(len(pooled.count)):
-        low, high = pooled.edges[i], pooled.edges[i + 1] if i + 1 < len(pooled.edges) else None
-        if kind == "position":
-            last = None if high is None else high - 1
-            text = f"{low:.0f}" if last == low else f"≥ {low:g}" if last is None else f"{low:.0f}–{last:.0f}"
+    for i in range(len(profile.count)):
+        low, high = profile.edges[i], profile.edges[i + 1] if i + 1 < len(profile.edges) else None
+        if high is None:
+            labels.append(f"≥ {low:g}")
+        elif kind == "position":
+            labels.append(f"{low:.0f}" if high - 1 == low else f"{low:.0f}–{high - 1:.0f}")
         else:
-            text = f"≥ {low:g}" if high is None else f"< {high:g}" if low == 0 else f"{low:g}–{high:g}"
-        labels.append(text)
+            labels.append(f"< {high:g}" if low == 0 else f"{low:g}–{high:g}")
     return labels
 
 
-def _scatter(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
+def _scatter(runs: Runs) -> tuple[Figure, ...]:
+    """Plot a sample of each run's tokens: both sides' probabilities, and their difference."""
     points = {name: _points(run) for name, run in runs.items()}
     span = max((abs(b - a) for pairs, _ in points.values() for a, b in pairs), default=0.0) * 1.1 or 1e-3
-    figures: list[Figure | None] = []
+    difference = {"title": "trainer − rollout", "range": [-span, span], "exponentformat": "power"}
+    kinds: list[tuple[str, str, str, str, dict[str, Any], float, Callable[[float, float], float]]] = [
+        ("both", "trainer", "trainer against rollout", "On the diagonal both sides give a token the same probability.",
+         {"title": "trainer probability", "range": [-0.03, 1.03]}, 1.0, lambda a, b: b),
+        ("difference", "difference", "difference of the probabilities",
+         "The same tokens with the diagonal laid flat; the vertical scale is shared by all runs.",
+         difference, 0.0, lambda a, b: b - a),
+    ]  # fmt: skip
+    figures = []
     for index, (name, (pairs, split)) in enumerate(points.items()):
         where = "" if split == "train" else f" ({split})"
-        for kind, number in (("both", _trainer), ("difference", _difference)):
+        for kind, label, title, caption, y, end, number in kinds:
             trace = trace_of(name, index, [a for a, _ in pairs], [number(a, b) for a, b in pairs])
             trace |= {"mode": "markers"}
             trace["marker"] |= {"size": 5, "opacity": 0.5, "color": style(index)["color"]}
-            trace["hovertemplate"] = (
-                "rollout %{x:.4f}<br>" + kind.replace("both", "trainer") + " %{y:.4~g}<extra>%{fullData.name}</extra>"
-            )
-            x = {"title": "rollout probability", "range": [-0.03, 1.03]}
-            y = {"title": "trainer probability", "range": [-0.03, 1.03]}
-            title, caption = (
-                "trainer against rollout",
-                "On the diagonal both sides give a token the same probability.",
-            )
-            end = 1.0
-            if kind == "difference":
-                y = {"title": "trainer − rollout", "range": [-span, span], "exponentformat": "power"}
-                title = "difference of the probabilities"
-                caption = "The same tokens with the diagonal laid flat; the vertical scale is shared by all runs."
-                end = 0.0
+            trace["hovertemplate"] = f"rollout %{{x:.4f}}<br>{label} %{{y:.4~g}}<extra>%{{fullData.name}}</extra>"
             line = {
                 "type": "line",
                 "x0": 0,
@@ -329,39 +317,162 @@ def _scatter(runs: Mapping[str, RunData]) -> tuple[Figure, ...]:
                 "x1": 1,
                 "y1": end,
                 "layer": "below",
-                "line": {"width": 1},
+                "line": {"width": 1, "color": INK},
             }
-            figures.append(
-                figure_of(
-                    f"scatter-{index}-{kind}",
-                    f"{name}{where}: {title}",
-                    caption,
-                    [trace] if pairs else [],
-                    x,
-                    y,
-                    shapes=[line],
-                )
-            )
+            x = {"title": "rollout probability", "range": [-0.03, 1.03]}
+            traces = [trace] if pairs else []
+            id, title = f"scatter-{index}-{kind}", f"{name}{where}: {title}"
+            figures.append(figure_of(id, title, caption, traces, x, y, unified=False, shapes=[line]))
     return present(*figures)
-
-
-def _trainer(rollout: float, trainer: float) -> float:
-    return trainer
-
-
-def _difference(rollout: float, trainer: float) -> float:
-    return trainer - rollout
 
 
 def _points(run: RunData) -> tuple[list[tuple[float, float]], str]:
     """Return (rollout, trainer) probabilities of the train split; if it has none, of the first split that has some."""
     split = min((r.split for r in run.scatters), key=lambda s: (s != "train", s), default="train")
-    probability: Callable[[float], float] = lambda logprob: math.exp(min(logprob, 0.0))  # noqa: E731
     pairs = [
-        (probability(a), probability(b))
+        (math.exp(min(a, 0.0)), math.exp(min(b, 0.0)))
         for record in run.scatters
         if record.split == split
         for a, b in zip(record.rollout_logprobs, record.old_logprobs, strict=True)
     ]
-    stride = -(-len(pairs) // MAX_SCATTER_POINTS) or 1
-    return pairs[::stride], split
+    return pairs[:: -(-len(pairs) // MAX_SCATTER_POINTS) or 1], split
+
+
+# Traces, axes and figures.
+
+
+def require_plotly() -> Any:
+    """Import plotly, or say how to install it."""
+    try:
+        import plotly.graph_objects
+        import plotly.offline
+    except ImportError as error:
+        raise PeerVersionError(
+            "the report needs plotly, which is not installed; run `pip install mismatch-ext[report]`."
+        ) from error
+    return plotly
+
+
+def style(index: int) -> dict[str, str]:
+    """Return the colour and Plotly marker of the run at an index, and a character of the marker's shape."""
+    look = index % len(PALETTE)
+    return {"color": PALETTE[look], "marker": MARKERS[look], "glyph": GLYPHS[look]}
+
+
+def _drawable(value: float | None, log: bool) -> bool:
+    return value is not None and (value > 0 or not log)
+
+
+def step_traces(runs: Runs, metric: str, *, log: bool) -> list[Trace]:
+    """Return the traces of one metric, or role: one for each run and split that has drawable values."""
+    traces = []
+    for index, (name, run) in enumerate(runs.items()):
+        for order, split in enumerate(run.splits):
+            steps, values = run.series(metric, split)
+            if any(_drawable(value, log) for value in values):
+                steps, values = thinned(steps, values)
+                shown = [value if _drawable(value, log) else None for value in values]
+                traces.append(trace_of(name, index, steps, shown, split=split, order=order))
+    return traces
+
+
+def thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
+    """Return a curve unchanged or, if it is long, only the points that a reader would see.
+
+    The steps are cut into `MAX_POINTS / 2` stretches. Both ends of the curve are kept and, in each stretch, the smallest value,
+    the largest value and the first gap.
+    """
+    if len(steps) <= MAX_POINTS:
+        return list(steps), list(values)
+    width = (steps[-1] - steps[0] + 1) / (MAX_POINTS // 2)
+    stretches: dict[int, list[int]] = {}
+    for at, step in enumerate(steps):
+        stretches.setdefault(int((step - steps[0]) / width), []).append(at)
+    kept = {0, len(steps) - 1}
+    for stretch in stretches.values():
+        known = [at for at in stretch if values[at] is not None]
+        kept |= set([at for at in stretch if values[at] is None][:1])
+        if known:
+            kept |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}  # type: ignore[arg-type]
+    return [steps[at] for at in sorted(kept)], [values[at] for at in sorted(kept)]
+
+
+def trace_of(
+    name: str, index: int, x: Sequence[Any], y: Sequence[Any], *, split: str = "train", order: int = 0
+) -> Trace:
+    look, evaluation = style(index), split != "train"
+    return {
+        "type": "scatter",
+        "mode": "lines+markers",
+        "x": list(x),
+        "y": list(y),
+        # Plotly reads names as markup.
+        "name": html.escape(f"{name}, {split}" if evaluation else name),
+        "meta": {"run": index},
+        "line": {"color": look["color"], "width": 2, "dash": DASHES[(order - 1) % 4] if evaluation else "solid"},
+        "marker": {"symbol": look["marker"] + ("-open" if evaluation else ""), "size": 8 if evaluation else 5},
+        "hovertemplate": "%{y:.3~g}<extra>%{fullData.name}</extra>",
+    }
+
+
+def log_axis(traces: Sequence[Trace], title: str) -> dict[str, Any]:
+    values = [value for trace in traces for value in trace["y"] if value is not None and value > 0]
+    if not values:
+        return {"title": title}
+    top = math.log10(max(values))
+    bottom = max(math.log10(min(values)), top - MAX_DECADES)
+    margin = max(0.08 * (top - bottom), 0.15)
+    axis: dict[str, Any] = {"title": title, "type": "log", "range": [bottom - margin, top + margin]}
+    if top - bottom > 1.5:
+        # Smaller font, because Plotly draws powers larger than other tick labels.
+        return axis | {"exponentformat": "power", "tickfont": {"size": 10}, "dtick": math.ceil((top - bottom) / 8)}
+    decades = range(max(-307, math.floor(bottom - margin)), min(307, math.ceil(top + margin)) + 1)
+    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
+    return axis | {"tickvals": ticks, "ticktext": [quantity(tick, 1) for tick in ticks]}
+
+
+def present(*figures: Figure | None) -> tuple[Figure, ...]:
+    return tuple(figure for figure in figures if figure is not None)
+
+
+def figure_of(
+    id: str,
+    title: str,
+    caption: str,
+    traces: Sequence[Trace],
+    x: dict[str, Any],
+    y: dict[str, Any],
+    *,
+    unified: bool = True,
+    shapes: Sequence[dict[str, Any]] = (),
+) -> Figure | None:
+    """Return a figure; None if it has no traces."""
+    if not traces:
+        return None
+    common = {
+        "zeroline": False,
+        "automargin": True,
+        "ticks": "outside",
+        "ticklen": 4,
+        "gridcolor": GRID,
+        "linecolor": GRID,
+    }
+    figure = require_plotly().graph_objects.Figure(
+        data=list(traces),
+        layout={
+            "margin": {"l": 60, "r": 16, "t": 22, "b": 48},
+            "showlegend": len(traces) > 1,
+            "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
+            "hovermode": "x unified" if unified else "closest",
+            "paper_bgcolor": "rgba(0,0,0,0)",
+            "plot_bgcolor": "rgba(0,0,0,0)",
+            "template": "none",
+            "font": {"size": 12, "color": INK},
+            "xaxis": {**common, **x, "title": {"text": x["title"]}},
+            "yaxis": {**common, **y, "title": {"text": y["title"]}},
+            "shapes": list(shapes),
+        },
+    )
+    data = json.dumps(figure.to_plotly_json(), allow_nan=False, default=list)
+    # The JSON stands in a script element, which only "<" could end; JSON allows "<" as an escape.
+    return Figure(id=id, title=title, caption=caption, json=data.replace("<", "\\u003c"))

@@ -13,12 +13,10 @@ from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.report import tables
-from mismatch_ext.report.charts import require_plotly, style
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
-from mismatch_ext.report.figures import sections
+from mismatch_ext.report.figures import require_plotly, sections, style
 from mismatch_ext.report.observed import level_of_run, observed
-from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, summarise
-from mismatch_ext.report.text import quantity
+from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, quantity, summarise
 from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
 from mismatch_ext.versions import installed
 

@@ -13,12 +13,17 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.host_names import PREFIX as PREFIX
-from mismatch_ext.host_names import Role
+import numpy as np
+
+from mismatch_ext.alarms import STALENESS
+from mismatch_ext.host_names import PREFIX, Role
 from mismatch_ext.log_reading import RunData, find_runs, read_run
 from mismatch_ext.metrics.names import PARTS_OF_STALE
+from mismatch_ext.staleness import SOURCES
 
 NATIVE = "native/"
+NUMERICS = "numerics/"
+SOURCE_LABELS = {"batch": "tokens of the batch", "buffer": "tokens sampled for it"}
 KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer")), *PARTS_OF_STALE)
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 # Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
@@ -193,3 +198,156 @@ def _divide(upper: float | None, lower: float | None) -> float | None:
         return None
     ratio = upper / lower
     return ratio if math.isfinite(ratio) else None
+
+
+# Profiles.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pooled:
+    """One profile: each bin's token count, mean |Δlogp| and largest |Δlogp| (nat); None in empty bins."""
+
+    edges: tuple[float, ...]
+    count: tuple[float, ...]
+    mean: tuple[float | None, ...]
+    largest: tuple[float | None, ...]
+
+    @property
+    def gap_share(self) -> tuple[float | None, ...]:
+        """Each bin's share of the summed |Δlogp|."""
+        sums = [n * (m or 0.0) for n, m in zip(self.count, self.mean, strict=True)]
+        total = sum(sums)
+        return tuple(s / total if total > 0 and n > 0 else None for s, n in zip(sums, self.count, strict=True))
+
+    def share_below(self, edge: float) -> tuple[float, float]:
+        """Return the shares of tokens and of the summed |Δlogp| in the bins that end at or below `edge`."""
+        total = sum(self.count)
+        below = [i for i in range(len(self.count)) if i + 1 < len(self.edges) and self.edges[i + 1] <= edge]
+        gap = sum(self.gap_share[i] or 0.0 for i in below)
+        return (sum(self.count[i] for i in below) / total if total else 0.0), gap
+
+    def growth(self) -> float | None:
+        """Mean |Δlogp| of the later half of the tokens, divided by that of the earlier half; halves are whole bins."""
+        half, seen = sum(self.count) / 2, 0.0
+        parts: tuple[list[int], list[int]] = ([], [])
+        for index, count in enumerate(self.count):
+            parts[int(seen + count / 2 > half)].append(index)
+            seen += count
+        means = []
+        for part in parts:
+            tokens = sum(self.count[i] for i in part)
+            means.append(sum(self.count[i] * (self.mean[i] or 0.0) for i in part) / tokens if tokens else 0.0)
+        return means[1] / means[0] if means[0] > 0 and math.isfinite(means[1] / means[0]) else None
+
+
+def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
+    """Pool the records of one profile over all steps of a split that share the first record's bins; None if all are empty."""
+    records = [r.profiles[name] for r in run.profiles if r.split == split and name in r.profiles]
+    records = [r for r in records if r["edges"] == records[0]["edges"] and len(r["count"]) == len(records[0]["count"])]
+    if not records:
+        return None
+    columns = {
+        key: np.array([r[key] for r in records], np.float64) for key in ("count", "abs_diff_mean", "abs_diff_max")
+    }
+    count = columns["count"].sum(0)
+    total = (columns["count"] * np.nan_to_num(columns["abs_diff_mean"])).sum(0)
+    if not 0 < count.sum() < math.inf or not math.isfinite(total.sum()):
+        return None
+    largest = [
+        max((v for v in column if not math.isnan(v)), default=None) for column in columns["abs_diff_max"].T.tolist()
+    ]
+    pairs = zip(total.tolist(), count.tolist(), strict=True)
+    return Pooled(
+        edges=tuple(edge or 0.0 for edge in records[0]["edges"]),
+        count=tuple(count.tolist()),
+        mean=tuple(gap / tokens if tokens > 0 else None for gap, tokens in pairs),
+        largest=tuple(largest),
+    )
+
+
+# Numerics and drift, in runs whose rollouts may have been sampled with older weights.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Parts:
+    """The parts of a run's gap, pooled over its steps; version v of the weights sampled, version w is trained.
+
+    Args:
+        numerics: Mean |rollout(v) - train(v)|, both sides at one version, nats; None if no step could measure it.
+        k3: k3 of the same tokens.
+        total: Mean |rollout(v) - train(w)| of all tokens, nats.
+        stale: The same mean over stale tokens only.
+        staleness: Mean number of updates since the tokens were sampled.
+        unknown: Number of logs without `numerics`.
+        logs: Number of all logs.
+        sources: For each source of `numerics`, the number of logs and of tokens that it gave.
+    """
+
+    numerics: float | None
+    k3: float | None
+    total: float | None
+    stale: float | None
+    staleness: float | None
+    unknown: int
+    logs: int
+    sources: Mapping[str, tuple[int, int]]
+
+
+def parts(run: RunData) -> Parts | None:
+    """Return the parts of a run's gap; None if its rollouts always come from the weights that score them."""
+    logs = len(run.series(STALENESS)[0])
+    if not logs:
+        return None
+    found = {name: pooled(run, name) for name in (f"{NUMERICS}{ABS_DIFF_MEAN}", f"{NUMERICS}k3_kl", "staleness_mean")}
+    of = {name: pooled(run, name) for name in (ABS_DIFF_MEAN, f"stale/{ABS_DIFF_MEAN}")}
+    return Parts(
+        numerics=found[f"{NUMERICS}{ABS_DIFF_MEAN}"],
+        k3=found[f"{NUMERICS}k3_kl"],
+        total=of[ABS_DIFF_MEAN],
+        stale=of[f"stale/{ABS_DIFF_MEAN}"],
+        staleness=found["staleness_mean"],
+        unknown=logs - len(run.series(f"{PREFIX}{NUMERICS}source")[0]),
+        logs=logs,
+        sources=_sources(run),
+    )
+
+
+def _sources(run: RunData) -> dict[str, tuple[int, int]]:
+    """Return for each source how many of the logs kept in full took numerics from it, and on how many tokens."""
+    found: dict[str, tuple[int, int]] = {}
+    for record in run.steps:
+        number, tokens = (record.metrics.get(f"{PREFIX}{NUMERICS}{name}") for name in ("source", "tokens"))
+        if record.split == "train" and number is not None and tokens is not None:
+            name = SOURCES[int(number) - 1]
+            logs, before = found.get(name, (0, 0))
+            found[name] = (logs + 1, before + int(tokens))
+    return found
+
+
+def sources_of(known: Parts) -> str:
+    """Say from which sources numerics is known: "numerics is known of 3 of 4 logs by ... in 1 (300 tokens), ..."."""
+    by = [
+        f"{SOURCE_LABELS[source]} in {known.sources[source][0]} ({known.sources[source][1]:,} tokens)"
+        for source in SOURCES
+        if source in known.sources
+    ]
+    text = f"numerics is known of {known.logs - known.unknown} of {known.logs} logs"
+    last = sum(logs for logs, _ in known.sources.values())
+    text += f", and of the last {last} by" if by and last < known.logs - known.unknown else " by" if by else ""
+    return f"{text} {', '.join(by)}" if by else text
+
+
+# Text.
+
+
+def quantity(value: float | None, digits: int = 3) -> str:
+    """Write a number with a few significant digits: 0.0123, 2.1e-6, 8.1, 12000; a dash for None."""
+    if value is None:
+        return "–"
+    if value == 0 or not math.isfinite(value):
+        return "0" if value == 0 else str(value)
+    if 1e-3 <= abs(value) < 1e6:
+        text = f"{value:.{digits}g}"
+        return f"{float(text):.0f}" if "e" in text else text
+    mantissa, exponent = f"{value:.{digits - 1}e}".split("e")
+    return f"{mantissa}e{int(exponent)}"

@@ -10,7 +10,7 @@ from typing import Any
 from mismatch_ext.host_names import Role
 from mismatch_ext.log_reading import EventRecord, RunData
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.lines import MAX_POINTS
+from mismatch_ext.report.figures import MAX_POINTS
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
 
 # More than this many info events of one name in one run become one line.

@@ -23,10 +23,18 @@ from mismatch_ext.alarms import HEALTHY_K3, PHANTOM, STALE_ABS_DIFF
 from mismatch_ext.log_reading import RunData
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.doctor import Why
-from mismatch_ext.report.drift import Parts, parts
-from mismatch_ext.report.profiles import Pooled, pool_profile
-from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Row, Summary, pooled
-from mismatch_ext.report.text import quantity
+from mismatch_ext.report.summary import (
+    ABS_DIFF_MEAN,
+    PREFIX,
+    Parts,
+    Pooled,
+    Row,
+    Summary,
+    parts,
+    pool_profile,
+    pooled,
+    quantity,
+)
 
 SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02

@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build
-from mismatch_ext.report.lines import MAX_POINTS, thinned
+from mismatch_ext.report.figures import MAX_POINTS, thinned
 from tests.unit.synthetic_runs import header, run_stream
 
 

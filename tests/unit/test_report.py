@@ -20,13 +20,11 @@ from hypothesis import strategies as st
 from mismatch_ext.alarms import STALE_ABS_DIFF
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
-from mismatch_ext.log_reading import read_run
+from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, level_of, load_runs, render, summarise, verdict
-from mismatch_ext.report.learning_rate import learning_rate
-from mismatch_ext.report.profiles import Pooled, pool_profile
-from mismatch_ext.report.routing import replay
-from mismatch_ext.report.text import quantity
+from mismatch_ext.report.figures import Figure, sections
+from mismatch_ext.report.summary import Pooled, pool_profile, quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
@@ -106,6 +104,10 @@ def flat_run(
         if eval_mean is not None:
             stream.step(2, {"mismatch/logp_abs_diff_mean": eval_mean}, "eval/long")
     return run_dir
+
+
+def figures_of(runs: dict[str, RunData], section: str) -> tuple[Figure, ...]:
+    return next(one.figures for one in sections(runs) if one.id == section)
 
 
 def say(run_dir: Path) -> str:
@@ -425,13 +427,9 @@ def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
 
 
 def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, page: Page) -> None:
-    from mismatch_ext.report.figures import sections
-    from mismatch_ext.report.summary import load_runs
-
-    runs = load_runs(stale_run(tmp_path, "bf16", numerics=0.002))
-    section = next(section for section in sections(runs) if section.id == "drift")
-    assert [figure.id for figure in section.figures] == ["numerics", "stale", "staleness"]
-    assert "numerics is known of 3 of 4 logs by tokens of the batch in 3 (120 tokens)" in section.figures[0].caption
+    figures = figures_of(load_runs(stale_run(tmp_path, "bf16", numerics=0.002)), "drift")
+    assert [figure.id for figure in figures] == ["numerics", "stale", "staleness"]
+    assert "numerics is known of 3 of 4 logs by tokens of the batch in 3 (120 tokens)" in figures[0].caption
     assert "numerics" not in page.text.lower()
 
 
@@ -521,7 +519,7 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     for name, lines in runs.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    figures = {figure.id: json.loads(figure.json) for figure in replay(load_runs(tmp_path))}
+    figures = {figure.id: json.loads(figure.json) for figure in figures_of(load_runs(tmp_path), "routing")}
     assert set(figures) == {"flips", "replay-k3", "flips-by-layer"}
     (by_layer,) = figures["flips-by-layer"]["data"]
     # Layer 12: (100 * 0.25 + 300 * 0.05) / 400.
@@ -530,7 +528,7 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     assert {name: y[0] for name, y in k3.items()} == {"replayed, replayed": 1e-4, "replayed, its own routing": 1e-3}
     page = (render(tmp_path)).read_text(encoding="utf-8")
     assert "Routing replay" in page
-    assert not replay({"stock": load_runs(tmp_path)["stock"]})
+    assert not figures_of({"stock": load_runs(tmp_path)["stock"]}, "routing")
 
 
 def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> None:
@@ -549,7 +547,7 @@ def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> 
         (tmp_path / name).mkdir()
         (tmp_path / name / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
     loaded = load_runs(tmp_path)
-    figures = {figure.id: json.loads(figure.json)["data"] for figure in learning_rate(loaded)}
+    figures = {figure.id: json.loads(figure.json)["data"] for figure in figures_of(loaded, "learning-rate")}
     assert set(figures) == {"learning-rate", "lr-multiplier"}
     (multiplier,) = figures["lr-multiplier"]
     assert multiplier["y"] == [1.0, 0.5] and multiplier["name"] == "controlled"
@@ -558,7 +556,7 @@ def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> 
         "controlled": [1e-3, 5e-4],
     }
     assert "Learning-rate control" in render(tmp_path).read_text(encoding="utf-8")
-    assert not learning_rate({"stock": loaded["stock"]})
+    assert not figures_of({"stock": loaded["stock"]}, "learning-rate")
 
 
 def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:
