@@ -161,6 +161,10 @@ class Run:
         readiness: str | None = None
         initial_warnings: list[tuple[str, str]] = []
         with self._together():
+            if self.trainer.device.type == "mps":
+                raise ConfigError(
+                    "the trainer's device is 'mps', which has no float64; allowed: a CPU or a CUDA device. Move the model there."
+                )
             self._set_precision()
             dtype = self.trainer.reading().compute_dtype
             with self._verdicts.checking("engine"):

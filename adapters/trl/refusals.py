@@ -182,6 +182,24 @@ def check_deepspeed(block: MismatchConfig, config: Mapping[str, Any]) -> None:
         )
 
 
+def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:
+    """Refuse a device without float64, in which log-probabilities are compared.
+
+    Args:
+        device: Type of the trainer's.
+        block: The block with the sections that act.
+        engine: Whether an engine samples, so that its log-probabilities are compared with the trainer's.
+
+    Raises:
+        ConfigError: The block needs float64 there.
+    """
+    if device == "mps" and (engine or block.kl is not None or block.routing is not None):
+        raise ConfigError(
+            "a mismatch block on device 'mps', which has no float64; allowed: a CPU or a CUDA device. Set use_cpu=True, or remove "
+            "the block."
+        )
+
+
 def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None, fsdp: int | None) -> None:
     """Refuse sections that cannot work with sharded parameters.
 

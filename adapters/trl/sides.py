@@ -17,6 +17,7 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.trl.generation import TrainerSide
 from mismatch_ext.adapters.trl.integration import FIXES, info_of
+from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
@@ -96,6 +97,8 @@ class SidesMixin(_Host):
         super().create_accelerator_and_postprocess()
         if self._block is None:
             return
+        with self._verdicts.checking("device"):
+            check_device(self.accelerator.device.type, self._config, engine=bool(getattr(self, "use_vllm", True)))
         with self._verdicts.checking("sharding"):
             self._check_sharding()
         precision = self._config.precision

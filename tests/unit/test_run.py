@@ -235,6 +235,13 @@ def test_what_cannot_be_had_is_refused_before_the_first_rollout(
         Run(block, trainer, rollout, tmp_path).start()
 
 
+def test_a_device_without_float64_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, rollout = sides()
+    monkeypatch.setattr(type(trainer), "device", torch.device("mps"))
+    with pytest.raises(ConfigError, match="'mps', which has no float64"):
+        Run(None, trainer, rollout, tmp_path).start()
+
+
 def test_without_a_reference_the_kl_term_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     trainer.reference = None

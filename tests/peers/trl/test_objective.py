@@ -72,6 +72,24 @@ def test_a_loss_that_is_clamped_or_guarded_now_and_then_is_no_loss_that_is_off()
         prove(1.0, lambda own: own.detach() + torch.ones((), requires_grad=True))
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
+def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> None:
+    from mismatch_ext.adapters.trl import aggregation, behavior
+    from trl import GRPOTrainer
+
+    asked = []
+
+    def all_ranks(tensor: Any, *_: Any, **__: Any) -> Any:
+        asked.append(tensor)
+        return tensor
+
+    of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
+    trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None)
+    inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
+    found = aggregation.read_aggregation(trainer, GRPOTrainer._compute_loss, behavior.MODEL, inputs)
+    assert not asked and bool((found.weights > 0).equal(inputs["completion_mask"].bool()))
+
+
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
     message = run(scenarios.replaced, model=dense, out=tmp_path).expect()
     assert all(

@@ -469,6 +469,19 @@ def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
         raise ConfigError("float16")
 
 
+def test_a_device_without_float64_is_refused_where_log_probabilities_are_compared(peers: Any) -> None:
+    from mismatch_ext.adapters.trl.refusals import check_device
+
+    from mismatch_ext.config import MismatchConfig
+
+    lr, kl = MismatchConfig.parse({"lr": {}}), MismatchConfig.parse({"kl": {}})
+    for block, engine in ((kl, False), (lr, True)):
+        with pytest.raises(ConfigError, match=r"device 'mps', which has no float64; allowed: a CPU"):
+            check_device("mps", block, engine=engine)
+        check_device("cuda", block, engine=engine)
+    check_device("mps", lr, engine=False)
+
+
 def test_the_callback_beside_a_block_is_refused(peers: Any, construct: Make, dense: Path) -> None:
     from mismatch_ext.adapters.trl import MismatchCallback
 
