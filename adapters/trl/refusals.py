@@ -195,8 +195,8 @@ def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:
     """
     if device == "mps" and (engine or block.kl is not None or block.routing is not None):
         raise ConfigError(
-            "a mismatch block on device 'mps', which has no float64; allowed: a CPU or a CUDA device. Set use_cpu=True, or remove "
-            "the block."
+            "a mismatch block on device 'mps', which has no float64; allowed: a CPU or a CUDA device. Set use_cpu=True, or "
+            "remove the block."
         )
 
 
