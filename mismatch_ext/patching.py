@@ -121,9 +121,8 @@ class _Place:
         return row | {"digest": _sha256([*row.values(), _text(self.original), _text(patch.make), repr(handler)])}
 
 
-_PLACES: dict[
-    str, _Place
-] = {}  # by the patch's name; kept after a patch is taken back, so that it is probed and built once
+# By the patch's name. A place stays after its patch is taken back, so that each is probed and built once.
+_PLACES: dict[str, _Place] = {}
 
 
 @contextmanager
@@ -247,11 +246,11 @@ def _ready(patch: Patch) -> _Place:
     """Return the place of a patch: the one in force or built earlier, unless its symbol has become another since."""
     owner, attribute = _look_up(patch)
     raw = _raw(owner, attribute)
-    known = _PLACES.get(patch.name)
-    if known is not None and known.owner is owner and known.patch == patch:
-        if raw is (known.entry if known.users else known.raw):
-            return known
-    if known is not None and known.users:
+    earlier = _PLACES.get(patch.name)
+    if earlier is not None and earlier.owner is owner and earlier.patch == patch:
+        if raw is (earlier.entry if earlier.users else earlier.raw):
+            return earlier
+    if earlier is not None and earlier.users:
         raise PatchError(f"{patch.name} is applied already, with another handler or on an object that is gone.")
     _PLACES[patch.name] = _build(patch, owner, attribute, raw)
     return _PLACES[patch.name]
@@ -325,8 +324,7 @@ def _warn_of_what_nobody_ran(patch: Patch, version: str, original: Any) -> None:
 
 def _refuse_two_on_one_symbol(places: list[_Place]) -> None:
     taken: dict[tuple[int, str], _Place] = {}
-    held = [place for place in _PLACES.values() if place.users]
-    for place in [*held, *places]:
+    for place in places:  # a symbol that is patched already has the marker
         other = taken.setdefault((id(place.owner), place.attribute), place)
         if other is not place:
             raise PatchError(

@@ -111,7 +111,9 @@ class Seam:
         """Return those features that need this seam in these circumstances."""
         if not set(self.where) <= set(using):
             return ()
-        return tuple(name for name in features if any(f"{name}.".startswith(f"{own}.") for own in self.features))
+        return tuple(
+            name for name in features if any(f"{name}.".startswith(f"{needing}.") for needing in self.features)
+        )
 
     def change(self, importing: bool = False) -> str | None:
         """Return None if all claims hold, otherwise what was found instead."""
@@ -154,7 +156,7 @@ def examine(seams: Iterable[Seam], features: Sequence[str], using: Iterable[str]
     lost = [(seam, needing, change) for seam, needing in needed if (change := seam.change()) is not None]
     if not lost:
         return len(needed)
-    found = [
+    changes = [
         f"{named(needing)}: {seam.peer} {installed(seam.peer)} has changed {seam.name}, which is used for {seam.what}: {change} "
         f"See {seam.upstream}."
         for seam, needing, change in lost
@@ -164,7 +166,9 @@ def examine(seams: Iterable[Seam], features: Sequence[str], using: Iterable[str]
     )
     sections = dict.fromkeys(feature.partition(".")[0] for _, needing, _ in lost for feature in needing)
     remove = f"Remove {' and '.join(sections)} from the block, or install" if ALL not in sections else "Install"
-    raise SeamError(f"{' '.join(found)} {remove} a version that was run (pip install {install}). Nothing was started.")
+    raise SeamError(
+        f"{' '.join(changes)} {remove} a version that was run (pip install {install}). Nothing was started."
+    )
 
 
 def named(features: Sequence[str]) -> str:
@@ -195,13 +199,13 @@ def survey(
     peers = {}
     for name, peer in PEERS.items():
         version = installed(name)
-        own = [seam.name for seam in here if seam.peer == name]
+        names = [seam.name for seam in here if seam.peer == name]
         wrong = () if version is None else known_wrong(name, version, ("cpu",) if on_cpu_build() else ())
         peers[name] = {
             "version": version,
             "state": peer.state(version),
-            "held": [seam for seam in own if changes[seam] is None],
-            "changed": {seam: changes[seam] for seam in own if changes[seam] is not None},
+            "held": [seam for seam in names if changes[seam] is None],
+            "changed": {seam: changes[seam] for seam in names if changes[seam] is not None},
             "known_wrong": [f"{fault.feature or 'all'}: {fault.reason}" for fault in wrong],
         }
     table: dict[str, dict[str, str | None]] = {}
@@ -244,13 +248,13 @@ def table(data: dict[str, Any]) -> str:
     good, notes = "holds" if data["imported"] else "found", dict[str, int]()
     cells = [("feature", *there)]
     for feature in FEATURES:
-        reasons = [found[feature] for found in there.values()]
+        reasons = [features[feature] for features in there.values()]
         cells.append(
             (feature, *(good if why is None else f"no [{notes.setdefault(why, len(notes) + 1)}]" for why in reasons))
         )
     lines += ["", *_columns(cells), "", _NAMES[data["imported"]], _BESIDE] if there else []
     lines += [f"[{number}] {reason}" for reason, number in notes.items()]
-    lacking = {name: found["not_installed"] for name, found in data["hosts"].items() if name not in there}
+    lacking = {name: host["not_installed"] for name, host in data["hosts"].items() if name not in there}
     return "\n".join([*lines, "", *(f"{name}: {peer} is not installed." for name, peer in lacking.items())]).rstrip()
 
 
