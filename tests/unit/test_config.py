@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from mismatch_ext import config
 from mismatch_ext.config import (
     AlarmConfig,
     CorrectionConfig,
@@ -262,6 +263,11 @@ def test_a_file_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 )
 def test_another_name_of_a_dtype_is_understood_in_the_error(written: object, meant: str) -> None:
     refused(lambda: MismatchConfig.parse({"precision": {"dtype": written}}), f"{written!r}", f"Did you mean '{meant}'")
+
+
+def test_the_block_has_at_most_48_keys() -> None:
+    keys = [key.name for section in config._SECTIONS.values() for key in dataclasses.fields(section)]
+    assert len(keys) - len(SECTIONS) <= 48  # seven keys of the block are sections
 
 
 def test_a_block_is_read_without_torch() -> None:
