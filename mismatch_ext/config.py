@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 Level = Literal["observe", "enforce"]
 Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]
-# YAML 1.1 reads a bare `off` as False.
-Action = Annotated[Literal["error", "warn", "off"], BeforeValidator(lambda value: "off" if value is False else value)]
-AlarmAction = Annotated[
-    Literal["warn", "stop", "off"], BeforeValidator(lambda value: "off" if value is False else value)
-]
+_OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML 1.1 reads a bare `off` as False
+Action = Annotated[Literal["error", "warn", "off"], _OFF]
+AlarmAction = Annotated[Literal["warn", "stop", "off"], _OFF]
 Number = Annotated[float, Strict(), Field(allow_inf_nan=False)]
 Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Strict(), Field(ge=1)]

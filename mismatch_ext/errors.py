@@ -48,15 +48,11 @@ class UntestedVersionWarning(UserWarning):
 
 
 class PatchError(MismatchError, RuntimeError):
-    """A patch could not be applied or reverted; nothing was left half-applied."""
+    """A patch could not be applied or reverted, or is not in effect; nothing was left half-applied."""
 
 
 class PatchDriftError(PatchError):
     """The upstream symbol is gone or its source differs from what the patch was written for."""
-
-
-class PatchVerificationError(PatchError):
-    """The patch was applied, but its own check says that it has no effect."""
 
 
 class PrecisionError(MismatchError, RuntimeError):

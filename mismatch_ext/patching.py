@@ -21,7 +21,7 @@ from functools import cached_property
 from types import FunctionType, ModuleType
 from typing import Any
 
-from mismatch_ext.errors import PatchDriftError, PatchError, PatchVerificationError
+from mismatch_ext.errors import PatchDriftError, PatchError
 from mismatch_ext.versions import in_range, installed, warn_untested
 
 MARKER = "__mismatch_patch__"
@@ -145,7 +145,7 @@ def apply(*patches: Patch) -> None:
     Raises:
         PatchDriftError: A target is gone, or does not behave as its patch needs it to; says what was seen.
         PatchError: A symbol holds another patch.
-        PatchVerificationError: A target does not resolve to its replacement.
+        PatchError: A target does not resolve to its replacement.
         PatchError: A peer is not installed.
     """
     for patch in patches:
@@ -190,13 +190,13 @@ def verify(*patches: Patch) -> None:
     """Check that patches are in force.
 
     Raises:
-        PatchVerificationError: One is not applied, or its target does not resolve to its replacement.
+        PatchError: One is not applied, or its target does not resolve to its replacement.
     """
     with _LOCK:
         for patch in patches:
             place = _PLACES.get(patch.name)
             if place is None or not place.users:
-                raise PatchVerificationError(f"{patch.name} is not applied. Apply it before its effect is needed.")
+                raise PatchError(f"{patch.name} is not applied. Apply it before its effect is needed.")
             _verify(place)
 
 
@@ -334,7 +334,7 @@ def _refuse_two_on_one_symbol(places: list[_Place]) -> None:
 
 def _verify(place: _Place) -> None:
     if _look_up(place.patch)[0] is not place.owner or not place.in_force:
-        raise PatchVerificationError(
+        raise PatchError(
             f"{place.patch.name}: {place.patch.target} does not resolve to the replacement. Another patch or a reload changed it."
         )
 

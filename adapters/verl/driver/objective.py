@@ -11,7 +11,7 @@ from mismatch_ext.adapters.verl.worker.spread import shares
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import PatchVerificationError
+from mismatch_ext.errors import PatchError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, apply
@@ -48,7 +48,7 @@ class ObjectiveMixin(_Host):
         """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed.
 
         Raises:
-            PatchVerificationError: verl did not ask for the penalty among the rewards.
+            PatchError: verl did not ask for the penalty among the rewards.
         """
         if self._kl is not None:
             sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
@@ -58,7 +58,7 @@ class ObjectiveMixin(_Host):
         before = self._penalized
         advantages = super()._compute_advantage(batch, metrics)
         if self._kl is not None and self._kl.config.in_rewards and self._penalized == before:
-            raise PatchVerificationError(
+            raise PatchError(
                 "mismatch.kl.reward_path='rewards': verl computed advantages without its apply_kl_penalty, where the penalty is "
                 "added. Use reward_path='surrogate'."
             )
