@@ -1,125 +1,189 @@
-"""The summary printed when training ends: what was measured, and what happened."""
+"""The summary printed when training ends: what was measured, and what happened, one line for each recorded topic."""
 
 from __future__ import annotations
 
 import difflib
 import math
 import shlex
-from collections.abc import Iterable
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 from mismatch_ext.alarms import STALENESS, logged_names
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.metrics.names import MEASURES
-from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
+from mismatch_ext.verdicts import EVENT
 
-ALARM_EVENT = "alarm"
-# Used if our own metric is not logged: TRL measures this one without a block.
-HOST_ABS_DIFF = MEASURES[ABS_DIFF_MEAN].trl
+STATUS = {"completed": "completed", "failed": "failed", "open": "did not end"}
 
 
 def closing_lines(run: RunData) -> list[str]:
-    """Return the summary of a run over all its segments, one line for each recorded topic.
-
-    Args:
-        run: The run, from `mismatch_ext.log_reading.read_run`.
-    """
-    lines = [_status(run), *_observed(run)]
-    lines += _gap(run) + _alarms(run) + _unwatched(run) + _learning_rate(run) + _loss_scale(run)
-    lines += _weight_sync(run) + _routing(run)
+    """Return the summary of a run over all its segments."""
+    rows = [
+        *(("observed", text) for text in _observed(run)),
+        *(("gap", text) for text in _gap(run)),
+        *(("alarms", text) for text in _alarms(run)),
+        *(("unwatched", text) for text in _unwatched(run)),
+        *_parts(run),
+    ]
     if run.problems:
-        lines.append(_line("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
-    lines.append(_line("metrics", str(run.path / METRICS_FILE)))
-    lines.append(_line("report", f"mismatch-ext report {shlex.quote(str(run.path))}"))
-    return lines
-
-
-def _line(name: str, text: str) -> str:
-    return f"  {name:<10} {text}"
+        rows.append(("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
+    rows.append(("metrics", str(run.path / METRICS_FILE)))
+    rows.append(("report", f"mismatch-ext report {shlex.quote(str(run.path))}"))
+    # Each name stands once, but that each misspelt metric is a topic of its own.
+    names = [
+        "" if at and name == rows[at - 1][0] and name != "unwatched" else name for at, (name, _) in enumerate(rows)
+    ]
+    return [_status(run), *(f"  {name:<10} {text}" for name, (_, text) in zip(names, rows, strict=True))]
 
 
 def _status(run: RunData) -> str:
-    status, what, why = run.ending.status, run.ending.of, run.ending.message
-    said = {"completed": "was stopped" if why else "completed", "failed": "failed", "open": "did not end"}[status]
-    last = max([run.last_step] + [end.step for end in run.ends])
-    text = f"mismatch-ext: {what} {said} after {_count(last, 'step')}"
-    resumed = [header["resume_step"] for header in run.headers if isinstance(header.get("resume_step"), int)]
+    end = run.ending
+    how = "was stopped" if end.status == "completed" and end.message else STATUS[end.status]
+    text = f"mismatch-ext: {end.of} {how} after {_count(max([run.last_step, *(e.step for e in run.ends)]), 'step')}"
+    resumed = [str(header["resume_step"]) for header in run.headers if header["resume_step"] is not None]
     if resumed:
-        text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(map(str, resumed))}"
-    return f"{text}: {why}" if why else text
+        text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(resumed)}"
+    return f"{text}: {end.message}" if end.message else text
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """The findings of one check under `level: observe`; `times` is a lower bound, because not every finding is written."""
+
+    check: str
+    first_step: int
+    times: int
+    message: str
+
+
+def level_of_run(run: RunData) -> str:
+    """Return `mismatch.level` of a run; a header without it means the default."""
+    return str(_section(run.header, "config").get("level", "enforce"))
+
+
+def _section(block: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    section = block.get(key)
+    return section if isinstance(section, Mapping) else {}
+
+
+def observed(run: RunData) -> list[Observed]:
+    """Return the findings of a run, one per check, in the order of their first steps."""
+    checks: dict[str, list[EventRecord]] = {}
+    for event in run.events:
+        if event.name == EVENT and isinstance(event.data, dict):
+            checks.setdefault(str(event.data.get("check", "")), []).append(event)
+    rows = [
+        Observed(
+            check=check,
+            first_step=events[0].step,
+            times=max(event.data["count"] if type(event.data.get("count")) is int else 1 for event in events),
+            message=str(events[0].data.get("message", "")),
+        )
+        for check, events in checks.items()
+    ]
+    return sorted(rows, key=lambda row: row.first_step)
 
 
 def _observed(run: RunData) -> list[str]:
-    """Name the checks that failed in a run that only observed."""
     if level_of_run(run) != "observe":
         return []
-    found = observed(run)
-    if not found:
-        return [_line("observed", "no check failed")]
-    lines: list[str] = []
-    for one in found:
-        failed = f"{one.check}: failed {_times(one.times)}, first at step {one.first_step}"
-        lines.append(_line("" if lines else "observed", failed))
-    return lines
+    lines = [f"{row.check}: failed {_times(row.times)}, first at step {row.first_step}" for row in observed(run)]
+    return lines or ["no check failed"]
 
 
 def _gap(run: RunData) -> list[str]:
-    lines: list[str] = []
-    shown: list[tuple[str, tuple[str, ...]]] = [
-        ("k3", (PREFIX + "k3_kl",)),
-        ("mean |Δlogp|", (PREFIX + ABS_DIFF_MEAN, HOST_ABS_DIFF)),
-    ]
+    # TRL measures its own mean without a block.
+    shown = [("k3", [PREFIX + "k3_kl"]), ("mean |Δlogp|", [PREFIX + ABS_DIFF_MEAN, MEASURES[ABS_DIFF_MEAN].trl])]
     if run.series(STALENESS)[0]:
-        shown.insert(0, ("k3 of numerics alone", (f"{PREFIX}{NUMERICS}k3_kl",)))
+        shown.insert(0, ("k3 of numerics alone", [f"{PREFIX}{NUMERICS}k3_kl"]))
+    lines = []
     for label, names in shown:
-        name = next((n for n in names if run.series(n)[0]), None)
-        if name is None:
-            if NUMERICS in names[0]:
-                lines.append(_line("gap" if not lines else "", f"{label} is unknown: no token of one version"))
-            continue
-        steps, values = run.series(name)
+        steps, values = next((series for name in names if (series := run.series(name))[0]), ([], []))
         known = [(value, step) for step, value in zip(steps, values, strict=True) if value is not None]
-        broken = values.count(None)
-        text = f"{label} was not finite"
+        broken = _count(values.count(None), "log")
         if known:
             worst, at = max(known, key=lambda pair: pair[0])
             text = f"{label} {quantity(known[0][0])} -> {quantity(known[-1][0])} nat per token, "
             text += f"worst {quantity(worst)} at step {at}"
-        if broken:
-            text += f", not finite in {_count(broken, 'log')}" if known else f" in any of {_count(broken, 'log')}"
-        lines.append(_line("gap" if not lines else "", text))
+            lines.append(f"{text}, not finite in {broken}" if None in values else text)
+        elif values:
+            lines.append(f"{label} was not finite in any of {broken}")
+        elif NUMERICS in names[0]:
+            lines.append(f"{label} is unknown: no token of one version")
     return lines
 
 
 def _alarms(run: RunData) -> list[str]:
-    histories: dict[str, list[EventRecord]] = {}
-    for event in _kept(run, ALARM_EVENT):
-        if isinstance(event.data, dict) and isinstance(event.data.get("metric"), str):
-            histories.setdefault(event.data["metric"], []).append(event)
-    lines: list[str] = []
-    for metric, events in histories.items():
-        raised = [e for e in events if e.data.get("status") == "raised"]
-        ends = [e for e in events if e.data.get("status") in ("raised", "cleared")]
-        parts = []
-        if raised:
-            parts.append(f"raised {_times(len(raised))}, {_first_and_last(e.step for e in raised)}")
-        if ends:
-            last = ends[-1]
-            parts.append("still raised" if last.data["status"] == "raised" else f"cleared at step {last.step}")
-        if parts:
-            lines.append(_line("" if lines else "alarms", f"{metric}: {', '.join(parts)}"))
+    histories: dict[str, list[tuple[str, int]]] = {}
+    for event in _kept(run, "alarm"):
+        data = event.data if isinstance(event.data, dict) else {}
+        if isinstance(data.get("metric"), str) and data.get("status") in ("raised", "cleared"):
+            histories.setdefault(data["metric"], []).append((data["status"], event.step))
+    lines = []
+    for metric, history in histories.items():
+        raised = [step for status, step in history if status == "raised"]
+        text = f"raised {_times(len(raised))}, {_first_and_last(raised)}, " if raised else ""
+        status, step = history[-1]
+        lines.append(f"{metric}: {text}{'still raised' if status == 'raised' else f'cleared at step {step}'}")
     return lines
 
 
 def _kept(run: RunData, name: str) -> list[EventRecord]:
     """Return the events of a name, without those of steps that a later segment did again from an earlier checkpoint."""
-    resumes = [(h["segment"], h["resume_step"]) for h in run.headers if isinstance(h.get("resume_step"), int)]
+    resumes = [(h["segment"], h["resume_step"]) for h in run.headers if h["resume_step"] is not None]
     return [
         event
         for event in run.events
         if event.name == name and not any(event.segment < s and event.step > at for s, at in resumes)
     ]
+
+
+def _unwatched(run: RunData) -> list[str]:
+    """Name the metrics that the block watches but no log holds: an alarm on a misspelt name never fires."""
+    alarms = _section(_section(_section(run.header, "config"), "monitor"), "alarms")
+    logged = run.logged("train")
+    lines = []
+    for metric in alarms if logged else ():
+        off = _section(alarms, metric).get("action") == "off"
+        if off or any(name in logged for name in logged_names(metric, run.names)):
+            continue
+        short = [name.removeprefix(PREFIX) for name in sorted(logged)]
+        near = difflib.get_close_matches(metric.removeprefix(PREFIX), short, n=1)
+        lines.append(f"{metric}: no log held this metric" + (f"; did you mean {near[0]!r}?" if near else ""))
+    return lines
+
+
+def _parts(run: RunData) -> list[tuple[str, str]]:
+    """Return the lines about learning rate, loss scale, weight sync and routing, as far as they were logged."""
+
+    def values(name: str) -> list[float]:
+        return [value for value in run.series(PREFIX + name)[1] if value is not None]
+
+    rows = []
+    if multiplier := values("lr_multiplier"):
+        surge = values("lr_surge_step")
+        at = f", surge at step {surge[-1]:.0f}" if surge and math.isfinite(surge[-1]) else ""
+        rows.append(("lr", f"multiplier {multiplier[-1]:g} at the end{at}"))
+    if scale := values("loss_scale"):
+        skipped = values("overflow_steps")
+        steps = f", {_count(round(skipped[-1]), 'step')} skipped" if skipped else ""
+        rows.append(("loss scale", f"{scale[-1]:g} at the end{steps}"))
+    if _kept(run, "weights_unverified"):
+        rows.append(("sync", "the engine's weights were not verified"))
+    elif (events := _kept(run, "weight_sync")) or run.series(PREFIX + "weight_sync_gap")[0]:
+        failed = [event.step for event in events if event.level != "info"]
+        gaps, verified = values("weight_sync_gap"), len(events) - len(failed)
+        parts = [f"{_count(verified, 'weight update')} verified"] if verified else []
+        parts += [f"gap of the probes at most {quantity(max(gaps))}"] if gaps else []
+        parts.append(f"{len(failed)} failed, {_first_and_last(failed)}" if failed else "no weight update failed")
+        rows.append(("sync", ", ".join(parts)))
+    if flips := values("routing/set_mismatch_frac"):
+        share = f"{flips[-1]:.2%} of (token, layer) pairs at the end, at most {max(flips):.2%}"
+        rows.append(("routing", f"other experts in {share}"))
+    return rows
 
 
 def _count(number: int, what: str) -> str:
@@ -130,82 +194,5 @@ def _times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 
-def _first_and_last(steps: Iterable[int]) -> str:
-    found = list(steps)
-    return f"at step {found[0]}" if len(found) == 1 else f"first at step {found[0]}, last at step {found[-1]}"
-
-
-def _unwatched(run: RunData) -> list[str]:
-    """Name the metrics that the block watches but no log holds: an alarm on a misspelt name never fires."""
-    config = run.header.get("config")
-    monitor = config.get("monitor") if isinstance(config, dict) else None
-    alarms = monitor.get("alarms") if isinstance(monitor, dict) else None
-    logged = run.logged("train")
-    if not isinstance(alarms, dict) or not logged:
-        return []
-    lines = []
-    for metric, alarm in alarms.items():
-        off = isinstance(alarm, dict) and alarm.get("action") == "off"
-        if off or any(name in logged for name in logged_names(metric, run.names)):
-            continue
-        short = [name.removeprefix(PREFIX) for name in sorted(logged)]
-        near = difflib.get_close_matches(metric.removeprefix(PREFIX), short, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        lines.append(_line("unwatched", f"{metric}: no log held this metric{hint}"))
-    return lines
-
-
-def _last(run: RunData, name: str) -> float | None:
-    values = [value for value in run.series(PREFIX + name)[1] if value is not None]
-    return values[-1] if values else None
-
-
-def _learning_rate(run: RunData) -> list[str]:
-    multiplier, surge = _last(run, "lr_multiplier"), _last(run, "lr_surge_step")
-    if multiplier is None:
-        return []
-    text = f"multiplier {multiplier:g} at the end"
-    if surge is not None and math.isfinite(surge):
-        text += f", surge at step {surge:.0f}"
-    return [_line("lr", text)]
-
-
-def _loss_scale(run: RunData) -> list[str]:
-    scale, skipped = _last(run, "loss_scale"), _last(run, "overflow_steps")
-    if scale is None:
-        return []
-    text = f"{scale:g} at the end"
-    if skipped is not None:
-        text += f", {_count(round(skipped), 'step')} skipped"
-    return [_line("loss scale", text)]
-
-
-def _weight_sync(run: RunData) -> list[str]:
-    steps, values = run.series(PREFIX + "weight_sync_gap")
-    events = _kept(run, "weight_sync")
-    failed = [event.step for event in events if event.level != "info"]
-    verified = [event for event in events if event.level == "info"]
-    if _kept(run, "weights_unverified"):
-        return [_line("sync", "the engine's weights were not verified")]
-    if not steps and not events:
-        return []
-    parts = []
-    if verified:
-        parts.append(f"{_count(len(verified), 'weight update')} verified")
-    known = [value for value in values if value is not None]
-    if known:
-        parts.append(f"gap of the probes at most {quantity(max(known))}")
-    count = "no weight update failed" if not failed else f"{len(failed)} failed, {_first_and_last(failed)}"
-    return [_line("sync", ", ".join([*parts, count]))]
-
-
-def _routing(run: RunData) -> list[str]:
-    values = [v for v in run.series(PREFIX + "routing/set_mismatch_frac")[1] if v is not None]
-    if not values:
-        return []
-    return [
-        _line(
-            "routing",
-            f"other experts in {values[-1]:.2%} of (token, layer) pairs at the end, at most {max(values):.2%}",
-        )
-    ]
+def _first_and_last(steps: Sequence[int]) -> str:
+    return f"at step {steps[0]}" if len(steps) == 1 else f"first at step {steps[0]}, last at step {steps[-1]}"

@@ -13,11 +13,11 @@ from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.report import tables
+from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.observed import level_of_run, observed
 from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, quantity, summarise
-from mismatch_ext.report.verdict import LEVEL_LABELS, judge, verdict
+from mismatch_ext.report.verdict import WORDS, judge, verdict
 from mismatch_ext.versions import installed
 
 TEMPLATE = "template.html.j2"
@@ -150,7 +150,7 @@ def _context(runs: Mapping[str, RunData], summary: Summary, unread: Sequence[tup
             {
                 "name": v.run,
                 "judged": v,
-                "level": LEVEL_LABELS[v.level],
+                "level": WORDS[v.level][0],
                 "status": ("evaluation " if v.ended == "evaluation" else "") + STATUS_LABELS[v.status],
                 "row": summary.row(v.run, v.split),
                 "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),

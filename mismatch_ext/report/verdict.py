@@ -50,24 +50,22 @@ CLEAR_RATIO = 2.0
 
 SAME, SMALL, ELEVATED, LARGE, UNKNOWN, MIXED = "same", "small", "elevated", "large", "unknown", "mixed"
 LEVELS = (SAME, SMALL, ELEVATED, LARGE)
-LEVEL_LABELS = {
-    SAME: "same policy",
-    SMALL: "small gap",
-    ELEVATED: "elevated gap",
-    LARGE: "large gap",
-    UNKNOWN: "not measured",
-    MIXED: "numerics unknown",
-}
-_SINGULAR = {
-    SAME: "computes the same policy on both sides",
-    SMALL: "has a small gap",
-    ELEVATED: "has a gap above what healthy runs report",
-    LARGE: "has a gap as large as stale weights cause",
-    UNKNOWN: "recorded no mismatch metrics",
-    MIXED: "has stale rollouts and no token of one version, so that numerics and drift cannot be told apart",
-}
-_PLURAL = {level: text.replace("has", "have", 1) for level, text in _SINGULAR.items()} | {
-    SAME: "compute the same policy on both sides"
+# Level -> its label, and what it says of one run and of several.
+WORDS = {
+    SAME: ("same policy", "computes the same policy on both sides", "compute the same policy on both sides"),
+    SMALL: ("small gap", "has a small gap", "have a small gap"),
+    ELEVATED: (
+        "elevated gap",
+        "has a gap above what healthy runs report",
+        "have a gap above what healthy runs report",
+    ),
+    LARGE: ("large gap", "has a gap as large as stale weights cause", "have a gap as large as stale weights cause"),
+    UNKNOWN: ("not measured", "recorded no mismatch metrics", "recorded no mismatch metrics"),
+    MIXED: (
+        "numerics unknown",
+        "has stale rollouts and no token of one version, so that numerics and drift cannot be told apart",
+        "have stale rollouts and no token of one version, so that numerics and drift cannot be told apart",
+    ),
 }
 
 
@@ -165,27 +163,30 @@ def side_dtype(side: Any) -> str | None:
 def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
     """Name the worst known cause that makes the size of the gap meaningless, if there is one."""
     stale = [event.step for event in run.events if event.name == "weight_sync" and event.level != "info"]
-    if stale:
-        return f"the weight-sync check failed at step {stale[0]}, so fix the weight sync first"
     broken = sum(row.nonfinite_steps for row in summary.rows if row.run == name)
-    if broken:
-        return f"{broken} steps hold NaN or infinite mismatch metrics, so look at those first"
     stopped = pooled(run, "phantom_clip_frac") or 0.0
-    if stopped > PHANTOM:
-        return (
+    trainer, engine = side_dtype(run.header.get("trainer")), side_dtype(run.header.get("engine"))
+    truncated = any((pooled(run, "support_truncated", split) or 0) > 0 for split in run.splits)
+    causes = (
+        (bool(stale), f"the weight-sync check failed at step {stale[0] if stale else 0}, so fix the weight sync first"),
+        (broken > 0, f"{broken} steps hold NaN or infinite mismatch metrics, so look at those first"),
+        (
+            stopped > PHANTOM,
             f"its clip on π_trainer/π_engine stops {stopped:.0%} of the tokens although the policy has not changed since they "
             "were sampled, which the size of the gap does not tell, so clip on the trainer's own ratio "
-            "(correction.preset: decoupled_token_is)"
-        )
-    trainer, engine = side_dtype(run.header.get("trainer")), side_dtype(run.header.get("engine"))
-    if trainer and engine and trainer != engine:
-        return f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype"
-    if any((pooled(run, "support_truncated", split) or 0) > 0 for split in run.splits):
-        return (
+            "(correction.preset: decoupled_token_is)",
+        ),
+        (
+            bool(trainer and engine) and trainer != engine,
+            f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype",
+        ),
+        (
+            truncated,
             f"{PREFIX}support_truncated is set, so switch top_p, top_k and min_p off for an unbiased ratio, or set "
-            "mismatch.sampling_mask in TRL"
-        )
-    return None
+            "mismatch.sampling_mask in TRL",
+        ),
+    )
+    return next((sentence for holds, sentence in causes if holds), None)
 
 
 def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = ()) -> str:
@@ -233,7 +234,7 @@ def _levels_clause(judged: Sequence[RunVerdict], worst: RunVerdict) -> str:
             for v in group:
                 names.append(_with_numbers(v, unit, detail=v is worst))
                 unit = "" if v.mean is not None else unit
-            parts.append(f"{_join(names)} {(_SINGULAR if len(group) == 1 else _PLURAL)[level]}")
+            parts.append(f"{_join(names)} {WORDS[level][1 if len(group) == 1 else 2]}")
     return _join(parts)
 
 
