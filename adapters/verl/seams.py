@@ -49,7 +49,7 @@ SEAMS = (
             exists(f"{_TRAINER}:PPOTrainer._setup"),
             exists("verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas"),
         ),
-        checked="a run whose trainer is not ours has no reports, which ends it",
+        checked="a run does not start Ray with a trainer mode that is not ours",
         upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
         where=("verl",),
     ),
