@@ -158,25 +158,28 @@ def moved() -> tuple[list[RolloutRecord], Trained]:
 FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[MismatchError], list[str]]] = {
     "the engine is given an earlier turn anew": (
         rendered_again, RecordError,
-        ["completion 0: turn 1 was given another token", "token 1 of the completion was id 19", "is id 4"],
+        ["token 5 of the completion (id 6)", "was given id 19 as token 1 of the completion, where id 4 is trained on"],
     ),
     "a sampled token is another": (
         lambda: trained_on_other(6), RecordError,
-        ["token 6 of the completion was changed after turn 1", "id 7 by the engine, id 19 in what is trained on"],
+        ["token 5 of the completion (id 6)", "sampled id 7 as token 6 of the completion, where id 19 is trained on"],
     ),
     "a prompt is another": (
         lambda: (turns(), whole(prompt_ids=(1, 19))), RecordError,
-        ["completion 0: token 0 of the completion (id 3) counts as the policy's, but no call"],
+        ["completion 0: token 0 of the completion (id 3) counts as the policy's, and no call"],
     ),
     "a tool's token is another": (
-        lambda: trained_on_other(4), RecordError, ["turn 1 was given another token", "token 4 of the completion was id 12"],
+        lambda: trained_on_other(4), RecordError, ["was given id 12 as token 4 of the completion, where id 19"],
     ),
     "a turn and its tool are left out": (
-        lambda: without(5, 8), RecordError, ["turn 1 was dropped: the engine sampled 2 tokens behind token 4 of the completion"],
+        lambda: without(5, 8), RecordError,
+        ["token 5 of the completion (id 8)", "was given id 6 as token 5 of the completion, where id 8 is trained on"],
     ),
-    "a turn is left out and its tool stays": (lambda: without(5, 7), RecordError, ["turn 1 was dropped: the engine sampled 2"]),
+    "a turn is left out and its tool stays": (lambda: without(5, 7), RecordError,
+        ["was given id 6 as token 5 of the completion, where id 13"]),
     "the first turn is left out": (
-        lambda: without(0, 5), RecordError, ["turn 0 was dropped: the engine sampled 3 tokens behind token 1 of the prompt"],
+        lambda: without(0, 5), RecordError,
+        ["token 0 of the completion (id 6)", "was given id 3 as token 0 of the completion, where id 6"],
     ),
     "the last turn is left out": (
         lambda: without(8, 11), RecordError,
@@ -184,7 +187,7 @@ FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[
     ),
     "the end of a turn is left out": (
         lambda: without(10, 11), RecordError, 
-        ["it ends 1 tokens before the end of turn 2, which sampled 3", "allowed: a completion of 11"],
+        ["sampled id 10 as token 10 of the completion, where the completion ends"],
     ),
     "weights change": (
         lambda: of_version(2, weight_version=4), RecordError,
@@ -194,7 +197,7 @@ FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[
         lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), RecordError,
         ["completion 0, turn 1 has sampling=", "temperature=0.5"],
     ),
-    "a tool's token counts": (marked, RecordError, ["token 4 of the completion (id 12) counts as the policy's, but no call"]),
+    "a tool's token counts": (marked, RecordError, ["token 4 of the completion (id 12) counts as the policy's, and no call"]),
     "log-probabilities move": (
         moved, RecordError, ["token 5 of the completion is trained with log-probability -1.07", "engine reported -1.06"],
     ),
@@ -206,7 +209,7 @@ FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[
         lambda: ([turns()[0], replace(turns()[1], support=None), turns()[2]], whole()), RecordError,
         ["completion 0: a turn has no sampling masks"],
     ),
-    "nothing was recorded": (lambda: ([], whole()), RecordError, ["no call of the trainer's engine has sampled it there"]),
+    "nothing was recorded": (lambda: ([], whole()), RecordError, ["sampled it there. Generate by"]),
     "nothing was sampled": (
         lambda: ([], whole(response_mask=(False,) * len(ROW))), RecordError, ["has sampled any of its tokens"],
     ),
@@ -244,7 +247,7 @@ def test_another_candidate_is_not_taken_for_the_turn() -> None:
     # The second turn was given an earlier token anew, or counts as the policy's a token that it was given.
     (found, one), candidate = rendered_again(), turn(turns()[1].prompt_ids, (19,), 8)
     for order in ([candidate, *found], [*found, candidate]):
-        with pytest.raises(RecordError, match="turn 1 was given another token than is trained on: token 1 of the"):
+        with pytest.raises(RecordError, match="was given id 19 as token 1 of the completion, where id 4"):
             join_turns(order, [one], every_turn=False)
     other = [turn(PROMPT, (4, 5), 0), turn((*PROMPT, 4, 5, 11, 12), (7,), 1)]  # another completion's, unmasked as well
     other.append(turn((*PROMPT, 19), (4,), 2))
@@ -252,7 +255,7 @@ def test_another_candidate_is_not_taken_for_the_turn() -> None:
     rows = [whole(response_mask=(True,) * len(ROW)), Trained(
         prompt_ids=PROMPT, response_ids=(4, 5, 11, 12, 7), response_mask=(True,) * 5,
     )]  # fmt: skip
-    with pytest.raises(RecordError, match=r"token 3 of the completion \(id 11\) counts as the policy's, but no call"):
+    with pytest.raises(RecordError, match=r"token 3 of the completion \(id 11\) counts as the policy's, and no call"):
         join_turns([*other, candidate, *turns()], rows, every_turn=False)
 
 

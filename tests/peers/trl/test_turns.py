@@ -19,11 +19,14 @@ pytestmark = pytest.mark.engine
 
 # What each fault is called; the third completion has it, but for weights, which are all completions'.
 NAMED = {
-    "rendered again": [r"completion 2: token \d of the completion was", "chat template"],
-    "changed": [r"completion 2: token \d+ of the completion was changed after turn 1"],
-    "dropped": [r"completion 2: (a turn|turn 1) was dropped: the engine sampled \d tokens behind"],
+    "rendered again": [r"completion 2: token \d+ of the completion", "was given id", "chat template"],
+    "changed": [
+        r"completion 2: token \d+ of the completion \(id \d+\) counts",
+        r"sampled id \d+ as token \d+ of the completion, where id",
+    ],
+    "dropped": [r"completion 2: (a turn was dropped|token \d+ of the completion \(id \d+\) counts)"],
     "last dropped": [r"completion 2: a turn was dropped: the engine sampled \d tokens"],
-    "tool's token": [r"completion 2: token \d+ of the completion", "counts as the policy's, but no call"],
+    "tool's token": [r"completion 2: token \d+ of the completion", "counts as the policy's, and no call"],
     "log-probabilities": ["completion 2: token 0 of the completion is trained with log-probability"],
     "two versions": ["completion 0: turn 0 was sampled by weight version 3, turn 1 by weight version 4"],
 }
@@ -71,8 +74,8 @@ def test_a_step_without_a_fault_is_taken(tools: Any) -> None:
 
 # What a rollout_func does wrong, by what it is called.
 OWN = {
-    "rendered again": [r"completion 0: turn 1 was given another token than is trained on: token 0 of the completion"],
-    "no mask": [r"completion 0: token \d of the completion \(id \d+\) counts as the policy's, but no call"],
+    "rendered again": [r"completion 0: token \d+ of the completion .* was given id \d+ as token 0 of the completion"],
+    "no mask": [r"completion 0: token \d of the completion \(id \d+\) counts as the policy's, and no call"],
     "vLLM itself": ["vllm_generation.generate has not sampled", "generate with it", "trainer.vllm_generation.llm"],
     "another engine": ["vllm_generation.generate has not sampled", "generate with it", "an engine of your own"],
 }

@@ -1,0 +1,438 @@
+"""Completions that took several calls of the engine: the calls' records, joined and compared with the row that is trained on.
+
+A turn is one call of the engine. The engine is given the completion so far, with the output of tools or an environment, and
+samples from there. The trainer trains on one row of tokens. Every token of the row that counts as the policy's must have been
+sampled by a turn, after exactly the tokens that the turn was given.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, takewhile
+
+from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.rollout import RolloutRecord, one_provenance
+from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.sampling_mask.support import TokenSupport, join
+
+TOLERANCE = 1e-5
+"""Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""
+REMEDY = (
+    "Generate by the trainer's own means (in TRL trainer.vllm_generation), keep every turn and the token ids that it sampled (a "
+    "chat template that renders earlier turns again tokenizes them anew), and mask what the policy has not sampled."
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """One completion as it is to be trained on.
+
+    Args:
+        prompt_ids: Token ids of its prompt.
+        response_ids: Token ids of the completion `[T]`.
+        response_mask: True where a token counts as the policy's `[T]`.
+        rollout_logprobs: Log-probabilities that it is trained with, nats `[T]`; None if the host keeps none. An entry is None
+            if the host does not know that token's log-probability.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    response_mask: tuple[bool, ...]
+    rollout_logprobs: tuple[float | None, ...] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Joined:
+    """The joined turns of a batch.
+
+    Attributes:
+        records: One record per completion, in order; tokens that no turn sampled are masked.
+        turns: Number of turns that are part of a completion.
+        unused: Number of turns that are part of no completion.
+        sampled_rows: Rows of routes that were recorded when their tokens were sampled.
+        prefilled_rows: Rows of routes that a turn's prefill recorded: prompts, tool output, the previous turn's last token.
+        rerouted_rows: Rows of either kind for which a later turn's prefill chose other experts; counted for each such turn.
+    """
+
+    records: list[RolloutRecord]
+    turns: int
+    unused: int
+    sampled_rows: int
+    prefilled_rows: int
+    rerouted_rows: int
+
+
+def join_turns(
+    turns: Sequence[RolloutRecord], trained: Sequence[Trained], *, limit: int | None = None, every_turn: bool = True
+) -> Joined:
+    """Join the records of turns into one record for each completion.
+
+    Each row of routes comes from the turn that computed it first. A sampled token thus keeps the experts that it was sampled
+    with, not those that a later turn chose when it prefilled the token again.
+
+    Args:
+        turns: The engine's answers, in the order of the calls.
+        trained: The completions.
+        limit: Largest number of tokens of a completion. A completion of this length may end inside its last turn, or before
+            the tokens which that turn sampled. With None, any completion may end inside a turn.
+        every_turn: Whether each turn must be part of a completion. Otherwise turns that are part of none are ignored, for
+            example other candidates for a turn, and calls about something else.
+
+    Raises:
+        RecordError: A trained token was not sampled at its place, a turn was dropped, or two turns of a completion have different
+            weights or settings; names completion, token and ids.
+        RoutingError: Tokens at the end of a completion were never given to the engine and have no routes.
+    """
+    rows = [_Row(name, completion, limit) for name, completion in enumerate(trained)]
+    waiting: _Waiting = defaultdict(list)
+    for number, turn in enumerate(turns):
+        waiting[len(turn.prompt_ids)].append((number, turn))
+    for row in rows:
+        row.take_from(waiting)
+    left = [turn for _, turn in sorted(chain.from_iterable(waiting.values()), key=lambda numbered: numbered[0])]
+    for row in rows:
+        row.expect_covered(left)
+    _expect_none_dropped(rows, left, every_turn)
+    counts: Counter[str] = Counter()
+    return Joined(
+        records=[_record(row, counts) for row in rows],
+        turns=sum(len(row.turns) for row in rows),
+        unused=len(left),
+        sampled_rows=counts["sampled"],
+        prefilled_rows=counts["prefilled"],
+        rerouted_rows=counts["rerouted"],
+    )
+
+
+def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:
+    """Tell whether any turn was given a completion's prompt; if none was, something else sampled the completions."""
+    return any(turn.prompt_ids[: len(row.prompt_ids)] == row.prompt_ids for row in trained for turn in turns)
+
+
+_Waiting = dict[int, list[tuple[int, RolloutRecord]]]
+"""Turns, with their numbers, that no row has taken yet; keyed by prompt length, because a batch may have thousands of turns."""
+
+
+@dataclass
+class _Row:
+    """A completion whose turns are being looked for, each with the number of its sampled tokens that the completion has."""
+
+    name: int
+    trained: Trained
+    limit: int | None
+    turns: list[tuple[RolloutRecord, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.tokens = self.trained.prompt_ids + self.trained.response_ids
+        self.mask = (False,) * len(self.trained.prompt_ids) + self.trained.response_mask
+        self.at = len(self.trained.prompt_ids)  # the first token after the turns so far
+        self.ended = False
+
+    def fit(self, turn: RolloutRecord) -> int | None:
+        """Return how well a turn continues the row: 0 is best, None means that it does not."""
+        start, stop = len(turn.prompt_ids), len(turn.prompt_ids) + len(turn.response_ids)
+        if self.ended or not self.at <= start <= len(self.tokens):
+            return None
+        near = min(stop, start + 8, len(self.tokens))  # most other turns differ here, and whole prompts are long
+        if self.tokens[start:near] != turn.response_ids[: near - start] or self.tokens[:start] != turn.prompt_ids:
+            return None
+        if any(self.mask[self.at : start]) or self.tokens[start:stop] != turn.response_ids[: len(self.tokens) - start]:
+            return None
+        if stop > len(self.tokens):
+            may_end = start < len(self.tokens) if self.limit is None else len(self.trained.response_ids) == self.limit
+            return 2 if may_end else None
+        return 0 if stop == len(self.tokens) or not self.mask[stop] else 1
+
+    def take_from(self, waiting: _Waiting) -> None:
+        """Take the turns that continue the row, one by one; of equally good ones, take one with the row's log-probabilities."""
+        while True:
+            last = self.missing()
+            fitting = [
+                (rank, self._other_logprobs(turn), order, turn)
+                for start in range(self.at, (len(self.tokens) if last is None else last) + 1)
+                for order, turn in waiting.get(start, ())
+                if (rank := self.fit(turn)) is not None
+            ]
+            if not fitting:
+                return
+            _, _, order, turn = min(fitting, key=lambda candidate: candidate[:3])
+            start = len(turn.prompt_ids)
+            waiting[start] = [numbered for numbered in waiting[start] if numbered[0] != order]
+            count = min(len(turn.response_ids), len(self.tokens) - start)
+            self.turns.append((turn, count))
+            self.at, self.ended = start + count, count < len(turn.response_ids)
+
+    def _other_logprobs(self, turn: RolloutRecord) -> bool:
+        first = len(turn.prompt_ids) - len(self.trained.prompt_ids)
+        trained = (self.trained.rollout_logprobs or ())[first:]
+        return any(not _near(value, other) for value, other in zip(turn.rollout_logprobs, trained, strict=False))
+
+    def missing(self) -> int | None:
+        """Return the place of the first of the policy's tokens that no turn has sampled so far."""
+        return next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), None)
+
+    def common(self, turn: RolloutRecord) -> int:
+        """Return the number of tokens up to the first that differs from the row's."""
+        return _shared(turn.prompt_ids + turn.response_ids, self.tokens)
+
+    def token(self, place: int) -> str:
+        """Name a place in the sequence."""
+        first = len(self.trained.prompt_ids)
+        return f"token {place - first} of the completion" if place >= first else f"token {place} of the prompt"
+
+    def expect_covered(self, left: Sequence[RolloutRecord]) -> None:
+        """Refuse a row if no turn sampled one of the policy's tokens; say where the nearest call differs from the row."""
+        missing = self.missing()
+        if missing is None:
+            return
+        message = (
+            f"completion {self.name}: {self.token(missing)} (id {self.tokens[missing]}) counts as the policy's, and no call of "
+            "the trainer's engine sampled it there."
+        )
+        first = len(self.trained.prompt_ids)
+        nearest: tuple[bool, int, RolloutRecord | None] = (False, -1, None)
+        for turn in left:
+            start, common = len(turn.prompt_ids), self.common(turn)
+            following = self.tokens[missing : missing + len(turn.response_ids)]
+            after_others = first <= common < start and following == turn.response_ids[: len(following)]
+            if (after_others or first <= start <= min(missing, common)) and (after_others, common) > nearest[:2]:
+                nearest = after_others, common, turn
+        _, place, turn = nearest
+        if turn is not None and place < len(turn.prompt_ids) + len(turn.response_ids):
+            did = "was given" if place < len(turn.prompt_ids) else "sampled"
+            there = f"id {self.tokens[place]} is trained on" if place < len(self.tokens) else "the completion ends"
+            token = (turn.prompt_ids + turn.response_ids)[place]
+            message += f" The nearest call {did} id {token} as {self.token(place)}, where {there}."
+        raise RecordError(f"{message} {REMEDY}")
+
+
+def _expect_none_dropped(rows: Sequence[_Row], left: Sequence[RolloutRecord], every_turn: bool) -> None:
+    """Refuse turns that continue a completion but are not part of it."""
+    for turn in left:
+        if not every_turn:
+            begun = any(row.turns and _continues(turn, row.turns[0][0]) for row in rows)
+            if not begun or any(taken.prompt_ids == turn.prompt_ids for row in rows for taken, _ in row.turns):
+                continue
+        row = max(rows, key=lambda row: row.common(turn))
+        raise RecordError(
+            f"completion {row.name}: a turn was dropped: the engine sampled {len(turn.response_ids)} tokens behind "
+            f"{len(turn.prompt_ids)} given ones, of which the completion has the first {row.common(turn)}, and what is trained "
+            "on does not have them. Keep every turn that was sampled."
+        )
+
+
+def _continues(turn: RolloutRecord, earlier: RolloutRecord) -> bool:
+    """Whether a turn was given all of another."""
+    whole = earlier.prompt_ids + earlier.response_ids
+    return turn.prompt_ids[: len(whole)] == whole
+
+
+def _near(value: float, other: float | None) -> bool:
+    return other is None or abs(value - other) <= TOLERANCE * max(1.0, abs(value))
+
+
+def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+    """Return how many tokens two sequences share from the start; in most calls, one sequence is the beginning of the other."""
+    least = min(len(one), len(other))
+    if one[:least] == other[:least]:
+        return least
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+
+
+# The record of a completion: log-probabilities, routes, masks and origin.
+
+
+def _record(row: _Row, counts: Counter[str]) -> RolloutRecord:
+    """Return the record of a row whose turns have all been found."""
+    trained = row.trained
+    if not row.turns:
+        raise RecordError(f"completion {row.name}: no call of the trainer's engine has sampled any of its tokens.")
+    _expect_one_origin(row)
+    logprobs, sampled = [0.0] * len(trained.response_ids), [False] * len(trained.response_ids)
+    for turn, count in row.turns:
+        first = len(turn.prompt_ids) - len(trained.prompt_ids)
+        logprobs[first : first + count] = turn.rollout_logprobs[:count]
+        sampled[first : first + count] = [True] * count
+    mask = tuple(ours and theirs for ours, theirs in zip(sampled, trained.response_mask, strict=True))
+    _expect_logprobs(row, logprobs, mask)
+    last, count = row.turns[-1]
+    return RolloutRecord(
+        prompt_ids=trained.prompt_ids,
+        response_ids=trained.response_ids,
+        rollout_logprobs=tuple(logprobs),
+        response_mask=mask,
+        finish_reason=last.finish_reason if count == len(last.response_ids) else "length",
+        provenance=last.provenance,
+        request_id=str(row.name),
+        routing=_routing(row, counts),
+        support=_support(row),
+    )
+
+
+def _expect_one_origin(row: _Row) -> None:
+    versions = [turn.provenance.weight_version for turn, _ in row.turns]
+    for number, version in enumerate(versions):
+        if version != versions[0]:
+            raise RecordError(
+                f"completion {row.name}: turn 0 was sampled by weight version {versions[0]}, turn {number} by weight version "
+                f"{version}: no one policy has sampled the completion. Update weights between batches alone."
+            )
+    one_provenance(
+        (f"completion {row.name}, turn {number}", turn.provenance) for number, (turn, _) in enumerate(row.turns)
+    )
+
+
+def _expect_logprobs(row: _Row, logprobs: Sequence[float], mask: Sequence[bool]) -> None:
+    trained = row.trained.rollout_logprobs or ()
+    for place, (value, other, counted) in enumerate(zip(logprobs, trained, mask, strict=False)):
+        if counted and not _near(value, other):
+            raise RecordError(
+                f"completion {row.name}: token {place} of the completion is trained with log-probability {other}, and the engine "
+                f"reported {value}: log-probabilities have moved against their tokens, or are another model's. Give those of the "
+                "call that sampled the token."
+            )
+
+
+def _pieces(row: _Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
+    """Yield each turn's routes, start and stop of the rows that no earlier turn has, and the first of these that it sampled."""
+    at = 0
+    for turn, _ in row.turns:
+        trace = turn.routing
+        if trace is None or trace.start:
+            raise RoutingError(
+                f"completion {row.name}: a turn's routes are missing from its first token on; all turns need them."
+            )
+        stop = min(trace.rows, len(row.tokens))
+        if stop > at:  # a turn that sampled only the completion's last token adds no row
+            yield trace, at, stop, max(len(turn.prompt_ids), at)
+            at = stop
+
+
+def _routing(row: _Row, counts: Counter[str]) -> RoutingTrace | None:
+    if all(turn.routing is None for turn, _ in row.turns):
+        return None
+    parts: list[RoutingTrace] = []
+    for trace, at, stop, sampled in _pieces(row):
+        if parts:
+            before, again = RoutingTrace.concat(parts).experts, trace.slice(0, at).experts
+            differ = before.int().sort(-1).values != again.int().sort(-1).values
+            counts["rerouted"] += int(differ.flatten(1).any(1).sum())
+        parts.append(trace.slice(at, stop))
+        counts["sampled"] += max(stop - sampled, 0)
+        counts["prefilled"] += min(sampled, stop) - at
+    joined = RoutingTrace.concat(parts)
+    if joined.rows < len(row.tokens) - 1:
+        raise RoutingError(
+            f"completion {row.name}: its last {len(row.tokens) - joined.rows} tokens were never given to the engine, so that "
+            "they have no routes. End a completion with what the policy sampled, or remove mismatch.routing."
+        )
+    return joined
+
+
+def _support(row: _Row) -> TokenSupport | None:
+    supports = [turn.support for turn, _ in row.turns]
+    if all(support is None for support in supports):
+        return None
+    parts, at = [], len(row.trained.prompt_ids)
+    for (turn, count), support in zip(row.turns, supports, strict=True):
+        if support is None:
+            raise RecordError(f"completion {row.name}: a turn has no sampling masks; all turns need them.")
+        parts += [TokenSupport.empty(len(turn.prompt_ids) - at, support.vocabulary), support.slice(0, count)]
+        at = len(turn.prompt_ids) + count
+    return join([*parts, TokenSupport.empty(len(row.tokens) - at, parts[0].vocabulary)])
+
+
+# Sampling masks of rows whose calls have no records.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Call:
+    """One call of the engine: tokens given and sampled, log-probabilities if it was asked for them, and sampling masks.
+
+    `support` holds the ids that each token was sampled from, or the reason why they are unknown; None if nobody asked for them.
+    """
+
+    prompt_ids: tuple[int, ...]
+    response_ids: tuple[int, ...]
+    rollout_logprobs: tuple[float, ...]
+    support: TokenSupport | str | None = None
+
+
+class Calls:
+    """The calls of the engine for one conversation; each stores the tokens that it was given and the call before did not have."""
+
+    def __init__(self) -> None:
+        self._calls: list[tuple[int, Call]] = []
+        self._last: tuple[int, ...] = ()
+
+    def add(
+        self,
+        prompt_ids: Sequence[int],
+        response_ids: Sequence[int],
+        rollout_logprobs: Sequence[float] | None,
+        support: TokenSupport | str | None = None,
+    ) -> None:
+        """Note a call; the arguments are those of `Call`, with None if there are no log-probabilities."""
+        prompt, response = tuple(prompt_ids), tuple(response_ids)
+        same, logprobs = _shared(self._last, prompt), tuple(rollout_logprobs or ())
+        call = Call(prompt_ids=prompt[same:], response_ids=response, rollout_logprobs=logprobs, support=support)
+        self._calls.append((same, call))
+        self._last = prompt + response
+
+    def __iter__(self) -> Iterator[Call]:
+        last: tuple[int, ...] = ()
+        for same, call in self._calls:
+            prompt = last[:same] + call.prompt_ids
+            yield replace(call, prompt_ids=prompt)
+            last = prompt + call.response_ids
+
+
+def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
+    """Return the token ids that each token of a row's response was sampled from; no ids where the policy sampled nothing.
+
+    If several calls were given the same tokens, the mask comes from the call whose log-probabilities and tokens the row has,
+    because another call may have sampled the same token with other weights.
+
+    Args:
+        name: What to call the row in messages.
+        row: The row.
+        calls: All calls of the conversation that the row belongs to.
+
+    Raises:
+        RecordError: A call's mask is not known, or one of the policy's tokens has no mask; names row and token.
+    """
+    first, tokens = len(row.prompt_ids), row.prompt_ids + row.response_ids
+    parts: list[TokenSupport] = []
+    at = first
+    for call in sorted(calls, key=lambda call: (len(call.prompt_ids), *_distance(row, call))):
+        start = len(call.prompt_ids)
+        if call.prompt_ids != tokens[:start]:
+            continue
+        stop, begin = start + _shared(call.response_ids, tokens[start:]), max(at, start)
+        if stop <= begin or not any(row.response_mask[begin - first : stop - first]):
+            continue
+        if not isinstance(support := call.support, TokenSupport):
+            raise RecordError(support or f"completion {name}: the engine sent no sampling masks with its answer.")
+        parts += [TokenSupport.empty(begin - at, support.vocabulary), support.slice(begin - start, stop - start)]
+        at = stop
+    if not parts and any(row.response_mask):
+        raise RecordError(
+            f"completion {name}: no call of the engine has sampled its tokens, so that they have no sampling masks."
+        )
+    vocabulary = parts[0].vocabulary if parts else 1
+    joined = join([*parts, TokenSupport.empty(len(tokens) - at, vocabulary)])
+    joined.check_sampled(row.response_ids, row.response_mask, name)
+    return joined
+
+
+def _distance(row: Trained, call: Call) -> tuple[int, int]:
+    """Return how many of a call's tokens the row has with another log-probability, then minus how many it has."""
+    start = len(call.prompt_ids)
+    place, same = start - len(row.prompt_ids), _shared(call.response_ids, (row.prompt_ids + row.response_ids)[start:])
+    if place < 0:  # a call about the row's prompt
+        return 0, -same
+    trained = (row.rollout_logprobs or ())[place : place + same]
+    pairs = zip(call.rollout_logprobs, trained, row.response_mask[place : place + same], strict=False)
+    return sum(1 for value, other, counts in pairs if counts and not _near(value, other)), -same

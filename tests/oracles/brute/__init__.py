@@ -1,0 +1,1 @@
+"""Independent references: each rule once more, in loops over Python numbers, using nothing of the package."""
