@@ -28,9 +28,10 @@ from torch import Tensor
 
 from benchmarks._timing import paired
 from mismatch_ext.config import KlConfig, MismatchConfig
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_baseline, kl_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.metrics import MismatchAccumulator
+from mismatch_ext.sums import Sums, merged
 
 ROWS, ANSWERS, MEAN, TOP, PROMPT = 256, 16, 8192, 16384, 8
 PARTS = 64
@@ -98,15 +99,15 @@ def gap_in_driver(data: Any) -> MismatchAccumulator:
     return accumulator
 
 
-def kl_in_driver(data: Any, keys: list[str], term: KlTerm) -> tuple[list[float], Tensor]:
+def kl_in_driver(data: Any, keys: list[str], section: KlConfig) -> tuple[Sums, Tensor]:
     """Sum up the KL of a batch, and compute its baseline, with all rows at once."""
     from verl.workers.utils.padding import response_to_nested
 
     padded = data.to_padded_tensor()
     old, reference, mask = (padded[name] for name in ("old_log_probs", "ref_log_prob", "response_mask"))
     prompts = torch.from_numpy(np.unique([key.rsplit("_", 2)[0] for key in keys], return_inverse=True)[1])
-    found = term.baseline(old, reference, mask, prompts)
-    return KlTerm.sums(old, reference, mask).tolist(), response_to_nested(found, data["response_mask"])
+    baseline = kl_baseline(old, reference, mask, section, groups=prompts)
+    return kl_sums(old, reference, mask), response_to_nested(baseline, data["response_mask"])
 
 
 def row(name: str, ours: float, theirs: float, equal: str) -> dict[str, Any]:
@@ -209,44 +210,45 @@ def run() -> list[dict[str, Any]]:
         )
         of_ranks = {ranks: seconds_of(partial(added_up, given, many)) for ranks, given in large.items()}
 
-    def kl_of_blocks() -> tuple[list[float], list[Tensor]]:
-        total, found = np.zeros(3), []
+    def kl_of_blocks() -> tuple[Sums, list[Tensor]]:
+        sums, found = [], []
         for group in groups(batch.keys):
             first = batch.keys.index(group[0])
             padded = batch.fields(slice(first, first + len(group))).to_padded_tensor()
-            total += KlTerm.sums(*(padded[n] for n in ("old_log_probs", "ref_log_prob", "response_mask"))).numpy()
-            values = block_baseline(padded, term, torch.zeros(len(group), dtype=torch.long))
+            sums.append(kl_sums(*(padded[n] for n in ("old_log_probs", "ref_log_prob", "response_mask"))))
+            values = block_baseline(padded, term.config, torch.zeros(len(group), dtype=torch.long))
             found += [value[:count] for value, count in zip(values, batch.lengths[first:], strict=False)]
-        return total.tolist(), found
+        return merged(*sums), found
 
     def kl_of_driver(names: list[str], ranks: int) -> dict[str, float]:
         handed = shares(groups(names), ranks)
-        return term.adapt_to([float(len(handed)), 1.0, 1.0])
+        term.begin()
+        return term.add(kl_sums(torch.ones(len(handed)), torch.zeros(len(handed)), torch.ones(len(handed))))
 
-    sums, baseline = kl_in_driver(whole, batch.keys, term)
+    sums, baseline = kl_in_driver(whole, batch.keys, term.config)
     block_sums, blocks = kl_of_blocks()
-    assert all(abs(a - b) <= 1e-12 * abs(a) for a, b in zip(sums, block_sums, strict=True)), (sums, block_sums)
+    assert all(torch.isclose(sums[n], block_sums[n], rtol=1e-12, atol=0) for n in sums), (sums, block_sums)
     assert all(torch.allclose(a, b, rtol=1e-6, atol=0) for a, b in zip(baseline.unbind(), blocks, strict=True))
     exact = sum(int((a != b).sum()) for a, b in zip(baseline.unbind(), blocks, strict=True))
     same_kl = f"the sums to 1e-12, and the float32 baseline of all tokens but {exact} to the last bit"
     kl = paired(
         f"verl's driver, KL and its baseline of {batch.tokens} tokens, seconds: prompts handed out vs all of it there",
         lambda: kl_of_driver(batch.keys, PARTS),
-        lambda: kl_in_driver(whole, batch.keys, term),
+        lambda: kl_in_driver(whole, batch.keys, term.config),
         equal=same_kl,
         repeats=3,
     )
     kl_worker = paired(
         f"KL and its baseline of {batch.tokens} tokens, seconds of all workers together: prompt by prompt vs whole",
         kl_of_blocks,
-        lambda: kl_in_driver(whole, batch.keys, term),
+        lambda: kl_in_driver(whole, batch.keys, term.config),
         equal=same_kl,
         repeats=3,
     )
     kl_bytes = row(
         "the same: peak bytes for each million tokens (a prompt's responses are held, however many prompts there are)",
         peak_bytes(kl_of_blocks) / million,
-        peak_bytes(lambda: kl_in_driver(whole, batch.keys, term)) / million,
+        peak_bytes(lambda: kl_in_driver(whole, batch.keys, term.config)) / million,
         same_kl,
     )
     results += [kl, kl_worker, kl_bytes]

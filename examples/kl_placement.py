@@ -6,9 +6,9 @@ The toy is of the kind of A Comedy of Estimators (arXiv 2512.21852): a tabular a
 for each position and previous token, and a reward that is the fraction of positions with a target token. Such a policy
 is a Markov chain, so that E[R], KL(pi||ref) and the objective J = E[R] - beta KL are exact sums, and soft dynamic
 programming gives the policy that maximises J. Every configuration trains by REINFORCE with a leave-one-out baseline on
-the plain reward, plus the term of `mismatch_ext.kl.kl_surrogate` without a baseline. Two variants of K1 in the reward
+the plain reward, plus the term of `mismatch_ext.kl.kl_terms` without a baseline. Two variants of K1 in the reward
 show what a baseline is worth: "leave-one-out" gives the surrogate one, as shipped, and "rewards path" subtracts
-`mismatch_ext.kl.kl_penalty` from the reward before the one baseline.
+the term's reward from the plain reward before the one baseline.
 
 What to expect, and where this toy departs from a textbook ranking:
 
@@ -43,7 +43,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl import kl_penalty, kl_surrogate
+from mismatch_ext.kl import kl_terms
 
 TOKENS, LENGTH, BATCH, LEARNING_RATE = 4, 8, 32, 0.05
 # The spread of the gradient is measured over this many batches.
@@ -227,14 +227,10 @@ def loss_of(
     if config is not None:
         pair = logp.flatten(0, 1), ref.flatten(0, 1)
         mask = torch.ones_like(pair[1], dtype=torch.bool)
-        if config.reward_path == "rewards":
-            penalty = kl_penalty(*pair, mask, config, coef=beta)
-            terms = penalty.loss.view_as(logp)
-            reward = reward - penalty.reward.view_as(logp).sum(-1)
-        else:
-            # Rows of other policies must not enter the baseline.
-            groups = torch.arange(len(logits)).repeat_interleave(batch)
-            terms = kl_surrogate(*pair, mask, config, coef=beta, groups=groups).view_as(logp)
+        # Rows of other policies must not enter the baseline.
+        groups = torch.arange(len(logits)).repeat_interleave(batch)
+        loss, penalty = kl_terms(*pair, mask, config, coef=beta, groups=groups)
+        terms, reward = loss.view_as(logp), reward - penalty.view_as(logp).sum(-1)
     # The distance to the mean of the others.
     advantage = (reward - reward.mean(1, keepdim=True)) * batch / (batch - 1)
     return (terms - advantage[..., None] * logp).sum() / batch

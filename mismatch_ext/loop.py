@@ -34,12 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_ext import sums
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
 from mismatch_ext.host_names import PREFIX, HostNames
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
 from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
 from mismatch_ext.patching import active_patches
@@ -318,7 +319,6 @@ class Run:
         if split == "train":
             self._required.begin_batch(batch)
             if self._kl is not None:
-                self._kl.settle()
                 self._kl.begin()
             self._measure_lengths(batch)
         return batch
@@ -418,11 +418,11 @@ class Run:
                     raise LoopError(
                         "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
                     )
-                kl_sums = self._kl.sums(old.detach(), reference, mask)
+                kl_of_part = kl_sums(old, reference, mask)
         if self._kl is not None:
-            over_all_ranks = self.ranks.sum(kl_sums).tolist()
-            for name, value in self._kl.collect(over_all_ranks).items():
-                self._pending.note(PREFIX + name, value, over_all_ranks[-1])
+            kl_of_batch = sums.over_ranks(kl_of_part, self.ranks)
+            for name, value in self._kl.add(kl_of_batch).items():
+                self._pending.note(PREFIX + name, value, float(kl_of_batch["kl_tokens"]))
         if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau"):
             if not measured:  # tokens that were refused lead nothing, and other ranks wait for this one's sums
                 gap = (torch.zeros_like(gap[0]), torch.zeros_like(gap[1]), torch.zeros_like(mask))
@@ -471,17 +471,19 @@ class Run:
         """
         if self._kl is None:
             return torch.zeros_like(logprobs)
-        term = self._kl.loss(
+        full = self._kl.config.estimator == "full"
+        terms = kl_terms(
             logprobs,
             reference,
             batch.response_mask,
-            rollout_logprobs=batch.rollout_logprobs if old is None else None,
-            old_logprobs=old,
+            self._kl.config,
+            behavior=self._kl.behavior(logprobs, batch.rollout_logprobs if old is None else None, old),
+            coef=self._kl.coef,
             groups=batch.groups,
-            logits=lambda: (self._logits(batch), self._logits(batch, reference=True)),
+            logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,
             temperature=batch.temperature,
         )
-        return self._required.watched("kl", term)
+        return self._required.watched("kl", terms.loss)
 
     def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         with self._under_routes(batch, reference=reference):
@@ -492,7 +494,7 @@ class Run:
         self._required.note("penalty", batch)
         if self._kl is None or not self._kl.config.in_rewards:
             return torch.zeros_like(old)
-        return self._kl.penalty(old, reference, batch.response_mask)
+        return kl_terms(old, reference, batch.response_mask, self._kl.config, coef=self._kl.coef).reward
 
     # A step.
 
@@ -679,8 +681,6 @@ class Run:
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run needs, as JSON-able data, without that of model, optimizer and schedule."""
         self._expect_started()
-        if self._kl is not None:
-            self._kl.settle()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
         state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
         parts = {

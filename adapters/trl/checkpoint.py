@@ -102,7 +102,6 @@ class CheckpointMixin(_Host):
         if self.use_vllm and self._verified:
             state |= self.vllm_generation.state_dict()
         if self._kl is not None:
-            self._kl.settle()
             state["kl"] = self._kl.state_dict()
         if self._lr is not None:
             state["lr"] = self._lr.saved_state()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import KlTerm
-from mismatch_ext.kl.term import Logits
+from mismatch_ext.kl import KlTerm, kl_baseline, kl_terms
 from mismatch_ext.ranks import Ranks, together
 
+Logits = Callable[[], tuple[Tensor, Tensor]]
 Prompt = tuple[int, ...]
 
 BASELINE = "kl_baseline"
@@ -85,8 +85,11 @@ def batch_baseline(
         chosen, policy, reference, *engine = torch.stack(padded).unbind(1)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
-        found = term.baseline(policy, reference, chosen, of_prompt.to(old.device), engine[0] if engine else None)
-    return found[[place[row] for row in of_row], :length]
+        behavior = term.behavior(policy, engine[0] if engine else None, policy)
+        baseline = kl_baseline(
+            policy, reference, chosen, term.config, behavior=behavior, groups=of_prompt.to(old.device)
+        )
+    return baseline[[place[row] for row in of_row], :length]
 
 
 def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> list[tuple[Prompt, Tensor]]:
@@ -127,17 +130,21 @@ def kl_loss(
         logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
         temperature: Divides those logits.
     """
-    return term.loss(
+    # TRL leaves the old log-probabilities out where the policy is still the old one.
+    sampled = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
+    full = term.config.estimator == "full"
+    return kl_terms(
         logps,
         inputs["ref_per_token_logps"],
         mask,
-        rollout_logprobs=inputs.get("sampling_per_token_logps"),
-        old_logprobs=inputs.get("old_per_token_logps"),  # TRL leaves it out where the policy is still the old one
-        groups=prompt_groups(inputs) if term.config.estimator == "full" else None,
+        term.config,
+        behavior=term.behavior(logps, *sampled),
+        coef=term.coef,
+        groups=prompt_groups(inputs) if full else None,
         baseline=inputs[BASELINE] if needs_baseline(term) else None,
-        logits=logits,
+        logits=logits() if full else None,
         temperature=temperature,
-    )
+    ).loss
 
 
 class KlReward:

@@ -23,9 +23,10 @@ from trl.trainer.utils import use_adapter
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.host_names import PREFIX
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
+from mismatch_ext.sums import over_ranks
 
 
 class ObjectiveMixin(ArrivalMixin):
@@ -45,7 +46,6 @@ class ObjectiveMixin(ArrivalMixin):
         term.follow(self.beta)
         if self.model.training and self._kl_step != self.state.global_step:
             self._kl_step = self.state.global_step
-            term.settle()
             term.begin()
 
     @property
@@ -82,7 +82,8 @@ class ObjectiveMixin(ArrivalMixin):
             old = policy.scores[0]
         lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
-        penalties: list[float] = self._kl.penalty(old, reference.scores[0], mask).sum(-1).tolist()
+        terms = kl_terms(old, reference.scores[0], mask, self._kl.config, coef=self._kl.coef)
+        penalties: list[float] = terms.reward.sum(-1).tolist()
         return penalties
 
     def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
@@ -153,6 +154,6 @@ class ObjectiveMixin(ArrivalMixin):
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
         metrics = self._metrics["train" if self.model.training else "eval"]
-        found = term.measure(logps, reference_logps, mask, self._ranks)
+        found = term.measured(over_ranks(kl_sums(logps, reference_logps, mask), self._ranks))
         for name, value in {"kl": found["kl_ref_k3"], **{PREFIX + n: v for n, v in found.items()}}.items():
             metrics[name].append(value)

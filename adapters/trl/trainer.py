@@ -47,11 +47,12 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.host_names import PREFIX
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_sums
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import Batch, collate, expect_present
+from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed, require
 
@@ -265,8 +266,8 @@ class MismatchTrainerMixin(
             output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, pad, self._ranks)
         if adapts:
             with together(self._ranks):
-                sums = term.sums(old, output["ref_per_token_logps"], mask)
-            term.collect(self._ranks.sum(sums).tolist())
+                sums = kl_sums(old, output["ref_per_token_logps"], mask)
+            term.add(over_ranks(sums, self._ranks))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""

@@ -13,7 +13,7 @@ from benchmarks.stability.arms import Arm
 from examples.dither import IntegerCells, dither
 from mismatch_ext.config import CorrectionConfig, KlConfig, LrConfig
 from mismatch_ext.correction import correct
-from mismatch_ext.kl import kl_estimate, kl_surrogate
+from mismatch_ext.kl import kl_estimate, kl_terms
 from mismatch_ext.lr import LrControl, LrController
 from mismatch_ext.metrics.clipping import PhantomSums, stopped_by_clip
 from mismatch_ext.metrics.numerics import k3
@@ -120,7 +120,7 @@ def kl_term(kind: str, trainer: Tensor, reference: Tensor, mask: Tensor, samples
     """Return the KL's term per token `[B, T]`: k3 as it stands in many losses, or the one whose gradient is the KL's own."""
     if kind == "surrogate":
         groups = torch.arange(len(mask)) // samples
-        return kl_surrogate(trainer, reference, mask, KlConfig(coef=KL), groups=groups)
+        return kl_terms(trainer, reference, mask, KlConfig(coef=KL), groups=groups).loss
     return KL * torch.where(mask, kl_estimate(trainer, reference, "k3"), 0.0)
 
 

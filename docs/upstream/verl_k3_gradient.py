@@ -5,7 +5,7 @@ from verl.trainer.ppo.core_algos import kl_penalty
 
 PEER = "verl"
 REPORTED = "https://github.com/verl-project/verl/pull/2953"
-WORKAROUND = "`kl.estimator: k3` (mismatch_ext.kl.kl_surrogate) has the gradient of the KL; verl's own switch is `k3+`"
+WORKAROUND = "`kl.estimator: k3` (mismatch_ext.kl.kl_terms) has the gradient of the KL; verl's own switch is `k3+`"
 LOGITS = torch.tensor([2.0, 0.5, -1.0, -1.5], dtype=torch.float64)
 REFERENCE = torch.tensor([-0.5, 0.3, 0.1, 0.2], dtype=torch.float64).log_softmax(0)
 EXPECTED = 0.0
@@ -27,11 +27,11 @@ def seen(term=lambda policy: kl_penalty(policy, REFERENCE, "low_var_kl")) -> flo
 def with_workaround() -> float:
     """Take this package's term."""
     from mismatch_ext.config import KlConfig
-    from mismatch_ext.kl import kl_surrogate
+    from mismatch_ext.kl import kl_terms
 
     config = KlConfig(estimator="k3", coef=1.0, target="token", baseline="none")
     mask = torch.ones(4, 1)
-    return seen(lambda policy: kl_surrogate(policy[:, None], REFERENCE[:, None], mask, config)[:, 0])
+    return seen(lambda policy: kl_terms(policy[:, None], REFERENCE[:, None], mask, config).loss[:, 0])
 
 
 if __name__ == "__main__":

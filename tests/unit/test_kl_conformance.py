@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl import kl_surrogate
+from mismatch_ext.kl import kl_terms
 from tests.oracles.kl.conformance import full_moments, surrogate_term
 from tests.oracles.kl.enumeration import Problem, exact, moments, pair_moments
 from tests.oracles.kl.evidence import (
@@ -152,9 +152,7 @@ def test_responses_that_end_early_and_tool_tokens_keep_the_expectation(
         def term(logprobs: Tensor, ref_logprobs: Tensor, behavior: Tensor, config: KlConfig = config) -> Tensor:
             pairs = torch.stack([mask.repeat_interleave(len(mask), 0), mask.repeat(len(mask), 1)], 1).flatten(0, 1)
             groups = torch.arange(len(pairs)) // 2
-            return kl_surrogate(
-                logprobs, ref_logprobs, pairs, config, behavior_logprobs=behavior, coef=1.0, groups=groups
-            )
+            return kl_terms(logprobs, ref_logprobs, pairs, config, behavior=behavior, coef=1.0, groups=groups).loss
 
         got = pair_moments(problem, term, 2).gradient
         assert float((got - truth).norm() / truth.norm()) < 1e-9

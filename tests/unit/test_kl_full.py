@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mismatch_ext import kl as kl_module
 from mismatch_ext.config import KlConfig
-from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import full, kl_full, kl_full_surrogate, kl_surrogate
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.kl import kl_full, kl_terms
 from tests.oracles.kl.enumeration import Tree
 
 pytestmark = pytest.mark.numeric
@@ -39,7 +40,7 @@ def test_two_tokens_by_hand() -> None:
 @pytest.mark.parametrize("shape", [(5, 7), (2, 3, 11), (2, 2, 3, 4)])
 @pytest.mark.parametrize("chunk", [1, 2, 100])
 def test_value_and_gradient_are_autograds(monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...], chunk: int) -> None:
-    monkeypatch.setattr(full, "CPU_CHUNK", chunk * shape[-1])
+    monkeypatch.setattr(kl_module, "CPU_CHUNK", chunk * shape[-1])
     logits, reference = (x.double() for x in pair(*shape))
     logits.requires_grad_()
     outer = torch.randn(shape[:-1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -174,12 +175,11 @@ class Case:
         given_behavior = behavior if config.ratio != "none" else None
         if config.estimator == "full":
             states = self.tree.states
-            terms = kl_full_surrogate(
-                self.policy[states], self.reference[states], logprobs, mask, config, behavior_logprobs=given_behavior
-            )
+            logits = self.policy[states], self.reference[states]
+            terms = kl_terms(logprobs, None, mask, config, behavior=given_behavior, logits=logits).loss
         else:
             reference = self.tree.logprobs(self.reference)
-            terms = kl_surrogate(logprobs, reference, mask, config, behavior_logprobs=given_behavior)
+            terms = kl_terms(logprobs, reference, mask, config, behavior=given_behavior).loss
         rows = torch.stack([torch.autograd.grad(t, self.policy, retain_graph=True)[0] for t in terms.sum(1)])
         mean = (probability[:, None, None] * rows).sum(0)
         return mean, float((probability[:, None, None] * (rows - mean) ** 2).sum().sqrt())
@@ -232,15 +232,8 @@ def test_leave_one_out_keeps_the_expectation() -> None:
         for b in range(count):
             rows = [a, b]
             mask = torch.ones(2, states.shape[1], dtype=torch.bool)
-            terms = kl_full_surrogate(
-                case.policy[states[rows]], case.reference[states[rows]], logprobs[rows], mask, config
-            )
+            logits = case.policy[states[rows]], case.reference[states[rows]]
+            terms = kl_terms(logprobs[rows], None, mask, config, logits=logits).loss
             (gradient,) = torch.autograd.grad(terms.sum() / 2, case.policy, retain_graph=True)
             total += probability[a] * probability[b] * gradient
     assert error(total, case.truth()) < 1e-9
-
-
-def test_another_estimator_is_refused() -> None:
-    logits, reference = pair(1, 2, 3)
-    with pytest.raises(ConfigError, match="'full'"):
-        kl_full_surrogate(logits, reference, torch.zeros(1, 2), torch.ones(1, 2), KlConfig(estimator="k1", coef=1.0))

@@ -1,175 +1,172 @@
-"""The KL term of a run: one coefficient a batch, the policy that a ratio is to, sums over ranks, and its saved state."""
+"""The coefficient of the KL: the controller on plants whose answer is known, one coefficient a batch, and its saved state."""
 
 from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import KlTerm, kl_full_surrogate, kl_penalty, kl_surrogate
-from mismatch_ext.ranks import ONE_PROCESS
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.kl import KlState, KlTerm, kl_means, kl_step, kl_sums
+from mismatch_ext.sums import merged
 
-LED = KlConfig(coef=0.1, target_kl=1e-3)
-# As a run wrote it before this class was: TRL's checkpoints and verl's alike.
-SAVED = '{"version": 1, "initial": 0.1, "coef": 0.09704455335485082, "integral": -0.01, "steps": 1}'
+LED = KlConfig(coef=0.1, target_kl=0.02)
+START = KlState(initial=0.1, coef=0.1)
 
 
-def batch(seed: int = 0, rows: int = 4, length: int = 6) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs and ref_logprobs, float32, and a mask."""
+def led(state: KlState, *measured: float) -> KlState:
+    for kl in measured:
+        state, coef = kl_step(state, kl, LED)
+        assert coef == state.coef
+    return state
+
+
+def test_without_a_target_the_coefficient_is_constant() -> None:
+    state = START
+    for kl in (0.0, 100.0, -1.0, math.nan):
+        state, coef = kl_step(state, kl, KlConfig())
+        assert coef == 0.1
+
+
+def test_three_steps_by_hand() -> None:
+    # Twice the target: e clipped from 1 to 0.2. First log coef = log 0.1 + 0 + 0.1 * 0.2, then the integral is 0.01.
+    # Then 0.9 of the target: e = -0.1, the integral 0.005, log coef = log 0.1 + 0.005 - 0.01. Then nothing at all: e is
+    # clipped from -1 to -0.2, the integral -0.005.
+    assert led(START, 0.04).coef == pytest.approx(0.1 * math.exp(0.01 + 0.02), rel=1e-12)
+    assert led(START, 0.04, 0.018).coef == pytest.approx(0.1 * math.exp(0.005 - 0.01), rel=1e-12)
+    assert led(START, 0.04, 0.018, 0.0).coef == pytest.approx(0.1 * math.exp(-0.005 - 0.02), rel=1e-12)
+
+
+@pytest.mark.parametrize("start", [0.001, 0.1, 5.0])
+@pytest.mark.parametrize("lag", [1.0, 0.1])
+def test_it_converges_on_a_plant(start: float, lag: float) -> None:
+    # Near the reference an optimized policy has KL ~ 1 / coef^2; the policy follows with a first-order lag. The target
+    # 0.02 is met at coef = sqrt(2e-4 / 0.02) = 0.1.
+    state, log_kl = KlState(initial=start, coef=start), math.log(2e-4 / start**2)
+    for _ in range(3000):
+        log_kl += lag * (math.log(2e-4 / state.coef**2) - log_kl)
+        state = led(state, math.exp(log_kl))
+    assert state.coef == pytest.approx(0.1, rel=1e-6)
+
+
+@pytest.mark.parametrize(("measured", "bound"), [(10.0, 10.0), (1e-9, 1e-6)])
+def test_nothing_winds_up_at_a_bound(measured: float, bound: float) -> None:
+    at_bound = led(START, *[measured] * 2000)
+    assert at_bound.coef == bound and led(at_bound, *[measured] * 1000).integral == at_bound.integral
+    # The first measurement on the other side of the target moves the coefficient off the bound.
+    assert 1e-6 < led(at_bound, 0.03 if bound == 1e-6 else 0.01).coef < 10
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_broken_measurement_does_not_lead(bad: float) -> None:
+    with pytest.raises(RecordError, match="the measured KL is"):
+        led(START, bad)
+
+
+@pytest.mark.parametrize("initial", [0.0, -1.0, math.nan, 1e-9, 11.0])
+def test_a_start_that_cannot_be_is_refused(initial: float) -> None:
+    with pytest.raises(ConfigError, match="mismatch.kl.coef"):
+        KlTerm(LED, initial)
+
+
+def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
+    """Return logprobs and ref_logprobs, float32, and a mask, `[4, 6]`."""
     generator = torch.Generator().manual_seed(seed)
-    logprobs = -1 - torch.rand(rows, length, generator=generator)
-    ref = logprobs - 0.3 * torch.randn(rows, length, generator=generator)
-    return logprobs, ref, (torch.rand(rows, length, generator=generator) < 0.7).long()
-
-
-class Halves:
-    """The first of two ranks, which knows what the second one's tensors are."""
-
-    rank, size = 0, 2
-
-    def __init__(self, other: Tensor) -> None:
-        self.other = other
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value, value]
-
-    def sum(self, values: Tensor) -> Tensor:
-        return values + self.other
-
-
-class Sent:
-    """Keeps what a rank would have summed."""
-
-    rank, size = 1, 2
-
-    def gather(self, value: Any) -> list[Any]:
-        return [value]
-
-    def sum(self, values: Tensor) -> Tensor:
-        self.values = values
-        return values
-
-
-def adapt(term: KlTerm, old: Tensor, ref: Tensor, mask: Tensor, ranks: Any = ONE_PROCESS) -> dict[str, float]:
-    """Let a batch of log-probabilities lead the coefficient."""
-    return term.adapt_to(ranks.sum(term.sums(old, ref, mask)).tolist())
+    logprobs = -1 - torch.rand(4, 6, generator=generator)
+    ref = logprobs - 0.3 * torch.randn(4, 6, generator=generator)
+    return logprobs, ref, (torch.rand(4, 6, generator=generator) < 0.7).long()
 
 
 def test_a_batch_has_one_coefficient_and_its_kl_counts_from_the_next() -> None:
-    term, (old, ref, mask) = KlTerm(LED, 0.1), batch()
-    found = []
+    term, sums = KlTerm(LED, 0.1), kl_sums(*batch())
+    coefs = []
     for _ in range(3):
         term.begin()
-        before = term.penalty(old, ref, mask)
-        adapt(term, old, ref, mask)
-        # The rewards, the log and the loss of the batch: the same coefficient before and after it is measured.
-        torch.testing.assert_close(before, term.penalty(old, ref, mask), rtol=0, atol=0)
-        loss = term.loss(old, ref, mask)
-        torch.testing.assert_close(loss, kl_surrogate(old, ref, mask, LED, coef=term.coef), rtol=0, atol=0)
-        found.append(term.coef)
-    # Errors at their clip of +-0.2, of either sign.
-    k1 = float((old.double() - ref.double())[mask.bool()].mean())
-    error = math.copysign(0.2, k1 / 1e-3 - 1)
-    assert found == pytest.approx([0.1, 0.1 * math.exp(0.15 * error), 0.1 * math.exp(0.2 * error)])
+        coefs.append(term.coef)
+        assert term.add(sums)["kl_coef"] == term.coef == coefs[-1]
+    k1 = kl_means(sums)["kl_ref_k1"]
+    assert coefs == [0.1, led(START, k1).coef, led(START, k1, k1).coef] and len(set(coefs)) == 3
 
 
-def test_the_kl_is_that_of_the_tokens_of_all_ranks() -> None:
+def test_parts_of_a_batch_lead_together() -> None:
     old, ref, mask = batch()
-    whole = KlTerm(LED, 0.1)
-    expected = adapt(whole, old, ref, mask)
     d = (old.double() - ref.double())[mask.bool()]
-    assert expected["kl_ref_k1"] == pytest.approx(float(d.mean()), abs=1e-7)
-    assert expected["kl_ref_k3"] == pytest.approx(float((torch.exp(-d) - 1 + d).mean()), abs=1e-7)
-    second, first = Sent(), KlTerm(LED, 0.1)
-    KlTerm(LED, 0.1).measure(old[1:], ref[1:], mask[1:], second)
-    # The first rank has one row and the second three; also where the first has none.
-    assert adapt(first, old[:1], ref[:1], mask[:1], Halves(second.values)) == pytest.approx(expected)
-    assert first.controller.coef == pytest.approx(whole.controller.coef, rel=1e-12)
-    nothing = KlTerm(LED, 0.1).measure(old, ref, mask * 0, Halves(second.values))
-    assert nothing == pytest.approx(KlTerm(LED, 0.1).measure(old[1:], ref[1:], mask[1:]))
+    parts = [kl_sums(old[rows], ref[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 4))]
+    means = kl_means(merged(*parts))
+    assert means["kl_ref_k1"] == pytest.approx(float(d.mean()), abs=1e-7)
+    assert means["kl_ref_k3"] == pytest.approx(float((torch.exp(-d) - 1 + d).mean()), abs=1e-7)
+    whole, apart = KlTerm(LED, 0.1), KlTerm(LED, 0.1)
+    whole.add(kl_sums(old, ref, mask))
+    for part in parts:
+        apart.add(part)
+    assert apart.state_dict()["steps"] == whole.state_dict()["steps"] == 1
+    assert apart.state.coef == pytest.approx(whole.state.coef, rel=1e-12)
 
 
 def test_a_batch_without_tokens_leaves_the_coefficient() -> None:
     term, (old, ref, mask) = KlTerm(LED, 0.1), batch()
-    assert adapt(term, old, ref, mask * 0) == {"kl_ref_k1": 0.0, "kl_ref_k3": 0.0, "kl_coef": 0.1}
-    assert term.controller.state.steps == 0
+    assert term.add(kl_sums(old, ref, mask * 0)) == {"kl_ref_k1": 0.0, "kl_ref_k3": 0.0, "kl_coef": 0.1}
+    term.begin()
+    assert term.state.steps == 0
 
 
-@pytest.mark.parametrize("given", [("rollout", "old"), ("rollout",), ("old",), ()], ids="-".join)
-def test_a_ratio_is_to_the_rollout_else_to_the_old_policy_else_to_none(given: tuple[str, ...]) -> None:
-    config = KlConfig(estimator="k1", ratio="token", coef=0.5)
-    logprobs, ref, mask = batch()
-    policies = {"rollout": logprobs + 0.2, "old": logprobs - 0.1}
-    found = KlTerm(config, 0.5).loss(logprobs, ref, mask, **{f"{name}_logprobs": policies[name] for name in given})
-    behavior = policies[given[0]] if given else logprobs
-    torch.testing.assert_close(found, kl_surrogate(logprobs, ref, mask, config, behavior_logprobs=behavior))
-    for other in (*policies.values(), logprobs):
-        apart = found - kl_surrogate(logprobs, ref, mask, config, behavior_logprobs=other)
-        assert other is behavior or float(apart.abs().max()) > 1e-3
+def test_a_ratio_is_to_the_rollout_else_to_the_old_policy_else_to_none() -> None:
+    logprobs, rollout, old = (torch.full((1, 1), float(value)) for value in range(3))
+    term = KlTerm(KlConfig(ratio="token"), 0.5)
+    for asked, want in (
+        ((rollout, old), rollout),
+        ((rollout, None), rollout),
+        ((None, old), old),
+        ((None, None), logprobs),
+    ):
+        assert torch.equal(term.behavior(logprobs, *asked), want)
+    assert KlTerm(KlConfig(), 0.5).behavior(logprobs, rollout, old) is None
 
 
-def test_what_is_in_the_rewards_is_not_in_the_loss() -> None:
-    logprobs, ref, mask = batch()
-    for placement, shared in (("reward", 0.0), ("both", 1.0)):
-        config = KlConfig(estimator="k3", placement=placement, reward_path="rewards", coef=0.5)  # type: ignore[arg-type]
-        term = KlTerm(config, 0.5)
-        expected = kl_penalty(logprobs, ref, mask, config, coef=0.5)
-        torch.testing.assert_close(term.penalty(logprobs, ref, mask), expected.reward, rtol=0, atol=0)
-        torch.testing.assert_close(term.loss(logprobs, ref, mask), shared * expected.reward)
-        assert float(expected.reward.sum()) > 0.01
-        assert config.in_rewards and config.in_loss == (placement == "both") and not config.has_baseline
+def test_a_trainer_s_own_coefficient_is_followed_unless_a_target_leads_it() -> None:
+    constant = KlTerm(KlConfig(), 0.1)
+    constant.follow(0.0)
+    constant.begin()
+    assert constant.coef == 0.0
+    KlTerm(LED, 0.1).follow(0.1)
+    with pytest.raises(ConfigError, match="from 0.1 to 0.2"):
+        KlTerm(LED, 0.1).follow(0.2)
 
 
-def test_full_is_computed_from_logits_and_from_nothing_else() -> None:
-    generator = torch.Generator().manual_seed(0)
-    policy, reference = (torch.randn(2, 3, 5, generator=generator) for _ in range(2))
-    logprobs, mask = policy.log_softmax(-1)[..., 0], torch.ones(2, 3)
-    config = KlConfig(estimator="full", coef=0.5)
-    term = KlTerm(config, 0.5)
-    found = term.loss(logprobs, None, mask, logits=lambda: (policy, reference), temperature=0.7)
-    expected = kl_full_surrogate(policy, reference, logprobs, mask, config, temperature=0.7)
-    torch.testing.assert_close(found, expected, rtol=0, atol=0)
-    with pytest.raises(ConfigError, match="'full' needs the logits"):
-        term.loss(logprobs, logprobs, mask)
-    with pytest.raises(ConfigError, match="'full'.*baseline"):
-        term.loss(logprobs, None, mask, logits=lambda: (policy, reference), baseline=mask)
-    with pytest.raises(ConfigError, match="'k1' needs log-probabilities under the reference"):
-        KlTerm(replace(config, estimator="k1"), 0.5).loss(logprobs, None, mask)
+def test_a_resumed_run_goes_on_identically() -> None:
+    whole, first = KlTerm(LED, 0.1), KlTerm(LED, 0.1)
+    for step in range(20):
+        if step == 9:
+            resumed = KlTerm(LED, 0.1)
+            assert resumed.load_state_dict(json.loads(json.dumps(first.state_dict(), allow_nan=False))) is None
+            first = resumed
+        for term in (whole, first):
+            term.begin()
+            term.add(kl_sums(*batch(step)))
+    assert first.state_dict() == whole.state_dict() and first.coef == whole.coef != 0.1
+    first.reset()
+    assert first.coef == 0.1 and first.state.steps == 0
 
 
-def test_a_state_that_is_already_saved_is_gone_on_from() -> None:
-    old, ref, mask = batch()
-    led = KlTerm(LED, 0.1)
-    assert led.load_state_dict(json.loads(SAVED)) is None
-    assert led.coef == 0.09704455335485082 and led.state_dict() == json.loads(SAVED)
-    # In the middle of a batch as between two: the coefficient is the one that was saved.
-    adapt(led, old, ref, mask)
-    state = json.loads(json.dumps(led.state_dict()))
-    other = KlTerm(LED, 0.1)
-    adapt(other, ref, old, mask)
-    other.load_state_dict(state)
-    assert other.coef == state["coef"] != led.coef
-
-
-def test_a_training_that_begins_anew_has_the_first_coefficient() -> None:
-    old, ref, mask = batch()
+def test_a_changed_first_coefficient_begins_anew_and_is_told() -> None:
     term = KlTerm(LED, 0.1)
-    for _ in range(2):
-        adapt(term, old, ref, mask)
-    assert term.coef != 0.1
-    term.reset()
-    assert term.coef == 0.1 and term.controller.state.steps == 0
+    term.add(kl_sums(*batch()))
+    saved = term.state_dict()
+    again = KlTerm(LED, 0.3)
+    assert "mismatch.kl.coef was 0.1 and is 0.3" in str(again.load_state_dict(saved))
+    assert again.state_dict() == KlTerm(LED, 0.3).state_dict()
+    constant = KlTerm(KlConfig(), 0.1)
+    assert constant.load_state_dict(saved) is None and constant.coef == 0.1
+    with pytest.raises(RecordError, match="kl.coef"):
+        term.load_state_dict({**saved, "coef": -1.0})
 
 
 @pytest.mark.parametrize(
-    ("config", "in_rewards", "in_loss", "has_baseline"),
+    ("settings", "in_rewards", "in_loss", "has_baseline"),
     [
         (KlConfig(), False, True, True),
         (KlConfig(estimator="k3"), False, True, True),
@@ -179,5 +176,7 @@ def test_a_training_that_begins_anew_has_the_first_coefficient() -> None:
         (KlConfig(estimator="k3", reward_path="rewards"), True, True, False),
     ],
 )
-def test_where_a_section_puts_its_parts(config: KlConfig, in_rewards: bool, in_loss: bool, has_baseline: bool) -> None:
-    assert (config.in_rewards, config.in_loss, config.has_baseline) == (in_rewards, in_loss, has_baseline)
+def test_where_a_section_puts_its_parts(
+    settings: KlConfig, in_rewards: bool, in_loss: bool, has_baseline: bool
+) -> None:
+    assert (settings.in_rewards, settings.in_loss, settings.has_baseline) == (in_rewards, in_loss, has_baseline)

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_terms
 
 
 def groups(keys: Sequence[str]) -> list[list[str]]:
@@ -38,7 +38,7 @@ def apply_kl_to_rewards(data: Any, term: KlTerm) -> dict[str, float]:
         verl's own two metrics: the mean over responses of the mean estimate per token, nats, and the coefficient.
     """
     batch, mask = data.batch, data.batch["response_mask"].bool()
-    penalty = term.penalty(batch["old_log_probs"], batch["ref_log_prob"], mask)
+    penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward
     batch["token_level_rewards"] = batch["token_level_scores"] - penalty.to(batch["token_level_scores"].dtype)
     per_response = penalty.sum(-1) / term.coef / mask.sum(-1).clamp(min=1)
     responses = max(int(mask.any(-1).sum()), 1)

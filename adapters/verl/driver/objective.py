@@ -10,11 +10,12 @@ from mismatch_ext.adapters.verl.worker.kl import COEF
 from mismatch_ext.adapters.verl.worker.spread import shares
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import PatchError
 from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.patching import Patch, apply
+from mismatch_ext.sums import Sums, merged
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -51,10 +52,13 @@ class ObjectiveMixin(_Host):
             PatchError: verl did not ask for the penalty among the rewards.
         """
         if self._kl is not None:
-            sums = self._kl_sums(batch, self._kl, baseline=self._kl.config.has_baseline)
+            sums = self._kl_sums(batch, self._kl.config)
             # While the critic alone is updated, the policy stands still, whatever its coefficient.
             learns = int(self.config.trainer.critic_warmup) <= self.global_steps
-            metrics.update({PREFIX + name: value for name, value in self._kl.adapt_to(sums, steer=learns).items()})
+            self._kl.begin()
+            measured = self._kl.add(sums) if learns else self._kl.measured(sums)
+            self._kl.update()
+            metrics.update({PREFIX + name: value for name, value in measured.items()})
         before = self._penalized
         advantages = super()._compute_advantage(batch, metrics)
         if self._kl is not None and self._kl.config.in_rewards and self._penalized == before:
@@ -64,14 +68,11 @@ class ObjectiveMixin(_Host):
             )
         return advantages
 
-    def _kl_sums(self, batch: Any, term: KlTerm, *, baseline: bool) -> list[float]:
+    def _kl_sums(self, batch: Any, section: KlConfig) -> Sums:
         """Let the workers sum up the KL of a batch, and put its leave-one-out baseline where their loss finds it."""
         ranks = self.actor_rollout_wg.world_size
-        given = [
-            shares(groups(batch.keys), ranks),
-            *([value] * ranks for value in (batch.partition_id, term, baseline)),
-        ]
-        return [sum(values) for values in zip(*self.actor_rollout_wg.mismatch_kl(*given), strict=True)]
+        parts = shares(groups(batch.keys), ranks)
+        return merged(*self.actor_rollout_wg.mismatch_kl(parts, [batch.partition_id] * ranks, [section] * ranks))
 
     def _carry_coefficient(self, batch: Any) -> None:
         """Send the coefficient of this batch along with it to the workers."""

@@ -28,12 +28,12 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import KlTerm
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.sums import Sums
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import fingerprint, sums_of
@@ -166,9 +166,9 @@ class MismatchWorker(ActorRolloutRefWorker):
         return looked_at(keys, partition, first)
 
     @on_each_rank
-    def mismatch_kl(self, groups: list[Group], partition: str, term: KlTerm, baseline: bool) -> list[float]:
+    def mismatch_kl(self, groups: list[Group], partition: str, section: KlConfig) -> Sums:
         """Sum up the KL of groups of rows, and put their baseline into the batch; see `spread.kl_of`."""
-        return kl_of(groups, partition, term, baseline=baseline)
+        return kl_of(groups, partition, section)
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

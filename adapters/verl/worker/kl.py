@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
+from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import RecordError
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import kl_terms
 
 COEF = "mismatch_kl_coef"
 """Key of the batch's `extra_info` that carries the coefficient from the driver."""
@@ -17,8 +18,8 @@ FIELDS = ("ref_log_prob", "loss_mask", "old_log_probs", "rollout_log_probs", BAS
 """Fields that are read from a micro-batch, if it has them."""
 
 
-def loss_term(logps: Tensor, fields: Mapping[str, Tensor], term: KlTerm) -> Tensor:
-    """Return the term of the actor's loss `[B, T]`, nats, the term's coefficient included.
+def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) -> Tensor:
+    """Return the term of the actor's loss `[B, T]`, nats, for coefficient 1.
 
     It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
     responses because of what was sampled would change what is regularised.
@@ -26,19 +27,25 @@ def loss_term(logps: Tensor, fields: Mapping[str, Tensor], term: KlTerm) -> Tens
     Args:
         logps: Current log-probabilities `[B, T]`, with their graph.
         fields: Padded fields of the micro-batch `[B, T]`, of `FIELDS`.
-        term: This worker's KL term.
+        section: The `kl` section.
 
     Raises:
         RecordError: A field is missing.
     """
-    return term.loss(
+    return kl_terms(
         logps,
         _field(fields, "ref_log_prob"),
         _field(fields, "loss_mask"),
-        rollout_logprobs=fields.get("rollout_log_probs"),
-        old_logprobs=fields.get("old_log_probs"),  # which verl's own loss needs as well
-        baseline=_field(fields, BASELINE) if term.config.has_baseline else None,
-    )
+        section,
+        behavior=sampled_by(fields) if section.ratio != "none" else None,
+        coef=1.0,
+        baseline=_field(fields, BASELINE) if section.has_baseline else None,
+    ).loss
+
+
+def sampled_by(fields: Mapping[str, Tensor]) -> Tensor:
+    """Return log-probabilities under the policy that sampled `[B, T]`: the engine's where it reports them, else the old ones."""
+    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else _field(fields, "old_log_probs")
 
 
 def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:

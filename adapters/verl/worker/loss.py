@@ -24,9 +24,8 @@ from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection
-from mismatch_ext.kl import KlTerm
 
 BYPASS = "bypass_mode"
 
@@ -53,8 +52,8 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         mismatch_loss,
         base=base,
         config=config,
-        # The term has coefficient 1: each batch carries its own coefficient, which may follow a target.
-        kl=KlTerm(replace(kl, target_kl=None), 1.0) if kl is not None and kl.in_loss else None,
+        kl=kl if kl is not None and kl.in_loss else None,
+        # Each batch may carry another coefficient, which follows a target.
         coef=None if kl is None else kl.coef if kl.coef is not None else float(actor_config.kl_loss_coef),
         off_policy=masked,
     )
@@ -67,7 +66,7 @@ def mismatch_loss(
     *,
     base: Callable[..., Any],
     config: Any,
-    kl: KlTerm | None = None,
+    kl: KlConfig | None = None,
     coef: float | None = None,
     off_policy: ResolvedCorrection | None = None,
     **logits: Any,
@@ -80,7 +79,7 @@ def mismatch_loss(
         dp_group: verl's data-parallel group.
         base: verl's loss.
         config: The actor's configuration that `base` runs with.
-        kl: The KL term for coefficient 1, where the section has a part in the loss.
+        kl: The `kl` section, where it has a part in the loss.
         coef: Its coefficient, unless the batch carries one.
         off_policy: The `correction` section, where it has an off-policy mask.
         **logits: What verl's engine passes with the logits.
@@ -107,7 +106,7 @@ def mismatch_loss(
     return loss, metrics
 
 
-def kl_loss(config: Any, kl: KlTerm, model_output: Any, data: TensorDict) -> Tensor:
+def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> Tensor:
     """Return the KL term of a micro-batch for coefficient 1: its share of the global batch's, a scalar."""
     logps = no_padding_2_padding(model_output["log_probs"], data)
     padded = data.select(*(name for name in FIELDS if name in data)).to_padded_tensor()

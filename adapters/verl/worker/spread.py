@@ -9,14 +9,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.worker.kl import BASELINE
+from mismatch_ext.adapters.verl.worker.kl import BASELINE, sampled_by
 from mismatch_ext.adapters.verl.worker.measuring import MASK, ROLLOUT, PartMeasured, fields_of, measured
 from tensordict import TensorDict
-from torch import Tensor, tensor
+from torch import Tensor
 from verl.workers.utils.padding import response_to_nested
 
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.config import KlConfig
+from mismatch_ext.kl import kl_baseline, kl_sums
+from mismatch_ext.sums import Sums, merged
 
 Group = list[str]
 """Keys of rows that belong together."""
@@ -47,43 +50,40 @@ def looked_at(keys: Sequence[str], partition: str, first: int) -> list[PartMeasu
     return found
 
 
-def kl_of(groups: Sequence[Group], partition: str, term: KlTerm, *, baseline: bool) -> list[float]:
-    """Return the sums of `KlTerm.sums` over groups of rows, and put their leave-one-out baseline into the batch.
+def kl_of(groups: Sequence[Group], partition: str, section: KlConfig) -> Sums:
+    """Return `kl_sums` over groups of rows, and put their leave-one-out baseline into the batch if the section has one.
 
     Args:
         groups: Rows whose responses answer the same prompt, whole.
         partition: The batch's.
-        term: Estimator, target and ratio.
-        baseline: Whether one is needed.
+        section: The `kl` section.
     """
-    total = [0.0, 0.0, 0.0]
+    sums = [kl_sums(*torch.zeros(3, 0))]
     for block in _blocks(groups):
         keys = [key for group in block for key in group]
-        wanted = [*KL_FIELDS, ROLLOUT] if baseline and term.config.ratio != "none" else list(KL_FIELDS)
+        wanted = [*KL_FIELDS, ROLLOUT] if section.has_baseline and section.ratio != "none" else list(KL_FIELDS)
         found = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=wanted)
         nested, padded = found[MASK], found.to_padded_tensor()
-        sums = term.sums(*(padded[name] for name in KL_FIELDS))
-        total = [a + b for a, b in zip(total, sums.tolist(), strict=True)]
-        if baseline:
-            numbers = tensor([number for number, group in enumerate(block) for _ in group])
-            values = block_baseline(padded, term, numbers)
+        sums.append(kl_sums(*(padded[name] for name in KL_FIELDS)))
+        if section.has_baseline:
+            numbers = torch.tensor([number for number, group in enumerate(block) for _ in group])
+            values = block_baseline(padded, section, numbers)
             fields = TensorDict({BASELINE: response_to_nested(values, nested)}, batch_size=len(keys))
             tq.kv_batch_put(keys=keys, partition_id=partition, fields=fields)
-    return total
+    return merged(*sums)
 
 
-def block_baseline(fields: Any, term: KlTerm, groups: Tensor) -> Tensor:
-    """Return the leave-one-out baseline of each token `[B, T]`, nats; see `KlTerm.baseline`.
+def block_baseline(fields: Any, section: KlConfig, groups: Tensor) -> Tensor:
+    """Return the leave-one-out baseline of each token `[B, T]`, nats; see `kl_baseline`.
 
     Args:
         fields: `old_log_probs`, `ref_log_prob` and `response_mask` before rejection `[B, T]`; with `rollout_log_probs` where the
             engine reports them.
-        term: The run's.
+        section: The `kl` section.
         groups: The group of each row `[B]`.
     """
-    rollout = fields[ROLLOUT] if ROLLOUT in fields else None
-    old, reference, mask = (fields[name] for name in KL_FIELDS)
-    return term.baseline(old, reference, mask, groups, rollout)
+    behavior = sampled_by(fields) if section.ratio != "none" else None
+    return kl_baseline(*(fields[name] for name in KL_FIELDS), section, behavior=behavior, groups=groups)
 
 
 def _blocks(groups: Sequence[Group]) -> Iterator[list[Group]]:

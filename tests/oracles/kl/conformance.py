@@ -6,23 +6,22 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.full import kl_full_surrogate
-from mismatch_ext.kl.surrogate import kl_surrogate
+from mismatch_ext.kl import kl_terms
 from tests.oracles.kl.enumeration import Moments, Problem, Term, logits_moments
 
 
 def surrogate_term(config: KlConfig) -> Term:
-    """Return `kl_surrogate` of a configuration, with coefficient 1, as a term of the enumeration."""
+    """Return `kl_terms` of a configuration, with coefficient 1, as a term of the enumeration."""
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        return kl_surrogate(logprobs, ref_logprobs, mask, config, behavior_logprobs=behavior_logprobs, coef=1.0)
+        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0).loss
 
     return term
 
 
 def full_moments(problem: Problem, target: str, placement: str, sampling: str) -> Moments:
-    """Return the moments of `kl_full_surrogate` of a configuration, with coefficient 1 and no baseline."""
+    """Return the moments of `kl_terms` of a configuration of estimator "full", with coefficient 1 and no baseline."""
     ratio = "none" if sampling == "on-policy" else sampling
     config = KlConfig(
         estimator="full",
@@ -35,6 +34,6 @@ def full_moments(problem: Problem, target: str, placement: str, sampling: str) -
 
     def term(logits: Tensor, ref_logits: Tensor, logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        return kl_full_surrogate(logits, ref_logits, logprobs, mask, config, behavior_logprobs=behavior_logprobs)
+        return kl_terms(logprobs, None, mask, config, behavior=behavior_logprobs, logits=(logits, ref_logits)).loss
 
     return logits_moments(problem, term)

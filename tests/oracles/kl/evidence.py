@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.surrogate import kl_surrogate
+from mismatch_ext.kl import kl_terms
 from tests.oracles.kl.enumeration import Problem, Term, Tree, exact, moments, pair_moments
 
 Target = Literal["token", "sequence"]
@@ -76,14 +76,12 @@ def tilted(seed: int, beta: float, *, vocab: int = 2, horizon: int = 5, lag: flo
 
 
 def paired_term(config: KlConfig) -> Term:
-    """Return `kl_surrogate` with coefficient 1 on pairs of responses: rows 2k and 2k + 1 are a group."""
+    """Return `kl_terms` with coefficient 1 on pairs of responses: rows 2k and 2k + 1 are a group."""
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
         groups = torch.arange(len(logprobs)) // 2
-        return kl_surrogate(
-            logprobs, ref_logprobs, mask, config, behavior_logprobs=behavior_logprobs, coef=1.0, groups=groups
-        )
+        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0, groups=groups).loss
 
     return term
 

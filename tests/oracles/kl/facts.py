@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.estimators import ESTIMATORS
+from mismatch_ext.kl import ESTIMATORS
 from tests.oracles.kl.enumeration import Problem, exact, stale_gradient
 
 PLACEMENTS = ("loss", "reward", "both")

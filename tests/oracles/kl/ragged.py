@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl.surrogate import kl_surrogate
+from mismatch_ext.kl import kl_terms
 from tests.oracles.kl.enumeration import Problem
 
 SEEDS = range(4)
@@ -67,7 +67,7 @@ class Ragged:
             kl = ((own - reference).detach() * mask[rows]).sum(1).view(-1, 2)
             term = (kl - kl.flip(1)).view(-1, 1) * own * mask[rows]
         else:
-            term = kl_surrogate(own, reference, mask[rows], config, groups=torch.arange(len(rows)) // 2)
+            term = kl_terms(own, reference, mask[rows], config, groups=torch.arange(len(rows)) // 2).loss
         lengths = mask.sum(1)
         spread = torch.zeros(tree.horizon + 1, dtype=torch.float64).index_add(0, lengths, drawn)
         weights = weight(lengths[rows], lengths[pairs.flip(1).flatten()], spread)

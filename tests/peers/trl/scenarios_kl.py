@@ -266,7 +266,7 @@ def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
-    return {"coef": logged, "state": trainer._kl.controller.state_dict(), "parameters": digest_of(trainer.model)}
+    return {"coef": logged, "state": trainer._kl.state_dict(), "parameters": digest_of(trainer.model)}
 
 
 def scheduled(model: str, out: str) -> dict[str, Any]:
@@ -312,5 +312,5 @@ def refilled(model: str, out: str) -> dict[str, Any]:
     for trainer.state.global_step in range(3):
         trainer._buffered_inputs = None
         first_batch(trainer)
-        steps.append((trainer._kl.coef, trainer._kl.controller.state.steps))
+        steps.append((trainer._kl.coef, trainer._kl.state.steps))
     return {"steps": steps, "saved": trainer._state()["kl"]["steps"]}

@@ -29,7 +29,7 @@ from trl import GRPOConfig, GRPOTrainer
 from mismatch_ext.config import CorrectionConfig, KlConfig
 from mismatch_ext.correction import correct, resolve
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.kl import kl_full_surrogate, kl_surrogate
+from mismatch_ext.kl import kl_terms
 from mismatch_ext.log_reading import read_run
 from tests.peers.section_cases import CASES, names
 from tests.peers.trl.scenarios_kl import moved
@@ -200,10 +200,10 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     elif config.estimator == "full":
         with torch.no_grad():
             other = logits_of(trainer.ref_model, inputs)
-        term = kl_full_surrogate(logits, other, logps, mask, config, groups=groups)
+        term = kl_terms(logps, None, mask, config, groups=groups, logits=(logits, other)).loss
         what = "the KL's part of the gradient is that of the surrogate on logits of the model's plain forward"
     else:
-        term = kl_surrogate(logps, reference, mask, config, groups=groups)
+        term = kl_terms(logps, reference, mask, config, groups=groups).loss
         what = (
             "the KL's part of the gradient is that of the surrogate on log-probabilities of the model's plain forward"
         )

@@ -27,8 +27,9 @@ from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.kl import KlTerm, kl_surrogate
+from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.patching import revert
+from mismatch_ext.sums import merged
 from tests.oracles.kl.enumeration import Problem
 from tests.oracles.kl.facts import FACTS
 from tests.peers.verl.in_process.losses import (
@@ -134,7 +135,7 @@ def bypass_preset(theirs: Any, config: DictConfig, block: MismatchConfig) -> dic
             "gradient": float(gradients[0].abs().max())}  # fmt: skip
 
 
-def baseline_of(data: Any, term: KlTerm, keys: list[str] | None = None) -> Any:
+def baseline_of(data: Any, section: KlConfig, keys: list[str] | None = None) -> Any:
     """Return the baseline of a batch as ranks compute it, group by group; without keys each row is a session of its prompt."""
     uids = data.non_tensor_batch["uid"]
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(uids)] if keys is None else keys
@@ -142,15 +143,16 @@ def baseline_of(data: Any, term: KlTerm, keys: list[str] | None = None) -> Any:
     for group in groups(keys):
         rows = [keys.index(key) for key in group]
         part = {name: values[rows] for name, values in data.batch.items()}
-        found[rows] = block_baseline(part, term, torch.zeros(len(rows), dtype=torch.long))
+        found[rows] = block_baseline(part, section, torch.zeros(len(rows), dtype=torch.long))
     return found
 
 
 def adapted(data: Any, term: KlTerm) -> dict[str, float]:
     """Let a term adapt to a batch that lies on two ranks."""
     fields = [data.batch[name] for name in ("old_log_probs", "ref_log_prob", "response_mask")]
-    parts = [KlTerm.sums(*(field[half] for field in fields)) for half in (slice(None, 5), slice(5, None))]
-    return term.adapt_to(sum(parts).tolist())  # type: ignore[union-attr]
+    parts = [kl_sums(*(field[half] for field in fields)) for half in (slice(None, 5), slice(5, None))]
+    term.begin()
+    return term.add(merged(*parts))
 
 
 def baselines() -> dict[str, Any]:
@@ -160,21 +162,21 @@ def baselines() -> dict[str, Any]:
         ("k1", "k3"), ("none", "token", "sequence"), ("token", "sequence")
     ):
         kl = KlConfig(estimator=estimator, placement="both", ratio=ratio, target=target, coef=1.0)  # type: ignore[arg-type]
-        term, data = KlTerm(kl, 1.0), proto()
+        data = proto()
         mask, logps = data.batch["response_mask"].bool(), data.batch["old_log_probs"].clone().requires_grad_()
         groups = torch.arange(len(mask)) % 3
         behavior = data.batch["rollout_log_probs"]
-        whole = kl_surrogate(logps, data.batch["ref_log_prob"], mask, kl, behavior_logprobs=behavior, groups=groups)
+        whole = kl_terms(logps, data.batch["ref_log_prob"], mask, kl, behavior=behavior, groups=groups).loss
         expected = torch.autograd.grad(whole.sum(), logps)[0]
-        fields = {**data.batch, "loss_mask": mask, BASELINE: baseline_of(data, term)}
+        fields = {**data.batch, "loss_mask": mask, BASELINE: baseline_of(data, kl)}
         # Row by row, as a micro-batch of one row is.
         terms = [
-            loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, term).sum()
+            loss_term(logps[i : i + 1], {k: v[i : i + 1] for k, v in fields.items()}, kl).sum()
             for i in range(len(mask))
         ]
         found = torch.autograd.grad(torch.stack(terms).sum(), logps)[0]
         plain = dataclasses.replace(kl, baseline="none")
-        without = torch.autograd.grad(loss_term(logps, fields, KlTerm(plain, 1.0)).sum(), logps)[0]
+        without = torch.autograd.grad(loss_term(logps, fields, plain).sum(), logps)[0]
         result[f"{estimator}/{ratio}/{target}"] = {
             "error": relative(found, expected),
             "share": relative(without, expected),
@@ -191,9 +193,8 @@ def sessions() -> Any:
         "response_mask": torch.ones(4, 2).long(),
     }
     data = DataProto.from_dict(tensors=tensors, non_tensors={"uid": np.array(["a"] * 4, dtype=object)})
-    term = KlTerm(KlConfig(coef=1.0), 1.0)
     return [
-        baseline_of(data, term, [f"a_{row}" for row in rows]).tolist()
+        baseline_of(data, KlConfig(coef=1.0), [f"a_{row}" for row in rows]).tolist()
         for rows in (("0_0", "1_0", "2_0", "3_0"), ("0_0", "1_0", "2_0", "2_1"))
     ]
 
@@ -255,7 +256,7 @@ def warmed_up() -> list[float]:
     found = []
     with driving(kl=section) as (driver, _):
         driver.config.trainer.critic_warmup = 3
-        driver._kl_sums = lambda *_, **__: [0.0, 0.0, 8.0]
+        driver._kl_sums = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
         for driver.global_steps in range(1, 7):
             metrics: dict[str, Any] = {}
             driver._compute_advantage(None, metrics)

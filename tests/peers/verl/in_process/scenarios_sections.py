@@ -24,7 +24,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.host_names import VERL
-from mismatch_ext.kl import KlTerm, kl_surrogate
+from mismatch_ext.kl import kl_terms
 from mismatch_ext.lr import leading_statistics
 from mismatch_ext.metrics import mismatch_metrics
 from mismatch_ext.patching import revert
@@ -174,14 +174,14 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
             what = "the token-level rewards that advantages are computed from"
             return {"what": what, "error": float((found - expected).abs().max()), "effect": float(expected.abs().max())}
         if block.kl.has_baseline:
-            host.set(BASELINE, baseline_of(host.proto(data), KlTerm(block.kl, block.kl.coef)), data)
+            host.set(BASELINE, baseline_of(host.proto(data), block.kl), data)
     finally:
         revert(*driver._patches)
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     groups = torch.arange(len(host.mask)) % 3
     section = block.kl
     hand = host.by_hand(
-        lambda logps: kl_surrogate(logps, reference, host.mask, section, groups=groups) - advantages * logps
+        lambda logps: kl_terms(logps, reference, host.mask, section, groups=groups).loss - advantages * logps
     )
     without = host.by_hand(lambda logps: -advantages * logps)
     what = "the KL's part of the gradient is that of the surrogate on the step's log-probabilities"
