@@ -134,7 +134,7 @@ def test_a_baseline_of_all_rows_serves_each_row(seed: int) -> None:
 
 
 class Vocabulary:
-    """Random logits of a policy and of a reference, sometimes with an id that neither of them, or the reference alone, can sample."""
+    """Random logits of a policy and of a reference; an id may be impossible for the policy, or for both."""
 
     def __init__(self, case: Case) -> None:
         pick = case.rng.choice
