@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks._memory import peak
 from mismatch_ext.kl import kl_full
 
 TOKENS, VOCABULARY, REPEATS = 2048, 152_000, 2
@@ -39,17 +39,17 @@ def measure(form: str) -> dict[str, Any]:
     logits = torch.randn(TOKENS, VOCABULARY, generator=generator)
     reference = torch.randn(TOKENS, VOCABULARY, generator=generator).mul_(0.3).add_(logits)
     logits.requires_grad_()
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     start = time.perf_counter()
     kl = FORMS[form](logits, reference)
     kl.sum().backward()
     seconds = time.perf_counter() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 / (TOKENS * VOCABULARY * 4)
+    beyond = (peak() - before) * 2**20 / (TOKENS * VOCABULARY * 4)
     assert logits.grad is not None
     probe = logits.grad[:64].double()
     return {
         "seconds": seconds,
-        "peak": peak,
+        "peak": beyond,
         "kl": float(kl.detach().double().sum()),
         "gradient": float(probe.square().sum()),
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from benchmarks._memory import peak
 from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, support_logprobs
 
 TOKENS, HIDDEN, VOCABULARY, REPEATS = 256, 512, 152_000, 2
@@ -51,7 +51,7 @@ def measure(width: int) -> dict[str, Any]:
     def score(hidden: Any, weight: Any, bias: Any, labels: Any, **scaling: Any) -> Any:
         return head_logprobs(hidden, weight, bias, labels, support, **scaling) if support is not None else None
 
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak()
     start = time.process_time()
     with scoring_with(score) if width else nullcontext():
         logprobs, *_ = head._ChunkedLogProbFunction.apply(
@@ -59,13 +59,13 @@ def measure(width: int) -> dict[str, Any]:
         )
     logprobs.sum().backward()
     seconds = time.process_time() - start
-    peak = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / 1024
+    beyond = peak() - before
     with torch.no_grad():
         logits = hidden[:16] @ weight.T
         exact = logits.log_softmax(-1).gather(-1, tokens[:16, None])[:, 0]
         if support is not None:
             exact = support_logprobs(logits, tokens[:16], support.slice(0, 16))
-    return {"seconds": seconds, "peak": peak, "error": float((logprobs[:16].detach() - exact).abs().max())}
+    return {"seconds": seconds, "peak": beyond, "error": float((logprobs[:16].detach() - exact).abs().max())}
 
 
 def answers(asked: int, generator: np.random.Generator) -> list[Any]:
