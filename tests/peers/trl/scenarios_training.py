@@ -243,6 +243,51 @@ def stale(model: str, out: str, dtype: str) -> dict[str, Any]:
         return train(model, out, {"precision": {"dtype": dtype}})
 
 
+def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
+    """Train with an engine that sleeps between generations, where sleep takes its weights, and buffers of a name for good.
+
+    vLLM's CPU worker sleeps not at all. What its sleep of level 2 does on a GPU is done to its model here.
+    """
+    from vllm import LLM
+    from vllm.platforms import current_platform
+
+    slept: list[str] = []
+
+    def sleep(llm: Any, level: int = 1) -> None:
+        slept.append("asleep")
+        inside = engine.runner(llm).model
+        with torch.no_grad():
+            for parameter in inside.parameters():
+                parameter.zero_()
+            for name, buffer in inside.named_buffers():
+                if loses and loses in name:
+                    buffer.zero_()
+
+    def wake_up(llm: Any, tags: list[str] | None = None) -> None:
+        slept.extend(tags or ["all"])
+
+    may = mock.patch.object(type(current_platform), "is_sleep_mode_available", lambda *_: True)
+    with may, mock.patch.object(LLM, "sleep", sleep), mock.patch.object(LLM, "wake_up", wake_up):
+        trainer = build(model, out, {}, vllm_enable_sleep_mode=True)
+        update, error = trainer._engine.update, ""
+
+        def noted_update(*args: Any) -> None:
+            update(*args)
+            slept.append("loaded")
+            trainer.vllm_generation.inner._llm_weights_sleeping = (
+                False  # as in TRL's own update, which no CPU engine takes
+            )
+
+        trainer._engine.update = noted_update
+        try:
+            trainer.train()
+        except WeightSyncError as raised:
+            error = str(raised)
+    return outcome(
+        trainer, slept=slept, error=error, verdict=None if trainer._verdict is None else trainer._verdict.status
+    )
+
+
 class AtStep(TrainerCallback):
     """Call a function at the end of one step."""
 

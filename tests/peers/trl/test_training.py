@@ -235,6 +235,18 @@ def test_an_engine_that_keeps_its_old_weights_is_caught(run: Run, dense: Path, t
     assert ran.code != 0 and "WeightSyncError" in ran.stderr and "stale" in ran.stderr
 
 
+def test_an_engine_that_sleeps_is_verified_awake_and_one_that_loses_a_buffer_is_caught(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.sleeping, model=dense, out=tmp_path / "whole").expect()
+    assert found["error"] == "" and found["verdict"] in ("in_sync", "unchanged")
+    # The cache is woken for the probes, and again by TRL.
+    each = ["kv_cache", "loaded", "kv_cache", "asleep"]
+    assert found["slept"] == ["asleep", *each * len(found["history"])]
+    lost = run(scenarios.sleeping, model=dense, out=tmp_path / "lost", loses="cos_sin_cache").expect()
+    assert "garbled" in lost["error"] and lost["history"] == []
+
+
 def test_engine_death_is_named_and_no_metric_is_lost(run: Run, dense: Path, tmp_path: Path) -> None:
     ran = run(scenarios.engine_dies, model=dense, out=tmp_path)
     assert ran.code != 0 and "EngineError" in ran.stderr and "at step 2" in ran.stderr
