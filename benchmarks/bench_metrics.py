@@ -9,9 +9,7 @@ import torch
 from torch import Tensor
 
 from benchmarks._timing import paired
-from mismatch_ext.metrics import MismatchAccumulator
-from mismatch_ext.metrics.numerics import k3
-from mismatch_ext.metrics.profiles import POSITION_EDGES, PROBABILITY_EDGES
+from mismatch_ext.gap import PROFILES, gap_metrics, gap_profiles, gap_sums, k3
 
 
 def one_by_one(old: Tensor, rollout: Tensor, mask: Tensor) -> dict[str, float]:
@@ -76,26 +74,21 @@ def run() -> list[dict[str, Any]]:
     old = rollout + 1e-3 * torch.randn(rollout.shape, generator=generator)
     mask = torch.arange(2048) < torch.randint(256, 2049, (64, 1), generator=generator)
 
-    def accumulated() -> MismatchAccumulator:
-        accumulator = MismatchAccumulator()
-        accumulator.update(old, rollout, mask)
-        return accumulator
-
     def ours() -> dict[str, float]:
-        return accumulated().compute().scalars
+        return gap_metrics(gap_sums(old, rollout, mask))
 
     positions = torch.arange(2048).expand(64, -1)
 
     def theirs() -> tuple[dict[str, float], list[list[float]], list[list[float]]]:
         d = old.double() - rollout.double()
-        by_position = profile(positions, POSITION_EDGES, d, mask)
-        by_probability = profile(rollout.double().exp(), PROBABILITY_EDGES, d, mask)
+        by_position = profile(positions, PROFILES["position"], d, mask)
+        by_probability = profile(rollout.double().exp(), PROFILES["probability"], d, mask)
         return one_by_one(old, rollout, mask), by_position, by_probability
 
     (reference, by_position, by_probability), got = theirs(), ours()
-    summary = accumulated().compute()
+    profiles = gap_profiles(gap_sums(old, rollout, mask))
     for rows, ours_profile in ((by_position, "position"), (by_probability, "probability")):
-        filled = [n for n in summary.profiles[ours_profile].count if n]
+        filled = [n for n in profiles[ours_profile]["count"] if n]
         assert filled == [row[0] for row in rows]
     worst = max(abs(got[name] - value) / max(abs(value), 1e-12) for name, value in reference.items())
     assert worst < 1e-6, worst
@@ -111,9 +104,7 @@ def run() -> list[dict[str, Any]]:
     everywhere = torch.ones_like(mask)
 
     def ours_unmasked() -> dict[str, float]:
-        accumulator = MismatchAccumulator()
-        accumulator.update(old, rollout, everywhere)
-        return accumulator.compute().scalars
+        return gap_metrics(gap_sums(old, rollout, everywhere))
 
     plain, full = one_by_one(old, rollout, everywhere), ours_unmasked()
     assert all(abs(full[name] - value) <= 1e-6 * max(abs(value), 1e-12) for name, value in plain.items())

@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks._timing import paired
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.names import MEASURES
 
 STEPS = 20_000
 

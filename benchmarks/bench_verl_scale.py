@@ -28,9 +28,9 @@ from torch import Tensor
 
 from benchmarks._timing import paired
 from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.kl import KlTerm, kl_baseline, kl_sums
 from mismatch_ext.log import RunLog
-from mismatch_ext.metrics import MismatchAccumulator
 from mismatch_ext.sums import Sums, merged
 
 ROWS, ANSWERS, MEAN, TOP, PROMPT = 256, 16, 8192, 16384, 8
@@ -85,18 +85,14 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     return most
 
 
-def gap_in_driver(data: Any) -> MismatchAccumulator:
+def gap_in_driver(data: Any) -> dict[str, float]:
     """Take every token of a batch, check it, and measure it."""
     padded = data.to_padded_tensor()
     rows = list(range(len(data)))
     old, rollout, mask = (padded[name][rows] for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
     old, rollout, mask = old.float(), rollout.float(), mask.bool()
     assert not len((~rollout.isfinite() & mask).nonzero())
-    accumulator = MismatchAccumulator()
-    together = max(1, (1 << 20) // mask.shape[1])
-    for part in zip(*(x.split(together) for x in (old, rollout, mask)), strict=True):
-        accumulator.update(*part)
-    return accumulator
+    return gap_metrics(gap_sums(old, rollout, mask))
 
 
 def kl_in_driver(data: Any, keys: list[str], section: KlConfig) -> tuple[Sums, Tensor]:
@@ -157,15 +153,16 @@ def run() -> list[dict[str, Any]]:
             )
 
         def added_up(sent: bytes, keys: Any) -> dict[str, float]:
-            found, parts = driver._added_up(keys, pickle.loads(sent))
-            driver._known(keys, parts, found.scalars("train"))
-            driver._log.merge("train", found.state_dict()["train"])
-            return found.scalars("train")
+            driver.actor_rollout_wg = SimpleNamespace(mismatch_measured=lambda: pickle.loads(sent))
+            gap, parts = driver._collected(keys)
+            driver._known(keys, parts, gap_metrics(gap))
+            driver._log.merge("train", gap)
+            return gap_metrics(gap)
 
         keys = SimpleNamespace(keys=batch.keys, tags=[{}] * ROWS)
         parts = [part_of(number, PARTS) for number in range(PARTS)]
         sent = pickle.dumps(parts)
-        expected, got = gap_in_driver(whole).compute().scalars, added_up(sent, keys)
+        expected, got = gap_in_driver(whole), added_up(sent, keys)
         worst = max(abs(got[name] - value) / max(abs(value), 1e-3) for name, value in expected.items())
         assert worst < 1e-12, worst
         same = f"all {len(expected)} measures, to 1e-12"

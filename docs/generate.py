@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from mismatch_ext import config
 from mismatch_ext.alarms import DEFAULTS
-from mismatch_ext.host_names import roles_table
-from mismatch_ext.metrics.names import table as metrics_page
+from mismatch_ext.drift import GROWTH_LEAST
+from mismatch_ext.names import (
+    CORRECTION_MEASURES,
+    GROWTH_MEASURES,
+    HOSTS,
+    MEANINGS,
+    MEASURES,
+    MITIGATION_MEASURES,
+    STALENESS_MEASURES,
+    Measure,
+)
+from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = {
@@ -130,6 +140,120 @@ def config_page() -> str:
             text = " ".join(meaning.split())
             lines.append(f"| `{key}` | `{annotation.replace('|', chr(92) + '|')}` | `{default}` | {text} |")
     return "\n".join(lines)
+
+
+def _rows(measures: Mapping[str, Measure]) -> list[str]:
+    """Return the lines of a Markdown table."""
+    lines = []
+    for name, m in measures.items():
+        formula, meaning = (text.replace("|", "\\|") for text in (m.formula, m.meaning))
+        lines.append(f"| `{name}` | {formula} | {meaning} | {m.verl and f'`{m.verl}`'} | {m.trl and f'`{m.trl}`'} |")
+    return lines
+
+
+def metrics_page() -> str:
+    """Return the page of all measures as Markdown."""
+    lines = [
+        "# Metrics",
+        "",
+        "Printed by `python docs/generate.py` from `mismatch_ext/names.toml`. Logged with the prefix `mismatch/` (in evaluation `eval_mismatch/`).",
+        "",
+        "d = old_logprob - rollout_logprob of a token that the rollout policy mu sampled, pi the trainer's policy at sampling",
+        "time, r = exp(d), S the sum of d over a sequence. Means are over unmasked tokens; `mean_seq` over sequences. All",
+        "arithmetic is float64: in float32 `exp(d)-1-d` is 100 % wrong at d = 1e-4, where an FP16 run lives.",
+        "",
+        "| name | formula | meaning | in verl | in TRL |",
+        "|---|---|---|---|---|",
+    ]
+    lines += _rows(MEASURES)
+    lines += [
+        "",
+        "## With routing replay",
+        "",
+        "The gap above is that under replay. Under R3 a share `mismatch.routing.measured` of the batches is scored once more under the",
+        "trainer's own routing: the same measures of the tokens of those batches, as `native/<name>`. Of the same",
+        "share of the replayed forward passes the model's own choice is kept as well and compared with",
+        "the recorded one, layer by layer, each given the replayed experts of the layers before. These counts are over old-logprob",
+        "and update passes: with several updates per batch they also hold how far the weights have moved.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in ROUTING_MEASURES.items()]
+    lines.append(
+        f"| `{OTHER_PASSES}` | forward passes over other tokens than were recorded, such as those of an own loss over altered "
+        "prompts, which the model routed itself; in `metrics.jsonl` from the first log on, 0 where there were none |"
+    )
+    lines.append(
+        "| `routing/layer_<n>_set_mismatch` | share of tokens whose sets differ in layer n; in `metrics.jsonl` alone |"
+    )
+    lines += [
+        "",
+        "## Of the gap's growth",
+        "",
+        f"Logged from log number {GROWTH_LEAST} of a training on; where versions are followed, of `numerics/k3_kl`, as `numerics/<name>`.",
+        "The slope is the median over all pairs of logs (Theil and Sen), its interval Sen's, widened where logs that follow each",
+        "other are alike: neither is moved by a few batches of a heavy tail.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+    ]
+    lines += [f"| `{name}` | {meaning} |" for name, meaning in GROWTH_MEASURES.items()]
+    lines += ["", "## Of the mitigations", "", "Logged where the section is on.", "", "| name | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in MITIGATION_MEASURES.items()]
+    lines += [
+        "",
+        "## Of stale rollouts",
+        "",
+        "Logged where a trainer follows versions (docs/drift.md); the names above are then of the whole gap, which is corrected.",
+        "With v the version of the weights that sampled a token and w that which scores it, rollout(v) - train(w) is numerics,",
+        "rollout(v) - train(v), and drift, train(v) - train(w). See docs/drift.md. In synchronous runs v = w, and all of the gap is numerics.",
+        "",
+        "| name | meaning |",
+        "|---|---|",
+        *(f"| `{name}` | {meaning.replace('|', chr(92) + '|')} |" for name, meaning in STALENESS_MEASURES.items()),
+        "",
+        "## Of the weights",
+        "",
+        "Logged in TRL where `correction` asks for what TRL has no setting for: the weights w and the rejection are then this",
+        "package's. Where TRL has a setting, and always in verl, the trainer's own code weighs, and logs the names on the right alone.",
+        "rho is the ratio pi/mu before bounds. verl also logs `rollout_is_seq_<figure>` and `rollout_rs_<rule>_<figure>`, and with an",
+        "off-policy mask `off_policy_masked_fraction`; under `mode: bypass` all of them are means over micro-batches.",
+        "",
+        "| name | formula | meaning | verl's own | TRL's own |",
+        "|---|---|---|---|---|",
+        *_rows(CORRECTION_MEASURES),
+    ]
+    lines += [
+        "",
+        "## Under `mismatch.level: observe`",
+        "",
+        "`level: observe` tries the package on a run that you must not disturb. No section of the block acts, and the trainer's",
+        "numbers are the same to the last bit. The run is measured as with an empty block. A check that fails logs a warning instead of",
+        "ending the run, and counts in `observed/<check>`, logged from its first time on. The report lists these checks. Remove the",
+        "line, and the block acts. The run still ends at its start if the block cannot be read, a package is not installed, or the run's",
+        "folder cannot be written.",
+        "",
+        "## Of the host",
+        "",
+        "Report and alarms read these metrics of the host's own. An adapter writes their names into the header of a run; a loop of",
+        'one\'s own writes those that differ from the roles\', such as `"names": {"length": "my/length"}`, or `"names": {}`. A header',
+        "without `names` is taken for TRL's, or for verl's where its host is verl.",
+        "",
+        "verl's rate is the one that was applied where `lr` or a loss scaler is on; elsewhere stock verl logs the next step's, which",
+        "the report draws one step later.",
+        "",
+        *roles_table(),
+    ]
+    return "\n".join(lines)
+
+
+def roles_table() -> list[str]:
+    """Return the roles, their meanings and each host's names for them, as lines of a Markdown table."""
+    lines = [f"| role | meaning | {' | '.join(f'in {host}' for host in HOSTS)} |", "|---" * (2 + len(HOSTS)) + "|"]
+    for role, meaning in MEANINGS.items():
+        lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
+    return lines
 
 
 PAGES = {

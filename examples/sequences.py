@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from examples.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.gap import k3
 from mismatch_ext.routing import RoutingTrace, agreement
 from mismatch_ext.routing.replay import REFERENCE
 

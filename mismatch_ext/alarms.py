@@ -16,9 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import PREFIX, HostNames
-from mismatch_ext.metrics.growth import GROWTH_MEASURES
-from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.names import GROWTH_MEASURES, MEASURES, PREFIX, HostNames
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
 from mismatch_ext.states import from_json, state
 

@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.metrics.numerics import as_bool, output_dtype
-from mismatch_ext.metrics.numerics import k3 as exact_k3
+from mismatch_ext.gap import as_bool, output_dtype
+from mismatch_ext.gap import k3 as exact_k3
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged
 

@@ -21,22 +21,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
 from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
-from mismatch_ext.host_names import PREFIX, HostNames
+from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
-from mismatch_ext.metrics import MismatchAccumulator, MismatchSummary
-from mismatch_ext.metrics.growth import Growth
+from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.staleness import StaleGap
 from mismatch_ext.states import from_json, state, to_json
+from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
@@ -349,7 +350,7 @@ class LogState:
 
     flushes: dict[str, int]
     created: int
-    growth: list[tuple[int, float]]
+    growth: Growth
 
 
 class RunLog:
@@ -380,7 +381,6 @@ class RunLog:
         alarms: Their state.
         stopped: Message of the alarm that stopped training; None while none has.
         doctor: Examines batches in the main process; None on other ranks, and if the block does not ask for it.
-        stale: Measures stale rollouts since the last flush; None if versions are not followed.
 
     Raises:
         RunDirectoryError: The folder cannot be written.
@@ -411,8 +411,8 @@ class RunLog:
         self._own: int | None = None
         self._early_events: list[tuple[Any, ...]] = []
         self._sampling = SamplingSettings()
-        self._accumulators: dict[tuple[str, bool], MismatchAccumulator] = {}
-        self.stale: StaleGap | None = None
+        self._gaps: dict[tuple[str, bool], Sums] = {}
+        self._drift: Sums | None = None
         self._flushes: dict[str, int] = {}
         self._created = 0
         self._growth = Growth()
@@ -523,97 +523,77 @@ class RunLog:
         Raises:
             NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
         """
-        if (split, native) not in self._accumulators:
-            self._accumulators[split, native] = self._new()
-        self._accumulators[split, native].update(old, rollout, mask)
+        self._created += 1
+        # Each rank and batch needs its own seed, because otherwise all of them would sample the same places.
+        seed = self._created * self.ranks.size + self.ranks.rank
+        self.merge(split, gap_sums(old, rollout, mask, sample=SCATTER_SAMPLES, seed=seed), native=native)
 
-    def merge(self, split: str, state: dict[str, Any], *, native: bool = False) -> None:
-        """Add the state of another process's `MismatchAccumulator` to a split."""
-        part = self._new()
-        part.load_state_dict(state)
-        if (split, native) in self._accumulators:
-            self._accumulators[split, native].merge(part)
-        else:
-            self._accumulators[split, native] = part
+    def merge(self, split: str, sums: Sums, *, native: bool = False) -> None:
+        """Add what was measured on a batch, sums from `gap_sums` with the arguments of `part`."""
+        before = self._gaps.get((split, native))
+        self._gaps[split, native] = sums if before is None else merged(before, sums)
 
     def part(self) -> dict[str, int]:
-        """Return the arguments with which `GapGroups` of other processes draw tokens for a scatter plot.
-
-        Each process adds its number to the seed; `merge` takes the states afterwards.
-        """
+        """Return the arguments `sample` and `seed` of `gap_sums` in other processes; each adds its number to the seed."""
         self._created += 1
-        return {"scatter_samples": SCATTER_SAMPLES, "seed": self._created << PROCESSES}
+        return {"sample": SCATTER_SAMPLES, "seed": self._created << PROCESSES}
 
     def follow_versions(self) -> None:
         """From now on, separate drift from numerics in the train split; either all ranks must call this or none."""
-        self.stale = StaleGap(sampling=self._sampling)
+        nothing = torch.zeros(0, 0)
+        self._drift = drift_sums(nothing, nothing, nothing, nothing.long(), scoring=0)
+
+    @property
+    def follows_versions(self) -> bool:
+        """Whether `follow_versions` was called."""
+        return self._drift is not None
+
+    def add_drift(self, sums: Sums) -> None:
+        """Add what was measured of stale rollouts, sums from `drift_sums`; versions must be followed."""
+        assert self._drift is not None
+        self._drift = merged(self._drift, sums)
 
     def flush(self, split: str, step: int) -> dict[str, float]:
         """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
 
         Returns:
             Metrics with the prefix "mismatch/", or "mismatch/native/" for those without routing replay; plus those of
-            `StaleGap` if versions are followed, and those of `Growth` for the train split. Empty if nothing was observed.
+            `drift_metrics` if versions are followed, and those of `grown` for the train split. Empty if nothing was observed.
         """
-        summary, native = self._take(split, native=False), self._take(split, native=True)
-        stale = self._take_stale() if split == "train" else {}
-        if summary is None:
+        sums = over_ranks(self._take(split), self.ranks)
+        truncated = self._sampling.truncates_support
+        scalars, native = (gap_metrics(part(sums, of), support_truncated=truncated) for of in ("gap", "native"))
+        if not scalars:
             return {}
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
-        if split != "train" or count % PROFILE_EVERY == 0:
-            self._write_profiles(split, step, summary)
-        scalars = {PREFIX + name: value for name, value in summary.scalars.items()}
-        if native is not None:
-            scalars |= {f"{PREFIX}native/{name}": value for name, value in native.scalars.items()}
-        scalars |= stale
+        if self.ranks.rank == 0 and (split != "train" or count % PROFILE_EVERY == 0):
+            self._file().profile(step, gap_profiles(part(sums, "gap")), split)
+            scatter = gap_sample(part(sums, "gap"))
+            self._file().scatter(step, scatter["rollout_logprobs"], scatter["old_logprobs"], split)
+        scalars |= {f"native/{name}": value for name, value in native.items()}
+        if drift := part(sums, "drift"):
+            scalars |= drift_metrics(drift, support_truncated=truncated)
         # Where versions are followed, only the numerics part is asked whether it grows.
-        prefix = PREFIX if self.stale is None else f"{PREFIX}numerics/"
-        if split == "train" and (k3 := scalars.get(f"{prefix}k3_kl")) is not None:
-            scalars |= {prefix + name: value for name, value in self._growth.add(step, k3).items()}
-        return scalars
+        of = "numerics/" if drift else ""
+        if split == "train" and (k3 := scalars.get(f"{of}k3_kl")) is not None:
+            self._growth, growth = grown(self._growth, step, k3)
+            scalars |= {of + name: value for name, value in growth.items()}
+        return {PREFIX + name: value for name, value in scalars.items()}
 
-    def _take(self, split: str, *, native: bool) -> MismatchSummary | None:
-        """Return what all ranks observed since the last flush; None if there was nothing, or all of it was masked."""
-        accumulator = self._accumulators.pop((split, native), None)
-        if self.ranks.size > 1:
-            gathered = self.ranks.gather(None if accumulator is None else accumulator.state_dict())
-            states = [saved for saved in gathered if saved is not None]
-            if not states:
-                return None
-            accumulator = self._new()
-            for saved in states:
-                part = self._new()
-                part.load_state_dict(saved)
-                accumulator.merge(part)
-        return None if accumulator is None or accumulator.is_empty else accumulator.compute()
-
-    def _take_stale(self) -> dict[str, float]:
-        """Return what all ranks measured about stale rollouts since the last flush."""
-        if self.stale is None:
-            return {}
-        whole, self.stale = self.stale, StaleGap(sampling=self._sampling)
-        if self.ranks.size > 1:
-            states = self.ranks.gather(whole.state_dict())
-            whole = StaleGap(sampling=self._sampling)
-            for saved in states:
-                part = StaleGap(sampling=self._sampling)
-                part.load_state_dict(saved)
-                whole.merge(part)
-        return {PREFIX + name: value for name, value in whole.metrics().items()}
-
-    def _new(self) -> MismatchAccumulator:
-        # Each rank and flush needs its own seed, because otherwise all of them would sample the same places.
-        self._created += 1
-        seed = self._created * self.ranks.size + self.ranks.rank
-        return MismatchAccumulator(sampling=self._sampling, scatter_samples=SCATTER_SAMPLES, seed=seed)
-
-    def _write_profiles(self, split: str, step: int, summary: MismatchSummary) -> None:
-        if self.ranks.rank:
-            return
-        self._file().profile(step, {name: profile.to_dict() for name, profile in summary.profiles.items()}, split)
-        if summary.scatter is not None:
-            self._file().scatter(step, summary.scatter["rollout_logprobs"], summary.scatter["old_logprobs"], split)
+    def _take(self, split: str) -> Sums:
+        """Return what this rank observed since the last flush, with the same names on all ranks."""
+        nothing = torch.zeros(0, 0)
+        sums: Sums = {}
+        for name, native in (("gap", False), ("native", True)):
+            gap = self._gaps.pop((split, native), None)
+            if gap is None:
+                gap = gap_sums(nothing, nothing, nothing, sample=SCATTER_SAMPLES)
+            sums |= prefixed(name, gap)
+        if split == "train" and self._drift is not None:
+            sums |= prefixed("drift", self._drift)
+            self.follow_versions()
+        return sums
 
     # A step.
 
@@ -698,8 +678,7 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
-        growth = [(step, value) for step, value in self._growth.state_dict()]
-        log = LogState(flushes=dict(self._flushes), created=self._created, growth=growth)  # type: ignore[arg-type]
+        log = LogState(flushes=dict(self._flushes), created=self._created, growth=self._growth)
         return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
@@ -711,7 +690,7 @@ class RunLog:
         if state.get("log") is not None:
             log = from_json(LogState, state["log"], "log")
             self._flushes, self._created = dict(log.flushes), log.created
-            self._growth.load_state_dict(log.growth)
+            self._growth = log.growth
         if state.get("monitor") is not None:
             self.alarms, notes = resumed(state["monitor"], self.rules)
             for message, metrics in notes:

@@ -24,7 +24,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.host_names import HostNames, Role, names_of
+from mismatch_ext.names import HostNames, Role, names_of
 
 METRICS_FILE = "metrics.jsonl"
 RUN_FOLDER = "mismatch"

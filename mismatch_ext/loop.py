@@ -39,10 +39,10 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, over_ranks, resolve
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
-from mismatch_ext.host_names import PREFIX, HostNames
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
 from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
+from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy

@@ -47,6 +47,16 @@ def over_ranks(sums: Mapping[str, Tensor], ranks: Ranks) -> Sums:
     return {name: whole[name][0] if name in whole else collected[name] for name in sums}
 
 
+def prefixed(name: str, sums: Mapping[str, Tensor]) -> Sums:
+    """Return sums as a part of larger ones, with names `name/...`."""
+    return {f"{name}/{key}": value for key, value in sums.items()}
+
+
+def part(sums: Mapping[str, Tensor], name: str) -> Sums:
+    """Return the sums that `prefixed` made a part of larger ones."""
+    return {key.removeprefix(f"{name}/"): value for key, value in sums.items() if key.startswith(f"{name}/")}
+
+
 def moments(values: Tensor) -> Tensor:
     """Return the entry `moments:name` of n samples of v variables `[v, n]`."""
     count, means = values.shape[1], values.mean(1) if values.shape[1] else values.new_zeros(len(values))

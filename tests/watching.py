@@ -7,7 +7,7 @@ from typing import Any
 
 from mismatch_ext.alarms import Alarm, AlarmState, rules_of, watch
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.host_names import HostNames
+from mismatch_ext.names import HostNames
 
 
 class Watching:

@@ -22,8 +22,8 @@ from mismatch_ext.alarms import AlarmState, rules_of
 from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import PREFIX, TRL
 from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, run_info, section_lines
+from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.states import to_json
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Verdicts

@@ -9,9 +9,9 @@ from transformers import SchedulerType, TrainerCallback, TrainerControl, Trainer
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import TRL
 from mismatch_ext.lr import RateControl
 from mismatch_ext.lr.control import innermost
+from mismatch_ext.names import TRL
 
 LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 """Names under which TRL's trainers log the lengths of their rollouts."""

@@ -6,13 +6,13 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from mismatch_ext.correction import ResolvedCorrection
-from mismatch_ext.metrics.clipping import PhantomSums
+from mismatch_ext.drift import clip_metrics, clip_sums
 from mismatch_ext.precision.dtypes import limits
 from mismatch_ext.ranks import Ranks
+from mismatch_ext.sums import over_ranks
 
 # TRL's losses with PPO's clip; the others use the ratio in their own ways, and stop nothing.
 CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo")
@@ -38,11 +38,9 @@ def phantom(
     """
     trained, engine, mask = gap
     sequences = trainer.importance_sampling_level == "sequence"
-    found = PhantomSums.of(
-        trained, engine, output["advantages"], mask, trainer.epsilon_low, trainer.epsilon_high, sequences=sequences
-    )
-    mine = torch.tensor(found.values(), dtype=torch.float64)
-    metrics = PhantomSums(*ranks.sum(mine.to(trained.device)).tolist()).metrics()
+    bounds = (trainer.epsilon_low, trainer.epsilon_high)
+    sums = clip_sums(trained, engine, output["advantages"], mask, *bounds, sequences=sequences)
+    metrics = clip_metrics(over_ranks(sums, ranks))
     logged = metrics if clips else {"advantage_gap": metrics["advantage_gap"]}
     return {name: value for name, value in logged.items() if math.isfinite(value)}
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 
-from mismatch_ext.host_names import TRL
 from mismatch_ext.log import run_info
+from mismatch_ext.names import TRL
 from mismatch_ext.precision.audit import AuditReport
 from mismatch_ext.precision.dtypes import TrainerFixes
 from mismatch_ext.versions import installed

@@ -12,7 +12,7 @@ from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.readings import ratio_bias
 from mismatch_ext.adapters.trl.sides import SidesMixin
 
-from mismatch_ext.host_names import PREFIX
+from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer

@@ -22,8 +22,8 @@ from torch import Tensor
 from trl.trainer.utils import use_adapter
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
+from mismatch_ext.names import PREFIX
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import over_ranks

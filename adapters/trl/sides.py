@@ -21,8 +21,8 @@ from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.host_names import TRL
 from mismatch_ext.log import RunLog, run_folder
+from mismatch_ext.names import TRL
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness

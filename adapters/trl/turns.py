@@ -11,7 +11,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass
 from torch import nn
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.host_names import PREFIX
+from mismatch_ext.names import PREFIX
 from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.turns import Joined, Trained, any_asked, join_turns
 from mismatch_ext.verdicts import Verdicts

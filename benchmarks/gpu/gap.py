@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from examples.bootstrap import bootstrap_ratio
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.gap import k3
 
 TAILS = (1.05, 1.1, 1.25, 1.5, 2.0, 4.0)
 # Bounds of log-probability, from certain to rare.

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.gpu.miniature import END, Grid, Language, Shape, Sides, advantages, coarse, on_grid, pretrained, step_of
 from benchmarks.gpu.part import Found, Say, Setting
 from benchmarks.gpu.svg import Figure, Panel, Series
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.gap import k3
 
 NAME, TITLE = "phantom", "phantom clipping, with controls"
 EPSILON, RATE, STEPS, WINDOW = 0.2, 1e-3, 60, 3

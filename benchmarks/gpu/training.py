@@ -13,7 +13,7 @@ from torch import nn
 from benchmarks.gpu.miniature import Grid, Language, Shape, Sides, advantages, pretrained
 from benchmarks.gpu.part import Found, Say, Setting
 from benchmarks.gpu.svg import Figure, Panel, Series
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.gap import k3
 from mismatch_ext.precision.scaler import LossScaler
 
 NAME, TITLE = "training", "the gap over 100 steps of training"

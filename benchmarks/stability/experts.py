@@ -14,8 +14,8 @@ from benchmarks.gpu.engine import Rollout, decode
 from benchmarks.gpu.miniature import END, Language, advantages, learn, on_grid
 from benchmarks.stability.arms import ExpertArm
 from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
-from mismatch_ext.metrics.clipping import PhantomSums, stopped_by_clip
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
+from mismatch_ext.gap import k3
 from mismatch_ext.routing import RoutingTrace, align
 
 VOCABULARY, PROMPTS, SAMPLES, NEW, RATE, EPSILON = 256, 8, 8, 32, 1e-3, 0.2
@@ -90,8 +90,8 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
         kept["length"].append(float(mask.sum(1).float().mean()))
         kept["stopped"].append(float(stopped[mask].float().mean()))
         kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        sums = PhantomSums.of(trainer.detach(), engine, reward, mask)
-        kept["advantage_gap"].append(sums.metrics()["advantage_gap"])
+        sums = clip_sums(trainer.detach(), engine, reward, mask)
+        kept["advantage_gap"].append(clip_metrics(sums)["advantage_gap"])
         kept["k3"].append(float(k3(d.double()).mean()))
         kept["flipped"] += flipped
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:

@@ -13,10 +13,10 @@ from benchmarks.stability.arms import Arm
 from examples.dither import IntegerCells, dither
 from mismatch_ext.config import CorrectionConfig, KlConfig, LrConfig
 from mismatch_ext.correction import correct
+from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
+from mismatch_ext.gap import k3
 from mismatch_ext.kl import kl_estimate, kl_terms
 from mismatch_ext.lr import LrControl, LrController
-from mismatch_ext.metrics.clipping import PhantomSums, stopped_by_clip
-from mismatch_ext.metrics.numerics import k3
 from mismatch_ext.precision.scaler import LossScaler
 
 STEPS, PROMPT, KL = 60, 4, 0.05
@@ -74,8 +74,8 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
         kept["length"].append(float(lengths.float().mean()))
         kept["stopped"].append(float(stopped[mask].float().mean()))
         kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        sums = PhantomSums.of(trainer, engine, reward, mask)
-        kept["advantage_gap"].append(sums.metrics()["advantage_gap"])
+        sums = clip_sums(trainer, engine, reward, mask)
+        kept["advantage_gap"].append(clip_metrics(sums)["advantage_gap"])
         kept["k3"].append(float(k3(d.double()).mean()))
         kept["end_gap"].append(_end_gap(sides, arm.engine, ids, mask, ends))
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:

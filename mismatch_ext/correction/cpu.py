@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, RuleSums, bounds_of, low_mark
-from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.gap import SATURATION
 from mismatch_ext.presets import ResolvedCorrection
 
 Array = np.ndarray[Any, Any]

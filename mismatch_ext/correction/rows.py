@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.gap import SATURATION
 from mismatch_ext.presets import ResolvedCorrection, Rule
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, low_mark
-from mismatch_ext.metrics.numerics import SATURATION
+from mismatch_ext.gap import SATURATION
 from mismatch_ext.presets import ResolvedCorrection, Rule
 
 

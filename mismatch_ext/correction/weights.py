@@ -16,7 +16,7 @@ from mismatch_ext.correction.rows import LOG_RATIO_BOUND, Rows, bounded, bounds_
 from mismatch_ext.correction.scan import scan
 from mismatch_ext.correction.summary import rule_metrics, summarise, weight_metrics
 from mismatch_ext.errors import RecordError
-from mismatch_ext.metrics.numerics import as_bool, output_dtype
+from mismatch_ext.gap import as_bool, output_dtype
 from mismatch_ext.presets import ResolvedCorrection, Rule, resolve
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
-from mismatch_ext.metrics.numerics import k3
+from mismatch_ext.gap import k3
 
 SCHEMA = 1
 DOCTOR_FILE = "doctor.json"

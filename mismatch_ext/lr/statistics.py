@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from mismatch_ext.config import Trigger
+from mismatch_ext.drift import numerics_metrics
 from mismatch_ext.errors import RecordError
-from mismatch_ext.metrics import mismatch_metrics
-from mismatch_ext.staleness import StaleGap
+from mismatch_ext.gap import gap_sums
+from mismatch_ext.sums import Sums
 
 F_TAU = "f_1.1"
 """Metric that `trigger: f_tau` watches: F at threshold 1.1, because at 2 few tokens are in the tail."""
@@ -104,15 +105,10 @@ def gap_statistics(
     Returns:
         Weight and statistics, the arguments of `RateControl.collect`; all 0 if there is no token.
     """
-    found = {"k3_kl": 0.0, F_TAU: 0.0, "tokens": 0.0}
-    if bool(mask.any()):
-        found = mismatch_metrics(old_logprobs, rollout_logprobs, mask)
-    kl, f_tau, tokens = found["k3_kl"], found[F_TAU], found["tokens"]
-    if reduce is not None:
-        mine = torch.tensor([kl * tokens, f_tau * tokens, tokens], dtype=torch.float64)
-        kl, f_tau, tokens = reduce(mine.to(old_logprobs.device), reduction="sum").tolist()
-        kl, f_tau = kl / max(tokens, 1.0), f_tau / max(tokens, 1.0)
-    return tokens, {"mismatch_kl": kl, "f_tau": f_tau}
+    sums = gap_sums(old_logprobs, rollout_logprobs, mask)
+    mine = torch.stack([sums["k3"], sums[F_TAU], sums["tokens"]])
+    kl, f_tau, tokens = (mine if reduce is None else reduce(mine.to(old_logprobs.device), reduction="sum")).tolist()
+    return tokens, {"mismatch_kl": kl / max(tokens, 1.0), "f_tau": f_tau / max(tokens, 1.0)}
 
 
 def leading_statistics(
@@ -124,7 +120,7 @@ def leading_statistics(
         trigger: The trigger of `mismatch.lr`.
         lengths: Number of tokens of each response that the policy sampled `[B]`.
         truncated: True where a response was cut off at the length limit `[B]`.
-        gap: The batch's measures, by the names of `MismatchSummary`; empty if they are unknown.
+        gap: The batch's measures, as `gap_metrics` returns them; empty if they are unknown.
 
     Returns:
         Arguments of `RateControl.collect`; empty if the trigger needs a gap and `gap` is empty, or needs nothing from a batch.
@@ -136,19 +132,20 @@ def leading_statistics(
     return {}
 
 
-def numerics_statistics(gap: StaleGap) -> dict[str, float]:
+def numerics_statistics(sums: Sums) -> dict[str, float]:
     """Return the statistics of rollouts that older weights may have sampled: the numerics only, because drift is not mismatch.
 
     Args:
-        gap: The measured gap of the rollouts that the next step learns from.
+        sums: Sums from `drift_sums` of the rollouts that the next step learns from.
 
     Returns:
         Arguments of `RateControl.collect`. If numerics is unknown, `responses` is 0, which makes the batch no measurement.
     """
-    summary = gap.numerics()
-    if summary is None:
+    numerics = numerics_metrics(sums)
+    if numerics is None:
         return {"responses": 0.0}
-    return {"mismatch_kl": summary.scalars["k3_kl"], "f_tau": summary.scalars[F_TAU]}
+    _, metrics = numerics
+    return {"mismatch_kl": metrics["k3_kl"], "f_tau": metrics[F_TAU]}
 
 
 def _sum_over_ranks(tensor: Tensor, reduction: str) -> Tensor:

@@ -10,9 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.alarms import STALENESS, logged_names
-from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
-from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
 from mismatch_ext.verdicts import EVENT
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.errors import PeerVersionError
-from mismatch_ext.host_names import PREFIX, Role
 from mismatch_ext.log_reading import RunData
+from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.report.summary import (
     ABS_DIFF_MAX,
     ABS_DIFF_MEAN,

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from mismatch_ext.alarms import STALENESS
-from mismatch_ext.host_names import PREFIX, Role
+from mismatch_ext.drift import SOURCES
 from mismatch_ext.log_reading import RunData, find_runs, read_run
-from mismatch_ext.metrics.names import PARTS_OF_STALE
-from mismatch_ext.staleness import SOURCES
+from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
 NUMERICS = "numerics/"

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch_ext.host_names import Role
 from mismatch_ext.log_reading import EventRecord, RunData
+from mismatch_ext.names import Role
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.figures import MAX_POINTS
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary

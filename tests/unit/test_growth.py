@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import RecordError
-from mismatch_ext.metrics.growth import FLOOR, LEAST, WINDOW, Growth, slope
+from mismatch_ext.drift import GROWTH_FLOOR, GROWTH_LEAST, GROWTH_WINDOW, Growth, grown, slope
+from mismatch_ext.states import from_json, to_json
 from tests.watching import Watching
 
 RECORDED = Path(__file__).resolve().parents[2] / "benchmarks" / "stability"
@@ -25,7 +25,8 @@ def alarms(gaps: Iterable[float]) -> list[tuple[int, str]]:
     growth, monitor = Growth(), Watching(MonitorConfig())
     found = []
     for step, gap in enumerate(gaps, 1):
-        log = {f"mismatch/{name}": value for name, value in growth.add(step, gap).items()}
+        growth, metrics = grown(growth, step, gap)
+        log = {f"mismatch/{name}": value for name, value in metrics.items()}
         found += [(alarm.step, alarm.status) for alarm in monitor.observe(step, log) if alarm.metric == LOW]
     return found
 
@@ -64,10 +65,10 @@ def test_an_interval_covers_the_slope_of_batches_that_are_alike() -> None:
     """Drifting noise has no slope: the interval of 99 % holds 0 in 95 % of the runs, the plain one in 84 %."""
     covered = 0
     for seed in range(200):
-        made = np.random.default_rng(seed).standard_normal(WINDOW)
-        for t in range(1, WINDOW):
+        made = np.random.default_rng(seed).standard_normal(GROWTH_WINDOW)
+        for t in range(1, GROWTH_WINDOW):
             made[t] += 0.6 * made[t - 1]
-        _, low, high = slope(range(WINDOW), list(made))
+        _, low, high = slope(range(GROWTH_WINDOW), list(made))
         covered += low <= 0 <= high
     assert covered >= 190
 
@@ -80,12 +81,12 @@ def test_a_gap_that_grows_as_verl_saw_raises_the_alarm_and_a_constant_one_does_n
         noise = noises(seed, 400)[kind]
         assert alarms(0.01 * noise) == []
         grown = alarms(0.01 * noise[:96] * factor ** np.arange(96))
-        assert grown and grown[0][1] == "raised" and grown[0][0] >= LEAST
+        assert grown and grown[0][1] == "raised" and grown[0][0] >= GROWTH_LEAST
 
 
 def test_a_gap_too_small_to_matter_may_grow() -> None:
     assert alarms(1e-9 * 1.1**t for t in range(100)) == []  # up to 1.3e-5
-    assert alarms(FLOOR * 1.1**t for t in range(100))[0] == (LEAST + 2, "raised")
+    assert alarms(GROWTH_FLOOR * 1.1**t for t in range(100))[0] == (GROWTH_LEAST + 2, "raised")
 
 
 def test_an_alarm_is_over_once_the_gap_stays() -> None:
@@ -108,14 +109,14 @@ def test_no_run_that_was_recorded_with_a_constant_error_raises_it() -> None:
 
 def test_a_resumed_run_goes_on_with_the_same_logs() -> None:
     gaps = [0.01 * 1.05**t for t in range(60)]
-    one, other = Growth(), Growth()
+    one = Growth()
     for step, gap in enumerate(gaps[:30]):
-        one.add(step, gap)
-    other.load_state_dict(json.loads(json.dumps(one.state_dict())))
+        one, _ = grown(one, step, gap)
+    other = from_json(Growth, json.loads(json.dumps(to_json(one))), "growth")
     for step, gap in enumerate(gaps[30:], 30):
-        found = one.add(step, gap)
-        assert found == other.add(step, gap) and found
-    assert len(one.state_dict()) == WINDOW
+        (one, found), (other, again) = grown(one, step, gap), grown(other, step, gap)
+        assert found == again and found
+    assert len(one.points) == GROWTH_WINDOW
     # A factor of 1.05 a step, over the 47 steps between the first log that is held and the last.
     assert found["k3_growth"] == pytest.approx(1.05**47) and found["k3_growth_low"] == pytest.approx(1.05**47)
 
@@ -123,18 +124,7 @@ def test_a_resumed_run_goes_on_with_the_same_logs() -> None:
 def test_a_second_log_of_a_step_and_a_training_that_begins_again() -> None:
     growth = Growth()
     for step in range(20):
-        growth.add(step, 0.01)
-        growth.add(step, 99.0)
-    assert growth.add(20, math.inf)["k3_growth"] == 1.0  # neither is taken
-    assert growth.add(1, 0.01) == {}
-
-
-@pytest.mark.parametrize(
-    "state", [[[1, 2], [1, 3]], [[1]], [["a", 1.0]], [[1, math.nan]], 3, {"a": 1}, [[2, 0.0], [1, 0.0]]]
-)
-def test_a_damaged_state_is_refused(state: Any) -> None:
-    growth = Growth()
-    with pytest.raises(RecordError, match="growth is damaged.*Resume from another checkpoint"):
-        growth.load_state_dict(state)
-    assert growth.state_dict() == []
-    growth.load_state_dict(None)
+        growth, _ = grown(growth, step, 0.01)
+        growth, _ = grown(growth, step, 99.0)
+    assert grown(growth, 20, math.inf)[1]["k3_growth"] == 1.0  # neither is taken
+    assert grown(growth, 1, 0.01)[1] == {}

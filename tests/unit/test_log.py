@@ -14,9 +14,9 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.host_names import TRL, VERL, HostNames
 from mismatch_ext.log import RunLog, run_folder, run_info
 from mismatch_ext.log_reading import EventRecord, read_run
+from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.verdicts import Verdicts
@@ -279,9 +279,9 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     first.log.observe("train", *logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
-    ((step, gap),) = saved["log"]["growth"]
+    ((step, gap),) = saved["log"]["growth"]["points"]
     assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
-    counted = {"flushes": {"train": 1}, "created": 1, "growth": [[step, gap]]}
+    counted = {"flushes": {"train": 1}, "created": 1, "growth": {"points": [[step, gap]]}}
     assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)

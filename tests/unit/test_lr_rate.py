@@ -13,6 +13,7 @@ from torch.optim import SGD
 from torch.optim import lr_scheduler as lrs
 
 from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.lr import (
     LrConfig,
     RateControl,
@@ -20,7 +21,6 @@ from mismatch_ext.lr import (
     leading_statistics,
     length_statistics,
 )
-from mismatch_ext.metrics import mismatch_metrics
 
 HALVED = LrConfig(period=2)
 # A surge at step 2 makes a period of 2: halved from there on.
@@ -247,7 +247,9 @@ def test_statistics_that_lead_the_rate() -> None:
     lengths, truncated = torch.tensor([4, 6, 8]), torch.tensor([False, True, True])
     found = leading_statistics("response_length", lengths, truncated, {})
     assert found == {"responses": 3, "response_length": 6.0, "truncated_fraction": 2 / 3}
-    gap = mismatch_metrics(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    gap = gap_metrics(
+        gap_sums(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    )
     found = leading_statistics("f_tau", lengths, truncated, gap)
     assert found["f_tau"] == 0.5 and found["mismatch_kl"] == pytest.approx((2.718281828 - 2) / 2)
     assert leading_statistics("f_tau", lengths, truncated, {}) == {}

@@ -17,7 +17,7 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.loop import Run
-from mismatch_ext.metrics.names import MITIGATION_MEASURES
+from mismatch_ext.names import MITIGATION_MEASURES
 from mismatch_ext.run.doctor import RunDoctor, rows_within
 from tests.unit.loops import sides
 

@@ -24,7 +24,7 @@ from examples.sequences import (
     times_larger,
     without_flips,
 )
-from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.gap import gap_metrics, gap_sums
 from tests.evidence import judges
 from tests.models import tiny_model
 
@@ -88,7 +88,7 @@ def test_sums_over_tokens_are_the_metrics_means(tmp_path: Path) -> None:
     found = kept["eval/familiar"]
     joined = {key: torch.cat([b[key] for b in batches[:2]]) for key in ("old", "native", "rollout", "mask")}
     for prefix, ours in (("", "old"), ("native/", "native")):
-        metrics = mismatch_metrics(joined[ours], joined["rollout"], joined["mask"])
+        metrics = gap_metrics(gap_sums(joined[ours], joined["rollout"], joined["mask"]))
         assert sum(found["tokens"]) == metrics["tokens"] and len(found["tokens"]) == 12
         assert sum(found[f"{prefix}abs"]) / metrics["tokens"] == pytest.approx(metrics["logp_abs_diff_mean"])
         assert sum(found[f"{prefix}k3"]) / metrics["tokens"] == pytest.approx(metrics["k3_kl"])

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_ext.staleness import UNKNOWN
+from mismatch_ext.drift import UNKNOWN
 
 
 @dataclass(eq=False)

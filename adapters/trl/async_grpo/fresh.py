@@ -17,8 +17,8 @@ from mismatch_ext.adapters.vllm.http import COMPLETIONS
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.routing import unpacked
 
+from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.staleness import UNKNOWN
 
 LENGTH = 32
 """Most tokens of one answer: the longer the answers, the longer rollouts wait."""

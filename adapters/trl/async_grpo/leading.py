@@ -8,8 +8,7 @@ import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mismatch_ext.lr import length_statistics, numerics_statistics
-from mismatch_ext.ranks import Ranks
-from mismatch_ext.staleness import StaleGap
+from mismatch_ext.sums import merged, over_ranks
 
 
 class Leading(TrainerCallback):
@@ -31,7 +30,7 @@ class Leading(TrainerCallback):
         trainer._step_gap, trainer._step_lengths = None, []
         if trainer._fresh_gap is not None:
             # These rollouts are of the weights that this step starts from.
-            gap.merge(trainer._fresh_gap)
+            gap = merged(gap, trainer._fresh_gap)
             trainer._fresh_gap = None
         rate = trainer._lr.rate
         if not rate.attached or not rate.config.watches:
@@ -42,14 +41,4 @@ class Leading(TrainerCallback):
             found = length_statistics(counted, cut, reduce=lambda values, reduction: trainer._ranks.sum(values))
             rate.collect(**found.to_dict())
         elif rate.config.trigger in ("mismatch_kl", "f_tau"):
-            rate.collect(**numerics_statistics(_over_ranks(gap, trainer._ranks)))
-
-
-def _over_ranks(gap: StaleGap, ranks: Ranks) -> StaleGap:
-    """Return what all ranks have measured; each rank has had a row."""
-    whole = StaleGap(sampling=gap.sampling, least=gap.least)
-    for state in ranks.gather(gap.state_dict()):
-        part = StaleGap(sampling=gap.sampling, least=gap.least)
-        part.load_state_dict(state)
-        whole.merge(part)
-    return whole
+            rate.collect(**numerics_statistics(over_ranks(gap, trainer._ranks)))

@@ -21,12 +21,13 @@ from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
+from mismatch_ext.drift import UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import PREFIX
 from mismatch_ext.log import RunLog
+from mismatch_ext.names import PREFIX
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.staleness import UNKNOWN, StaleGap
+from mismatch_ext.sums import Sums, merged
 
 if TYPE_CHECKING:
     from trl.experimental.async_grpo import AsyncGRPOTrainer as _Host
@@ -105,9 +106,9 @@ class LossMixin(_Host):
     # Set from construction on.
     model: nn.Module
     # Gap of the rollouts that the next step learns from.
-    _step_gap: StaleGap | None = None
+    _step_gap: Sums | None = None
     # Gap of the rollouts that were sampled right after the last weight update.
-    _fresh_gap: StaleGap | None = None
+    _fresh_gap: Sums | None = None
     _step_lengths: list[tuple[Tensor, Tensor]]
     _metrics: dict[str, defaultdict[str, list[Any]]]
 
@@ -167,24 +168,17 @@ class LossMixin(_Host):
         with torch.no_grad(), forked_rng(self.accelerator.device), self._autocast(), self._routed(inputs, kwargs):
             outputs = model(**kwargs)
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
-        whole = self._log.stale
-        assert whole is not None  # versions are followed from the beginning
-        whole.add_buffer(terms.logprobs, terms.rollout, terms.mask)
-        self._fresh_gap = StaleGap(sampling=whole.sampling, least=whole.least)
-        self._fresh_gap.add_buffer(terms.logprobs, terms.rollout, terms.mask)
+        given, step = (terms.logprobs, terms.rollout, terms.mask, terms.versions), self.state.global_step
+        self._fresh_gap = drift_sums(*given, scoring=step, buffered=True)
+        self._log.add_drift(self._fresh_gap)
 
     def _measure(self, terms: Terms, inputs: dict[str, Any]) -> None:
         """Measure the gap of the trained tokens, those of the present weights apart from those of older ones."""
         given = (terms.logprobs, terms.rollout, terms.mask)
         self._log.observe("train", *given)
-        whole = self._log.stale
-        assert whole is not None  # versions are followed from the beginning
-        part = StaleGap(sampling=whole.sampling, least=whole.least)
-        part.add_batch(*given, terms.versions, scoring=self.state.global_step)
-        whole.merge(part)
-        if self._step_gap is None:
-            self._step_gap = StaleGap(sampling=whole.sampling, least=whole.least)
-        self._step_gap.merge(part)
+        drift = drift_sums(*given, terms.versions, scoring=self.state.global_step)
+        self._log.add_drift(drift)
+        self._step_gap = drift if self._step_gap is None else merged(self._step_gap, drift)
         ended = inputs[ENDED][inputs[ENDED] != UNKNOWN]
         self._step_lengths.append((terms.mask.sum(1), ended == 0))
 

@@ -11,12 +11,12 @@ from mismatch_ext.adapters.transformers import routing as backend
 from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
+from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.routing import RoutingTrace, storage_dtype
 from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 from mismatch_ext.routing.trace import run_lengths
-from mismatch_ext.staleness import UNKNOWN
 
 
 class TreeReplay(RouteReplay):

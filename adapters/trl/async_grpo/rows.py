@@ -16,9 +16,9 @@ from mismatch_ext.adapters.trl.async_grpo.carried import Carried
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.errors import RecordError
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.staleness import UNKNOWN
 
 VERSIONS, ENDED = "mismatch_versions", "mismatch_ended"
 ROUTES, ROUTED = "mismatch_routes", "mismatch_routed"

@@ -10,8 +10,8 @@ from mismatch_ext.adapters.verl.driver.reports import Checked
 from omegaconf import DictConfig
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.host_names import VERL
 from mismatch_ext.log import run_info
+from mismatch_ext.names import VERL
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.versions import installed
 

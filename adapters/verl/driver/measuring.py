@@ -21,10 +21,10 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.log import SCATTER_SAMPLES, RunLog
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import leading_statistics
-from mismatch_ext.metrics import GapGroups
 from mismatch_ext.rollout import non_finite
+from mismatch_ext.sums import Sums, merged
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
 else:
     _Host = object
 
-NATIVE_GROUP = "train/native"
-"""Group of the pass without replay."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
     """What is known of the responses of a batch.
 
     Args:
-        gap: Measures of the batch by name, as `MismatchSummary` has them; empty where the trainer has scored nothing.
+        gap: Measures of the batch by name, as `gap_metrics` returns them; empty where the trainer has scored nothing.
         lengths: How many tokens of each response the policy itself sampled `[B]`.
         truncated: Whether each response, tools' tokens included, has reached the length limit `[B]`.
     """
@@ -80,9 +77,9 @@ class MeasuringMixin(_Host):
     _measured: Measured | None = None
 
     @contextmanager
-    def _measuring(self, batch: Any, group: str) -> Iterator[None]:
-        """Let the pass that scores a batch measure its gap, as a group of its own."""
-        batch.extra_info[ASKED] = {"group": group, **self._log.part()}
+    def _measuring(self, batch: Any) -> Iterator[None]:
+        """Let the pass that scores a batch measure its gap."""
+        batch.extra_info[ASKED] = self._log.part()
         try:
             yield
         finally:
@@ -102,7 +99,7 @@ class MeasuringMixin(_Host):
         finally:
             batch.fields = given
 
-    def _collected(self, batch: Any) -> tuple[GapGroups, list[PartMeasured]]:
+    def _collected(self, batch: Any) -> tuple[Sums, list[PartMeasured]]:
         """Return what the workers have measured of a batch in its last pass.
 
         Raises:
@@ -110,7 +107,8 @@ class MeasuringMixin(_Host):
             RecordError: A part is malformed, or some of the batch was not measured.
         """
         answers = self.actor_rollout_wg.mismatch_measured()
-        return self._added_up(batch, [answer for answer in answers if answer is not None])
+        parts = self._added_up(batch, [answer for answer in answers if answer is not None])
+        return merged(*(part.gap for part in parts if part.gap is not None)), parts
 
     def _looked_at(self, batch: Any) -> list[PartMeasured]:
         """Let the workers look at a batch that none of their passes scores before its update.
@@ -123,24 +121,23 @@ class MeasuringMixin(_Host):
         parts = [keys[at : at + size] for at in range(0, ranks * size, size)]
         firsts = [at // TOGETHER for at in range(0, ranks * size, size)]
         answers = self.actor_rollout_wg.mismatch_look_at(parts, [batch.partition_id] * ranks, firsts)
-        return self._added_up(batch, [part for answer in answers for part in answer])[1]
+        return self._added_up(batch, [part for answer in answers for part in answer])
 
-    def _added_up(self, batch: Any, answers: Sequence[PartMeasured]) -> tuple[GapGroups, list[PartMeasured]]:
+    def _added_up(self, batch: Any, answers: Sequence[PartMeasured]) -> list[PartMeasured]:
         parts = sorted(answers, key=lambda part: part.part)
-        groups, first = GapGroups(scatter_samples=SCATTER_SAMPLES), 0
+        first = 0
         for part in parts:
             if part.error is not None:
                 raise part.error
             if part.broken is not None:
                 raise _not_a_number(part.broken, batch.keys[first + part.broken.row], self.global_steps)
-            groups.merge(part.groups)
             first += len(part.tokens)
         if first != len(batch.keys):
             raise RecordError(
                 f"the workers measured {first} of the {len(batch.keys)} responses of step {self.global_steps}; a worker's class "
                 "other than this package's scores this batch."
             )
-        return groups, parts
+        return parts
 
     def _known(self, batch: Any, parts: Sequence[PartMeasured], gap: dict[str, float]) -> Measured:
         """Return what is known of the sampled responses of a batch; rows that verl added to fill it up are left out."""

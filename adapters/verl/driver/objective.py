@@ -12,8 +12,8 @@ from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.errors import PatchError
-from mismatch_ext.host_names import PREFIX
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch, apply
 from mismatch_ext.sums import Sums, merged
 

@@ -20,8 +20,8 @@ from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWei
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
-from mismatch_ext.host_names import VERL
 from mismatch_ext.log import RunLog
+from mismatch_ext.names import VERL
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.rollout import Origins, SamplingSettings

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
-from mismatch_ext.host_names import PREFIX
+from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.rollout import EngineAnswer

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.verl.worker.staleness import STALE
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.log import RunLog
 from mismatch_ext.lr import numerics_statistics
-from mismatch_ext.staleness import StaleGap
+from mismatch_ext.sums import Sums, merged
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin as _Host
@@ -30,7 +30,7 @@ class StalenessMixin(_Host):
 
     _block: MismatchConfig
     _log: RunLog
-    _numerics: StaleGap | None = None
+    _drift: Sums | None = None
 
     if TYPE_CHECKING:
 
@@ -60,7 +60,7 @@ class StalenessMixin(_Host):
     @contextmanager
     def _by_version(self, batch: Any) -> Iterator[None]:
         """Let the pass that scores a batch measure it by version."""
-        if self._log.stale is None:
+        if not self._log.follows_versions:
             yield
             return
         batch.extra_info[STALE] = {"version": self._version, "replayed": self._replayed}
@@ -71,23 +71,19 @@ class StalenessMixin(_Host):
 
     def _measure_parts(self) -> None:
         """Take the workers' measurements of a scored batch by version."""
-        whole = self._log.stale
-        if whole is None:
+        if not self._log.follows_versions:
             return
+        parts = [part for part in self.actor_rollout_wg.mismatch_stale() if part is not None]
+        for part in parts:
+            if isinstance(part, Exception):
+                raise part
         # Only this batch's gap leads the rate; the log merges the gaps of all local updates of a step.
-        gap = self._numerics = StaleGap(sampling=whole.sampling)
-        for state in self.actor_rollout_wg.mismatch_stale():
-            if isinstance(state, Exception):
-                raise state
-            if state is not None:
-                part = StaleGap(sampling=whole.sampling)
-                part.load_state_dict(state)
-                gap.merge(part)
-        whole.merge(gap)
+        self._drift = merged(*parts) if parts else None
+        if self._drift is not None:
+            self._log.add_drift(self._drift)
 
     def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
         """Return the statistics that lead the rate with a trigger; a stale batch's gap is that of numerics only."""
-        gap = self._numerics
-        if gap is not None and trigger in ("mismatch_kl", "f_tau"):
-            return {**numerics_statistics(gap)}
+        if self._drift is not None and trigger in ("mismatch_kl", "f_tau"):
+            return {**numerics_statistics(self._drift)}
         return super()._statistics(trigger)

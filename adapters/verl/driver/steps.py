@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import MutableMapping
 from typing import Any
 
-from mismatch_ext.host_names import PREFIX
+from mismatch_ext.names import PREFIX
 
 LAST = frozenset(
     {

@@ -20,7 +20,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
     sampled_rows,
     versions,
 )
-from mismatch_ext.adapters.verl.driver.measuring import NATIVE_GROUP, MeasuringMixin, asking, flags_of_scoring
+from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import merged, under_our_names
@@ -34,8 +34,9 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import PREFIX, VERL
+from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog, run_folder
+from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.rollout import Origins
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
@@ -164,7 +165,7 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-        with self._measuring(batch, "train"), self._by_version(batch):
+        with self._measuring(batch), self._by_version(batch):
             batch = super()._compute_old_log_prob(batch, metrics)
         with self._verdicts.checking("gap"):
             self._measure_gap(batch, metrics)
@@ -180,9 +181,9 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         if self._bypasses():
             self._measured = self._known(batch, self._looked_at(batch), {})
             return
-        groups, parts = self._collected(batch)
-        self._measured = self._known(batch, parts, groups.scalars("train"))
-        self._log.merge("train", groups.state_dict()["train"])
+        gap, parts = self._collected(batch)
+        self._measured = self._known(batch, parts, gap_metrics(gap))
+        self._log.merge("train", gap)
         self._measure_parts()
         if not self._first_update:
             return  # a further pass would score with weights that an update has changed
@@ -209,10 +210,10 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         if self._draws is None or megatron or not self._draws.native_gap():
             return
         flags = flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, NATIVE)
-        with asking(batch, flags), self._without_routes(batch), self._measuring(batch, NATIVE_GROUP):
+        with asking(batch, flags), self._without_routes(batch), self._measuring(batch):
             self.actor_rollout_wg.compute_log_prob(batch)
-        groups, _ = self._collected(batch)
-        self._log.merge("train", groups.state_dict()[NATIVE_GROUP], native=True)
+        gap, _ = self._collected(batch)
+        self._log.merge("train", gap, native=True)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""

@@ -10,7 +10,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.correction import ResolvedCorrection, correct
 from mismatch_ext.errors import RecordError
-from mismatch_ext.host_names import PREFIX
+from mismatch_ext.names import PREFIX
 
 
 def without_drifted(model_output: Any, data: Any, settings: ResolvedCorrection) -> tuple[Any, dict[str, Any]]:

@@ -17,10 +17,11 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.errors import MismatchError, RecordError
-from mismatch_ext.metrics import GapGroups
+from mismatch_ext.gap import gap_sums
+from mismatch_ext.sums import Sums
 
 ASKED = "mismatch_measure"
-"""Entry of a batch that asks for its measurement in the pass that scores it: `group`, and `RunRecorder.part`."""
+"""Entry of a batch that asks for its measurement in the pass that scores it, with `RunRecorder.part`."""
 CPU = torch.device("cpu")
 ROLLOUT, MASK = "rollout_log_probs", "response_mask"
 
@@ -50,15 +51,15 @@ class PartMeasured:
         part: Its place among the parts.
         tokens: How many tokens of each response the policy itself sampled.
         lengths: How many tokens each response has, tools' tokens included.
-        groups: State of `GapGroups`; empty where no pass has scored the part.
-        broken: The first log-probability that is not a number; then there are no groups.
+        gap: Sums of `gap_sums`; None where no pass has scored the part.
+        broken: The first log-probability that is not a number; then there is no gap.
         error: What else was found wrong with it.
     """
 
     part: int
     tokens: list[int]
     lengths: list[int]
-    groups: dict[str, dict[str, Any]]
+    gap: Sums | None = None
     broken: Broken | None = None
     error: MismatchError | None = None
 
@@ -78,9 +79,8 @@ def measured(
     *,
     part: int,
     log_probs: Any = None,
-    group: str = "train",
     device: torch.device = CPU,
-    scatter_samples: int = 0,
+    sample: int = 0,
     seed: int = 0,
 ) -> PartMeasured:
     """Look at a part of a batch, and measure its gap where a pass has scored it.
@@ -89,19 +89,17 @@ def measured(
         fields: As `fields_of` returns them.
         part: Its place among the parts.
         log_probs: The trainer's log-probabilities of all of its tokens, prompts included, a nested tensor; None without a pass.
-        group: What the gap counts for.
         device: Where it is measured; it must have float64.
-        scatter_samples, seed: As for `GapGroups`; the part's place is added to the seed.
+        sample, seed: As for `gap_sums`; the part's place is added to the seed.
     """
     try:
-        groups = GapGroups(scatter_samples=scatter_samples, seed=seed + part)
-        return _measured(fields, part, log_probs, group, groups, device)
+        return _measured(fields, part, log_probs, device, sample, seed + part)
     except MismatchError as error:
-        return PartMeasured(part=part, tokens=[], lengths=[], groups={}, error=error)
+        return PartMeasured(part=part, tokens=[], lengths=[], error=error)
 
 
 def _measured(
-    fields: Mapping[str, Any], part: int, log_probs: Any, group: str, groups: GapGroups, device: torch.device
+    fields: Mapping[str, Any], part: int, log_probs: Any, device: torch.device, sample: int, seed: int
 ) -> PartMeasured:
     given, mask = fields[ROLLOUT], fields[MASK]
     if given is None or mask is None:
@@ -128,10 +126,11 @@ def _measured(
             row = int(torch.searchsorted(ends, place, right=True))
             token = int(place - ends[row] + lengths[row])
             broken = Broken(side=side, row=row, token=token, value=float(values[place]))
-            return PartMeasured(part=part, tokens=tokens, lengths=rows, groups={}, broken=broken)
+            return PartMeasured(part=part, tokens=tokens, lengths=rows, broken=broken)
+    gap = None
     if "trainer" in sides:
-        groups.add(group, sides["trainer"], sides["rollout"], own, lengths)
-    return PartMeasured(part=part, tokens=tokens, lengths=rows, groups=groups.state_dict())
+        gap = gap_sums(sides["trainer"], sides["rollout"], own, lengths, sample=sample, seed=seed)
+    return PartMeasured(part=part, tokens=tokens, lengths=rows, gap=gap)
 
 
 def _require_rows(name: str, values: Any, rows: list[int], part: int) -> None:

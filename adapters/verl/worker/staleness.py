@@ -9,8 +9,8 @@ from mismatch_ext.adapters.verl.rollout.client import FIELD
 from mismatch_ext.adapters.verl.worker.measuring import MASK, ROLLOUT
 from verl.workers.utils.padding import response_from_nested
 
+from mismatch_ext.drift import drift_sums, of_one_version, token_versions
 from mismatch_ext.errors import MismatchError, RecordError
-from mismatch_ext.staleness import Segment, StaleGap, of_one_version, segments_of_span, token_versions
 
 STALE = "mismatch_stale"
 """Entry of a batch that asks for its parts by version in the pass that scores it: `version`, `replayed`."""
@@ -32,9 +32,8 @@ def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, version: int, replay
         replayed: Whether the pass replays the rollouts' routes.
 
     Returns:
-        A state of `StaleGap`, or the error that stands in the way.
+        Sums of `drift_sums`, or the error that stands in the way.
     """
-    gap = StaleGap()
     try:
         if fields[ROLLOUT] is None or fields[EXTRA] is None:
             raise RecordError(
@@ -45,13 +44,12 @@ def stale_gap(fields: Mapping[str, Any], log_probs: Any, *, version: int, replay
         mask = fields[MASK].to_padded_tensor(0).bool().cpu()
         versions = token_versions(_segments(fields), mask)
         comparable = of_one_version(versions, mask) if replayed else mask
-        gap.add_batch(now, rollout, mask, versions, scoring=version, comparable=comparable)
+        return drift_sums(now, rollout, mask, versions, scoring=version, comparable=comparable)
     except MismatchError as error:
         return error
-    return gap.state_dict()
 
 
-def _segments(fields: Mapping[str, Any]) -> list[list[Segment]]:
+def _segments(fields: Mapping[str, Any]) -> list[list[tuple[int | None, int]]]:
     rows = fields[EXTRA].tolist() if hasattr(fields[EXTRA], "tolist") else list(fields[EXTRA])
     return [
         segments_of(row, int(prompt))
@@ -59,8 +57,10 @@ def _segments(fields: Mapping[str, Any]) -> list[list[Segment]]:
     ]
 
 
-def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
-    """Return the segments of a rollout: one for each request if a client noted them, otherwise from its first and last version.
+def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None, int]]:
+    """Return the segments of a rollout, pairs (version, first token).
+
+    There is one for each request if a client noted them, otherwise one from its first and last version.
 
     Args:
         extra: The rollout's `extra_fields` in verl.
@@ -69,5 +69,6 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[Segment]:
     noted, span = extra.get(FIELD), (extra.get("min_global_steps"), extra.get("max_global_steps"))
     # The segments of a whole conversation begin right after the prompt; segments of only some turns do not tell of the others.
     if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
-        return [Segment(version, start - prompt) for version, start in noted]
-    return segments_of_span(*span)
+        return [(version, start - prompt) for version, start in noted]
+    # Where the versions differ, nobody says at which token the weights changed.
+    return [(span[0] if span[0] == span[1] else None, 0)]

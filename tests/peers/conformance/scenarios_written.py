@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.host_names import Role
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.names import Role
 
 RATE = {"period": 2, "warmup_steps": 0}
 # Of a rate of 1e-3, halved every second step: raised at the first, over at the third; the fourth log ends the run.

@@ -24,8 +24,8 @@ from mismatch_ext.adapters.vllm.stamps import UNFINISHED, Stamps
 
 from examples import trl_async
 from examples.trl_async import on_cpu, problems, tokenizer_of
+from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.staleness import UNKNOWN
 from tests.peers.trl.scenarios_server import At, outcome
 
 KEPT = ("loss", "grad_norm", "entropy", "ratio", "kl", "learning_rate", "completions/mean_length")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mismatch_ext.log_reading import METRICS_FILE, RunData, read_run
-from mismatch_ext.metrics.names import MEASURES
+from mismatch_ext.names import MEASURES
 from tests.peers.death import plain
 from tests.peers.scenarios import Ran, named
 from tests.peers.verl.main_ppo import KILLED, VerlRun, lasting, run_verl

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 from mismatch_ext.checkpoint import STATE_FILE
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.host_names import VERL
 from mismatch_ext.log import RunLog
+from mismatch_ext.names import VERL
 from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.conformance.resumed import Told, told

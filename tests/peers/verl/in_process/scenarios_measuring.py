@@ -17,8 +17,9 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.log import SCATTER_SAMPLES, RunLog
-from mismatch_ext.metrics import MismatchAccumulator
+from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
+from mismatch_ext.log import RunLog
+from mismatch_ext.sums import Sums
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -75,13 +76,9 @@ def batch() -> Any:
     return SimpleNamespace(keys=[f"prompt_{row}_0" for row in range(len(RESPONSES))], tags=tags)
 
 
-def figures(accumulator: MismatchAccumulator) -> dict[str, Any]:
+def figures(sums: Sums) -> dict[str, Any]:
     """Return everything that is measured."""
-    summary = accumulator.compute()
-    return {
-        "scalars": summary.scalars,
-        "profiles": {name: profile.to_dict() for name, profile in summary.profiles.items()},
-    }
+    return {"scalars": gap_metrics(sums), "profiles": gap_profiles(sums)}
 
 
 def parts() -> dict[str, Any]:
@@ -92,24 +89,20 @@ def parts() -> dict[str, Any]:
     old = torch.zeros_like(rollout)
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         old[row, :response] = logprobs[row][prompt - 1 : prompt - 1 + response]
-    whole = MismatchAccumulator()
-    whole.update(old, rollout, mask)
-    found: dict[str, Any] = {"whole": figures(whole), "parts": []}
+    found: dict[str, Any] = {"whole": figures(gap_sums(old, rollout, mask)), "parts": []}
     with tempfile.TemporaryDirectory() as folder:
         host = driver(folder)
         for sizes in ((7,), (4, 3), (2, 2, 2, 1)):
             measured_parts = parts_of(data, logprobs, sizes, **host._log.part())
             for order in itertools.permutations(measured_parts):
-                gaps, known = host._added_up(batch(), order)
-                merged = MismatchAccumulator(scatter_samples=SCATTER_SAMPLES)
-                merged.load_state_dict(gaps.state_dict()["train"])
-                stated = host._known(batch(), known, gaps.scalars("train"))
-                scatter = merged.compute().scatter
-                assert scatter is not None
+                host.actor_rollout_wg = SimpleNamespace(mismatch_measured=lambda order=order: list(order))
+                gap, known = host._collected(batch())
+                stated = host._known(batch(), known, gap_metrics(gap))
                 found["parts"].append(
                     {
-                        **figures(merged), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
-                        "drawn": len(scatter["old_logprobs"]), "bytes": len(str(gaps.state_dict())),
+                        **figures(gap), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
+                        "drawn": len(gap_sample(gap)["old_logprobs"]),
+                        "bytes": sum(value.numel() * value.element_size() for value in gap.values()),
                     }
                 )  # fmt: skip
     found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]

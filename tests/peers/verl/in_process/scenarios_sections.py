@@ -23,10 +23,10 @@ from verl.workers.utils.padding import no_padding_2_padding
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.host_names import VERL
+from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.lr import leading_statistics
-from mismatch_ext.metrics import mismatch_metrics
+from mismatch_ext.names import VERL
 from mismatch_ext.patching import revert
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
@@ -240,7 +240,7 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
     lengths, norms, given = mask.sum(1), [], []
     assert block.lr is not None
     for number in range(2):
-        gap = mismatch_metrics(old, old - 0.1 * (number + 1), mask)
+        gap = gap_metrics(gap_sums(old, old - 0.1 * (number + 1), mask))
         found = leading_statistics(block.lr.trigger, lengths, lengths >= 8, gap)
         given.append(found)
         built.engine.mismatch_update_lr(**found)

@@ -21,7 +21,7 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
-from mismatch_ext.staleness import StaleGap
+from mismatch_ext.drift import drift_metrics
 from mismatch_ext.verdicts import Level, Verdicts
 from tests.peers.verl.in_process.workers import batch, worker
 
@@ -46,17 +46,15 @@ def parts() -> dict[str, Any]:
         "prompts": nested([torch.zeros(n, dtype=torch.int64) for n in prompts]),
     }
     found: dict[str, Any] = {
-        "segments": [[(s.version, s.start) for s in segments_of(e, p)] for e, p in zip(extra, prompts, strict=True)],
-        "first_turn": [(s.version, s.start) for s in segments_of(first_turn, 2)],
+        "segments": [segments_of(e, p) for e, p in zip(extra, prompts, strict=True)],
+        "first_turn": segments_of(first_turn, 2),
     }
     for name, version in (("batch", 7), ("ahead", 6), ("replayed", 7)):
         state = stale_gap(fields, nested(whole), version=version, replayed=name == "replayed")
         if isinstance(state, Exception):
             found[name] = f"{type(state).__name__}: {state}"
             continue
-        gap = StaleGap()
-        gap.load_state_dict(state)
-        found[name] = gap.metrics()
+        found[name] = drift_metrics(state)
     return found
 
 

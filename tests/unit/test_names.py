@@ -15,8 +15,8 @@ import pytest
 from mismatch_ext.alarms import DEFAULTS, resumed, unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.host_names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.report import closing_lines, load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
 from mismatch_ext.states import to_json

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -13,19 +12,19 @@ from torch import Tensor
 
 from examples.bootstrap import bootstrap_ratio
 from mismatch_ext.config import LrConfig, MismatchConfig, MonitorConfig
-from mismatch_ext.errors import RecordError
-from mismatch_ext.log import RunLog
-from mismatch_ext.lr import RateControl, numerics_statistics
-from mismatch_ext.metrics import mismatch_metrics
-from mismatch_ext.staleness import (
+from mismatch_ext.drift import (
     UNKNOWN,
-    Segment,
-    StaleGap,
+    drift_metrics,
+    drift_sums,
+    numerics_metrics,
     of_one_version,
-    segments_of_span,
-    staleness,
     token_versions,
 )
+from mismatch_ext.errors import RecordError
+from mismatch_ext.gap import gap_metrics, gap_sums
+from mismatch_ext.log import RunLog
+from mismatch_ext.lr import RateControl, numerics_statistics
+from mismatch_ext.sums import Sums, merged
 from tests.watching import Watching
 
 ROWS, LENGTH = 64, 24
@@ -42,10 +41,14 @@ class Stream:
     versions: Tensor
     scoring: int
 
-    def gap(self, *, least: int = 1) -> StaleGap:
-        gap = StaleGap(least=least)
-        gap.add_batch(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
-        return gap
+    def sums(self) -> Sums:
+        return drift_sums(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
+
+    def buffered(self) -> Sums:
+        return drift_sums(self.own, self.rollout, self.mask, self.versions, scoring=self.scoring, buffered=True)
+
+    def metrics(self) -> dict[str, float]:
+        return drift_metrics(self.sums(), enough=1)
 
 
 def stream(*, numerics: float, drift: float, seed: int = 0, fresh: bool = True) -> Stream:
@@ -74,7 +77,7 @@ def interval(values: Tensor, mask: Tensor) -> tuple[float, float]:
 
 def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    found = given.gap().metrics()
+    found = given.metrics()
     truth = float((given.rollout - given.own)[given.mask].abs().mean())
     same = given.mask & (given.versions == 3)
     low, high = interval(given.rollout - given.own, same)
@@ -85,29 +88,29 @@ def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     )
     stale = given.mask & ~same
     assert found["stale/logp_abs_diff_mean"] == pytest.approx(
-        mismatch_metrics(given.old, given.rollout, stale)["logp_abs_diff_mean"], rel=1e-12
+        gap_metrics(gap_sums(given.old, given.rollout, stale))["logp_abs_diff_mean"], rel=1e-12
     )
     known = (3 - given.versions)[given.mask].double()
     assert found["staleness_mean"] == pytest.approx(float(known.mean())) and found["staleness_max"] == 3
 
 
 def test_a_fault_of_numerics_is_in_numerics() -> None:
-    good, bad = (stream(numerics=size, drift=5e-2).gap().metrics() for size in (2e-3, 2e-2))
+    good, bad = (stream(numerics=size, drift=5e-2).metrics() for size in (2e-3, 2e-2))
     assert bad["numerics/logp_abs_diff_mean"] > 8 * good["numerics/logp_abs_diff_mean"]
     assert bad["stale/logp_abs_diff_mean"] < 1.5 * good["stale/logp_abs_diff_mean"]
 
 
 def test_drift_raises_the_gap_of_stale_tokens_alone() -> None:
-    good, bad = (stream(numerics=2e-3, drift=size).gap().metrics() for size in (5e-3, 5e-2))
+    good, bad = (stream(numerics=2e-3, drift=size).metrics() for size in (5e-3, 5e-2))
     assert bad["stale/logp_abs_diff_mean"] > 5 * good["stale/logp_abs_diff_mean"]
     for name in ("numerics/logp_abs_diff_mean", "numerics/k3_kl"):
         assert bad[name] == pytest.approx(good[name], rel=1e-6), name
 
 
 def test_what_is_unknown_has_no_figure() -> None:
-    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap()
-    found = gap.metrics()
-    assert gap.source is None and gap.numerics() is None
+    sums = stream(numerics=2e-3, drift=5e-2, fresh=False).sums()
+    found = drift_metrics(sums)
+    assert numerics_metrics(sums) is None
     named = {name for name in found if name.startswith("numerics/")}
     assert named == {f"numerics/{source}/tokens" for source in ("batch", "buffer")}
     assert all(found[name] == 0 for name in named) and found["same_version_frac"] == 0
@@ -116,25 +119,21 @@ def test_what_is_unknown_has_no_figure() -> None:
 
 def test_the_first_source_with_enough_tokens_speaks() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    few, many = given.gap(least=10_000), given.gap(least=1)
-    for gap in (few, many):
-        gap.add_buffer(given.own, given.rollout, given.mask)
-    assert few.source == "buffer"  # none has enough: the one with most
-    assert many.source == "batch"
-    gap = stream(numerics=2e-3, drift=5e-2, fresh=False).gap()
-    gap.add_buffer(given.own, given.rollout, given.mask)
-    assert gap.source == "buffer" and gap.metrics()["numerics/source"] == 2
+    both = merged(given.sums(), given.buffered())
+    for enough, source in ((10_000, "buffer"), (1, "batch")):  # where none has enough, the one with most
+        numerics = numerics_metrics(both, enough=enough)
+        assert numerics is not None and numerics[0] == source
+    stale = stream(numerics=2e-3, drift=5e-2, fresh=False)
+    assert drift_metrics(merged(stale.sums(), stale.buffered()))["numerics/source"] == 2
 
 
-def test_parts_merge_as_if_they_were_one(tmp_path: Path) -> None:
+def test_parts_merge_as_if_they_were_one() -> None:
     given = stream(numerics=2e-3, drift=5e-2)
-    whole, merged = given.gap(), StaleGap(least=1)
+    parts = []
     for rows in (slice(0, 20), slice(20, ROWS)):
-        part = replace(given, **{k: getattr(given, k)[rows] for k in ("rollout", "own", "old", "mask", "versions")})
-        other = StaleGap(least=1)
-        other.load_state_dict(json.loads(json.dumps(part.gap().state_dict())))
-        merged.merge(other)
-    one, two = whole.metrics(), merged.metrics()
+        part = {k: getattr(given, k)[rows] for k in ("rollout", "own", "old", "mask", "versions")}
+        parts.append(replace(given, **part).sums())
+    one, two = given.metrics(), drift_metrics(merged(*parts), enough=1)
     assert one.keys() == two.keys()
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-12)
 
@@ -142,17 +141,18 @@ def test_parts_merge_as_if_they_were_one(tmp_path: Path) -> None:
 def test_segments_become_versions_of_tokens() -> None:
     mask = torch.tensor([[1, 1, 1, 0, 1, 1], [1, 1, 1, 1, 0, 0], [1, 1, 0, 0, 0, 0], [1, 1, 1, 1, 1, 1]])
     parts = [
-        [Segment(4, 0), Segment(5, 4)],  # a tool answers between two turns
-        segments_of_span(3, 3),
-        segments_of_span(3, 4),  # where they change, nobody says
-        [Segment(1, 0), Segment(2, 4), Segment(3, 2)],  # a template took tokens back
+        [(4, 0), (5, 4)],  # a tool answers between two turns
+        [(3, 0)],
+        [(None, 0)],  # nobody says
+        [(1, 0), (2, 4), (3, 2)],  # a template took tokens back
     ]
     found = token_versions(parts, mask)
     u = UNKNOWN
     assert found.tolist() == [[4, 4, 4, u, 5, 5], [3, 3, 3, 3, u, u], [u, u, u, u, u, u], [1, 1, 3, 3, 3, 3]]
-    assert sorted(staleness(found, 5).tolist()) == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2, 2, 2, 2, 4, 4]
     with pytest.raises(RecordError, match="3 lists of segments do not fit a mask of shape"):
         token_versions(parts[:3], mask)
+    with pytest.raises(RecordError, match="both must be >= 0"):
+        token_versions([[(-1, 0)]], mask[:1])
 
 
 def test_versions_that_are_ahead_are_refused() -> None:
@@ -160,7 +160,7 @@ def test_versions_that_are_ahead_are_refused() -> None:
     with pytest.raises(
         RecordError, match="sampled by weights of version 3, and the batch is scored by those of version 2"
     ):
-        replace(given, scoring=2).gap()
+        replace(given, scoring=2).sums()
 
 
 def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
@@ -169,8 +169,8 @@ def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     followed.follow_versions()
     for one in (plain, followed):
         one.observe("train", given.old, given.rollout, given.mask)
-    assert plain.stale is None and followed.stale is not None
-    followed.stale.merge(given.gap())
+    assert followed.follows_versions and not plain.follows_versions
+    followed.add_drift(given.sums())
     total, both = plain.flush("train", 1), followed.flush("train", 1)
     assert {name: both[name] for name in total} == total
     assert not any("numerics" in name or "stale" in name for name in total)
@@ -194,14 +194,14 @@ def test_alarms_of_numerics_are_not_raised_by_drift() -> None:
 
 
 def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
-    known = stream(numerics=2e-3, drift=5e-2).gap()
-    found, summary = numerics_statistics(known), known.numerics()
-    assert summary is not None and found["mismatch_kl"] == summary.scalars["k3_kl"] < 1e-4
+    known = stream(numerics=2e-3, drift=5e-2)
+    found = numerics_statistics(known.sums())
+    assert found["mismatch_kl"] == known.metrics()["numerics/k3_kl"] < 1e-4
     config = LrConfig(trigger="mismatch_kl")
     rate = RateControl(config, required="never")
     weight = torch.zeros(1, requires_grad=True)
     rate.attach(torch.optim.SGD([weight], lr=1.0))
-    rate.collect(**numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).gap()))
+    rate.collect(**numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).sums()))
     rate.before_step()  # an unknown figure is no measurement, and no error
     assert rate.multiplier == 1
 
@@ -209,14 +209,12 @@ def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
 def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_replayed() -> None:
     # A tool's tokens stand between the turns of the second row; the third has none of the policy's.
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 1, 1], [0, 0, 0, 0]])
-    parts = [[Segment(6, 0), Segment(7, 2), Segment(6, 3)], [Segment(7, 0), Segment(7, 2)], []]
+    parts = [[(6, 0), (7, 2), (6, 3)], [(7, 0), (7, 2)], []]
     versions = token_versions(parts, mask)
     whole = of_one_version(versions, mask)
     assert whole.tolist() == [[True, True, False, False], [True] * 4, [True] * 4]
-    gap = StaleGap(least=1)
     rollout = torch.full(mask.shape, -1.0)
     old = torch.where(whole, rollout, rollout - 3)
-    gap.add_batch(old, rollout, mask, versions, scoring=7, comparable=whole)
-    found = gap.metrics()
+    found = drift_metrics(drift_sums(old, rollout, mask, versions, scoring=7, comparable=whole))
     assert found["numerics/batch/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
     assert found["same_version_frac"] == pytest.approx(4 / 7) and found["mixed_routes_frac"] == pytest.approx(1 / 7)

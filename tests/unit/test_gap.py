@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import itertools
 import math
 from decimal import Decimal, getcontext
 from pathlib import Path
@@ -11,16 +11,23 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.metrics import MEASURES, MismatchAccumulator, mismatch_metrics
-from mismatch_ext.metrics.numerics import k3
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.gap import PROFILES, gap_metrics, gap_profiles, gap_sample, gap_sums, k3
+from mismatch_ext.names import MEASURES
+from mismatch_ext.sums import merged
 
 pytestmark = pytest.mark.numeric
 
 getcontext().prec = 60
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def metrics_of(
+    old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, **options: bool
+) -> dict[str, float]:
+    return gap_metrics(gap_sums(old_logprobs, rollout_logprobs, response_mask), **options)
 
 
 def k3_exact(d: float) -> Decimal:
@@ -47,7 +54,7 @@ def test_the_usual_float32_form_is_useless_where_fp16_runs_live() -> None:
 
 def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
     old, rollout = torch.tensor([[0.0, -1e4, -1.0]]), torch.tensor([[-1e4, 0.0, -1.0]])
-    scalars = mismatch_metrics(old, rollout, torch.ones(1, 3, dtype=torch.bool))
+    scalars = metrics_of(old, rollout, torch.ones(1, 3, dtype=torch.bool))
     assert all(math.isfinite(value) for value in scalars.values())
     assert scalars["k3_saturated_frac"] == pytest.approx(1 / 3)
     assert scalars["logp_abs_diff_max"] == 1e4
@@ -56,17 +63,15 @@ def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
 def test_saturation_is_a_share_of_tokens_and_of_sequences_apart() -> None:
     # Row 0: one token, d = 1e4, so both it and its sequence saturate. Row 1: 500 + 500, only the sum does. Row 2: 0.
     old, rollout = torch.zeros(3, 2), torch.tensor([[-1e4, 0.0], [-500.0, -500.0], [0.0, 0.0]])
-    scalars = mismatch_metrics(old, rollout, torch.tensor([[1, 0], [1, 1], [1, 0]]))
+    scalars = metrics_of(old, rollout, torch.tensor([[1, 0], [1, 1], [1, 0]]))
     assert scalars["k3_saturated_frac"] == pytest.approx(1 / 4)
     assert scalars["seq_k3_saturated_frac"] == pytest.approx(2 / 3)
 
 
 def test_a_batch_that_saturates_everywhere_still_has_finite_sums() -> None:
-    # exp(700) * 18,000 is beyond float64; a batch of 20,000 broken tokens must still be reported, and sent as JSON.
-    accumulator = MismatchAccumulator()
-    accumulator.update(torch.zeros(4, 5000), torch.full((4, 5000), -1e4), torch.ones(4, 5000))
-    assert all(math.isfinite(value) for value in accumulator.compute().scalars.values())
-    json.dumps(accumulator.state_dict(), allow_nan=False)
+    # exp(700) * 18,000 is beyond float64; a batch of 20,000 broken tokens must still be reported.
+    sums = gap_sums(torch.zeros(4, 5000), torch.full((4, 5000), -1e4), torch.ones(4, 5000))
+    assert all(math.isfinite(value) for value in gap_metrics(sums).values())
 
 
 @pytest.mark.parametrize("spread", [1e-2, 1e-5, 3e-6, 1e-8])
@@ -76,17 +81,14 @@ def test_correlation_survives_probabilities_near_one(spread: float) -> None:
     q = 0.999 - spread * torch.rand(4, 2000, generator=generator, dtype=torch.float64)
     p = q + 0.3 * spread * torch.randn(4, 2000, generator=generator, dtype=torch.float64)
     old, rollout = p.log(), q.log()
-    parts = [MismatchAccumulator() for _ in range(2)]
-    for part, rows in zip(parts, (slice(0, 1), slice(1, 4)), strict=True):
-        part.update(old[rows], rollout[rows], torch.ones(old[rows].shape))
-    parts[0].merge(parts[1])
+    parts = [gap_sums(old[rows], rollout[rows], torch.ones(old[rows].shape)) for rows in (slice(0, 1), slice(1, 4))]
     x, y = old.exp().flatten().tolist(), rollout.exp().flatten().tolist()
     mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
     x, y = [a - mean_x for a in x], [b - mean_y for b in y]
     dot = math.fsum(a * b for a, b in zip(x, y, strict=True))
     exact = dot / math.sqrt(math.fsum(a * a for a in x) * math.fsum(b * b for b in y))
     assert 0.6 < exact < 0.8
-    assert parts[0].compute().scalars["rollout_probs_pearson"] == pytest.approx(exact, rel=1e-6)
+    assert gap_metrics(merged(*parts))["rollout_probs_pearson"] == pytest.approx(exact, rel=1e-6)
 
 
 def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
@@ -94,7 +96,7 @@ def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
     ln2, ln3 = math.log(2), math.log(3)
     rollout = torch.tensor([[-2 * ln2, -2 * ln2], [-2.0, math.nan]], dtype=torch.float64)
     old = torch.tensor([[-ln2, -4 * ln2], [-2.0 + ln3, 0.0]], dtype=torch.float64)
-    got = mismatch_metrics(old, rollout, torch.tensor([[1, 1], [1, 0]]), sampling=SamplingSettings(top_k=5))
+    got = metrics_of(old, rollout, torch.tensor([[1, 1], [1, 0]]), support_truncated=True)
     p, q = [1 / 2, 1 / 16, 3 * math.exp(-2)], [1 / 4, 1 / 4, math.exp(-2)]
     mean_p, mean_q = sum(p) / 3, sum(q) / 3
     covariance = sum((a - mean_p) * (b - mean_q) for a, b in zip(p, q, strict=True))
@@ -133,7 +135,7 @@ def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
 def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
     rollout = torch.full((4, 8), -1.0)
     old = rollout + 2.0**-20  # about 1e-6, exact in float32 at this magnitude
-    got = mismatch_metrics(old, rollout, torch.ones(4, 8, dtype=torch.bool))
+    got = metrics_of(old, rollout, torch.ones(4, 8, dtype=torch.bool))
     assert got["logp_abs_diff_mean"] == 2.0**-20
     assert got["k3_kl"] == pytest.approx(float(k3_exact(2.0**-20)), rel=1e-9)
     assert got["log_ppl_abs_diff"] == pytest.approx(2.0**-20, rel=1e-12)
@@ -142,7 +144,7 @@ def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 def test_low_precision_inputs_are_widened(dtype: torch.dtype) -> None:
     old, rollout = torch.tensor([[-1.0, -2.5]], dtype=dtype), torch.tensor([[-1.5, -2.0]], dtype=dtype)
-    got = mismatch_metrics(old, rollout, torch.ones(1, 2))
+    got = metrics_of(old, rollout, torch.ones(1, 2))
     assert got["k3_kl"] == pytest.approx(float(k3_exact(0.5) + k3_exact(-0.5)) / 2, rel=1e-12)
 
 
@@ -152,7 +154,7 @@ def test_not_finite_in_an_unmasked_place_names_row_and_position(name: str, value
     tensors = {"old_logprobs": torch.zeros(3, 4), "rollout_logprobs": torch.zeros(3, 4)}
     tensors[name][2, 1] = value
     with pytest.raises(NonFiniteLogprobError) as caught:
-        mismatch_metrics(**tensors, response_mask=torch.ones(3, 4))
+        metrics_of(**tensors, response_mask=torch.ones(3, 4))
     assert f"{name}[2, 1] (row, position) is {value}" in str(caught.value)
 
 
@@ -162,9 +164,9 @@ def test_masked_places_are_never_read(data: st.DataObject) -> None:
     mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=4)))
     mask[0, 0] = True
     old, rollout = -torch.rand(mask.shape, dtype=torch.float64), -torch.rand(mask.shape, dtype=torch.float64)
-    clean = mismatch_metrics(old, rollout, mask)
+    clean = metrics_of(old, rollout, mask)
     junk = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
-    dirty = mismatch_metrics(old.masked_fill(~mask, junk), rollout.masked_fill(~mask, -junk), mask)
+    dirty = metrics_of(old.masked_fill(~mask, junk), rollout.masked_fill(~mask, -junk), mask)
     assert dirty == clean
 
 
@@ -181,75 +183,109 @@ def test_ranks_merged_equal_one_accumulator(shape: tuple[int, int], cut: int, sc
     old = rollout + scale * torch.randn(shape, dtype=torch.float64, generator=generator)
     mask = torch.rand(shape, generator=generator) > 0.3
     mask[0, 0] = True
-    whole, left, right = (MismatchAccumulator(scatter_samples=4, seed=s) for s in (0, 1, 2))
-    whole.update(old, rollout, mask)
-    left.update(old[:cut], rollout[:cut], mask[:cut])
-    right.update(old[cut:], rollout[cut:], mask[cut:])
-    revived = MismatchAccumulator(scatter_samples=4)
-    revived.load_state_dict(json.loads(json.dumps(right.state_dict())))
-    left.merge(revived)
-    a, b = whole.compute(), left.compute()
-    for name, value in a.scalars.items():
-        assert b.scalars[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
-    for name, profile in a.profiles.items():
-        assert b.profiles[name].count == profile.count
+    whole = gap_sums(old, rollout, mask, sample=4, seed=0)
+    left, right = (gap_sums(*(x[rows] for x in (old, rollout, mask)), sample=4, seed=1 + i) for i, rows in halves(cut))
+    both = merged(left, right)
+    metrics = gap_metrics(both)
+    for name, value in gap_metrics(whole).items():
+        assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
+    for name, profile in gap_profiles(whole).items():
+        other = gap_profiles(both)[name]
+        assert other["count"] == profile["count"]
         for column in ("abs_diff_mean", "abs_diff_max", "k3_mean"):
-            for x, y in zip(getattr(profile, column), getattr(b.profiles[name], column), strict=True):
+            for x, y in zip(profile[column], other[column], strict=True):
                 assert (x is None and y is None) or x == pytest.approx(y, rel=1e-9)
     pairs = set(zip(rollout[mask].tolist(), old[mask].tolist(), strict=True))
-    assert b.scatter is not None
-    sample = list(zip(b.scatter["rollout_logprobs"], b.scatter["old_logprobs"], strict=True))
+    scatter = gap_sample(both)
+    sample = list(zip(scatter["rollout_logprobs"], scatter["old_logprobs"], strict=True))
     assert len(sample) == min(4, int(mask.sum())) and set(sample) <= pairs
+
+
+def halves(cut: int) -> list[tuple[int, slice]]:
+    return [(0, slice(0, cut)), (1, slice(cut, None))]
 
 
 def test_the_scatter_sample_is_uniform_over_merged_parts() -> None:
     # 100 tokens on one rank and 300 on the other: a quarter of the sample comes from the first on average.
     share = []
     for seed in range(60):
-        parts = [MismatchAccumulator(scatter_samples=40, seed=2 * seed + i) for i in range(2)]
-        for part, count, value in zip(parts, (100, 300), (-1.0, -2.0), strict=True):
-            part.update(torch.full((1, count), value), torch.full((1, count), value), torch.ones(1, count))
-        parts[0].merge(parts[1])
-        scatter = parts[0].compute().scatter
-        assert scatter is not None
-        share.append(scatter["old_logprobs"].count(-1.0) / 40)
+        values = [torch.full((1, count), value) for count, value in ((100, -1.0), (300, -2.0))]
+        parts = [gap_sums(x, x, torch.ones(x.shape), sample=40, seed=2 * seed + i) for i, x in enumerate(values)]
+        share.append(gap_sample(merged(*parts))["old_logprobs"].count(-1.0) / 40)
     # Standard error of the mean: sqrt(.25 * .75 / 40 / 60) = 0.009.
     assert sum(share) / 60 == pytest.approx(0.25, abs=0.04)
+
+
+@given(lengths=st.lists(st.integers(0, 40), min_size=1, max_size=6), seed=st.integers(0, 99))
+@settings(max_examples=50, deadline=None)
+def test_rows_without_padding_are_measured_as_padded_ones_and_in_chunks(lengths: list[int], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    old = -3 * torch.rand(sum(lengths), generator=generator)
+    rollout = old + 0.05 * torch.randn(len(old), generator=generator)
+    mask = torch.rand(len(old), generator=generator) < 0.7
+    square = [torch.nn.utils.rnn.pad_sequence(list(x.split(lengths)), batch_first=True) for x in (old, rollout, mask)]
+    ragged, padded = gap_sums(old, rollout, mask, torch.tensor(lengths)), gap_sums(*square)
+    assert all(torch.equal(ragged[name], padded[name]) for name in padded)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("mismatch_ext.gap.TOGETHER", 20)  # a longer row is measured alone
+        chunked = gap_sums(old, rollout, mask, torch.tensor(lengths))
+    assert gap_metrics(chunked) == pytest.approx(gap_metrics(padded), rel=1e-12, abs=1e-15)
+    assert gap_profiles(chunked)["position"]["count"] == gap_profiles(padded)["position"]["count"]
+
+
+def test_parts_in_any_order_are_the_whole() -> None:
+    generator = torch.Generator().manual_seed(1)
+    rollout = -torch.rand(6, 30, generator=generator)
+    old, mask = rollout + 0.1 * torch.randn(6, 30, generator=generator), torch.rand(6, 30, generator=generator) < 0.7
+    whole = metrics_of(old, rollout, mask)
+    parts = [gap_sums(old[rows], rollout[rows], mask[rows]) for rows in (slice(0, 2), slice(2, 2), slice(2, 6))]
+    for order in itertools.permutations(parts):
+        assert gap_metrics(merged(*order)) == pytest.approx(whole, rel=1e-12, abs=1e-15)
+
+
+def test_a_position_is_the_tokens_number_among_the_policys_own() -> None:
+    # Four tokens of the policy, five of a tool, and four more: without the tool the last four are positions 4 to 7.
+    mask = torch.tensor([[True] * 4 + [False] * 5 + [True] * 4])
+    tools = gap_sums(torch.full((1, 13), -1.0), torch.full((1, 13), -1.5), mask)
+    plain = gap_sums(torch.full((1, 8), -1.0), torch.full((1, 8), -1.5), torch.ones(1, 8))
+    assert gap_profiles(tools)["position"] == gap_profiles(plain)["position"]
 
 
 def test_profiles_put_tokens_in_their_bins() -> None:
     rollout = torch.log(torch.tensor([[0.05, 0.5, 0.95, 0.2]], dtype=torch.float64))
     old = rollout + torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
-    accumulator = MismatchAccumulator()
-    accumulator.update(old, rollout, torch.ones(1, 4))
-    profiles = accumulator.compute().profiles
+    profiles = gap_profiles(gap_sums(old, rollout, torch.ones(1, 4)))
     position, probability = profiles["position"], profiles["probability"]
     # Positions 0 | 1 | 2, 3
-    assert position.count[:4] == (1, 1, 2, 0)
-    assert position.abs_diff_mean[2] == pytest.approx(0.35) and position.abs_diff_mean[3] is None
-    filled = {edge: n for edge, n in zip(probability.edges, probability.count, strict=False) if n}
+    assert position["count"][:4] == [1, 1, 2, 0]
+    assert position["abs_diff_mean"][2] == pytest.approx(0.35) and position["abs_diff_mean"][3] is None
+    assert position["edges"] == list(PROFILES["position"])
+    filled = {edge: n for edge, n in zip(probability["edges"], probability["count"], strict=False) if n}
     assert filled == {0.01: 1, 0.1: 1, 0.5: 1, 0.9: 1}
 
 
 def test_malformed_input_is_named() -> None:
     good = torch.zeros(2, 3)
     with pytest.raises(RecordError, match=r"old_logprobs \[2, 4\], rollout_logprobs \[2, 3\]"):
-        mismatch_metrics(torch.zeros(2, 4), good, torch.ones(2, 3))
+        metrics_of(torch.zeros(2, 4), good, torch.ones(2, 3))
     with pytest.raises(RecordError, match="rollout_logprobs has dtype torch.int64"):
-        mismatch_metrics(good, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
+        metrics_of(good, torch.zeros(2, 3, dtype=torch.int64), torch.ones(2, 3))
     with pytest.raises(RecordError, match="other than 0 and 1"):
-        mismatch_metrics(good, good, torch.full((2, 3), 0.5))
-    with pytest.raises(RecordError, match="no unmasked tokens"):
-        mismatch_metrics(good, good, torch.zeros(2, 3))
-    with pytest.raises(RecordError, match="scatter_samples=-3"):
-        MismatchAccumulator(scatter_samples=-3)
+        metrics_of(good, good, torch.full((2, 3), 0.5))
+    assert metrics_of(good, good, torch.zeros(2, 3)) == {}
+    for lengths in ([2, 2], [4, -1]):
+        with pytest.raises(RecordError, match="add up to the 3 places"):
+            gap_sums(good[0], good[0], torch.ones(3), torch.tensor(lengths))
+    broken = torch.tensor([-1.0, -1.0, math.nan])
+    with pytest.raises(NonFiniteLogprobError, match=r"rollout_logprobs\[1, 0\]"):
+        gap_sums(good[0], broken, torch.ones(3), torch.tensor([2, 1]))
 
 
 def test_rows_without_tokens_count_in_nothing() -> None:
     old, rollout = -torch.rand(3, 4), -torch.rand(3, 4)
     mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
-    with_empty = mismatch_metrics(old, rollout, mask)
-    assert with_empty == mismatch_metrics(old[[0, 2]], rollout[[0, 2]], mask[[0, 2]])
+    with_empty = metrics_of(old, rollout, mask)
+    assert with_empty == metrics_of(old[[0, 2]], rollout[[0, 2]], mask[[0, 2]])
     assert with_empty["sequences"] == 2
 
 

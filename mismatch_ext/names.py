@@ -1,21 +1,42 @@
-"""Each host's names for its own metrics that reports, alarms and closing lines read.
+"""Names of metrics: our own (names.toml), and the hosts' own that reports and alarms read.
 
-The rest of the core asks for a `Role` and knows no host. The names of all hosts are here, as data, and not in their adapters: a
-report must work where no host is installed, and the page of metrics prints them. An adapter writes its names into the header of a
-run; so does a training loop of your own (`"names": {"length": "my/length"}`). The host in the header decides only for older
-streams, which have no names.
+Of the hosts' metrics, the rest of the core asks for a `Role` and knows no host. Their names are here and not in the adapters,
+because a report must work where no host is installed. An adapter writes its names into the header of a run; so does a training
+loop of your own (`"names": {"length": "my/length"}`). The host in the header decides only for older streams, which have no names.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Any
 
 PREFIX = "mismatch/"
 """Prefix of our own metrics in the log of every host."""
+PARTS_OF_STALE = ("numerics/", "stale/")
+"""What figures of the gap's parts begin with where rollouts may be of older weights."""
+
+
+@dataclass(frozen=True)
+class Measure:
+    """One scalar: its formula, how to read it, and its names elsewhere (empty where there is none)."""
+
+    formula: str
+    meaning: str
+    verl: str = ""
+    trl: str = ""
+
+
+_TABLES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+MEASURES = {name: Measure(**entry) for name, entry in _TABLES["gap"].items()}
+CORRECTION_MEASURES = {name: Measure(**entry) for name, entry in _TABLES["correction"].items()}
+GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
+MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
+STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
 
 
 class Role(StrEnum):
@@ -92,14 +113,6 @@ VERL = HostNames(
 
 HOSTS = {"TRL": TRL, "verl": VERL}
 """Hosts with an adapter, by their names on the page of metrics."""
-
-
-def roles_table() -> list[str]:
-    """Return the roles, their meanings and each host's names for them, as lines of a Markdown table."""
-    lines = [f"| role | meaning | {' | '.join(f'in {host}' for host in HOSTS)} |", "|---" * (2 + len(HOSTS)) + "|"]
-    for role, meaning in MEANINGS.items():
-        lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
-    return lines
 
 
 def names_of(header: Mapping[str, Any]) -> HostNames:

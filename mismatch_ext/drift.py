@@ -1,0 +1,313 @@
+"""Rollouts of older weights: how much of the gap is drift and not numerics, how the gap grows, and what a clip makes of it.
+
+v is the version of the weights that sampled a token, w the version that scores it:
+
+    rollout(v) - train(w)  =  rollout(v) - train(v)  +  train(v) - train(w)
+    the gap                   numerics                   drift
+
+Tokens of one version, v = w, have no drift: their gap is exactly the numerics. The sources of such tokens, in order:
+
+    batch   tokens of the batch that the scoring weights themselves sampled; they need no extra pass
+    buffer  other tokens of the scoring version, which are not trained on
+
+If no source has a token, numerics is unknown, which is not 0. The staleness of tokens does not tell how large the parts are:
+regressing the gap on it gave intercepts whose error was several times the numerics.
+
+A version has two forms: that of each token `[B, T]`, int64, or the segments of a response, pairs (version, first token) in order
+of time. If a weight update interrupts an engine, the engine computes its cache again and goes on with the new weights, so that
+each token has exactly one version. Shapes: B responses, T tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import RecordError
+from mismatch_ext.gap import gap_metrics, gap_sums
+from mismatch_ext.states import state
+from mismatch_ext.sums import Sums, part, prefixed
+
+UNKNOWN = -1
+"""Version of a token if nobody says which weights sampled it."""
+SOURCES = ("batch", "buffer")
+"""Where tokens of one version come from, best first; `numerics/source` is the place in this list, counted from 1."""
+ENOUGH = 256
+"""Tokens that a source needs for its figure; if no source has this many, the one with most tokens is used."""
+
+GROWTH_WINDOW = 48
+"""The growth is computed from this many logs, the last ones."""
+GROWTH_LEAST = 16
+"""Least number of logs for it."""
+GROWTH_FLOOR = 1e-4
+"""Smaller values of k3 count as this value, a tenth of the alarm's level: growth below it has no consequence."""
+QUANTILE = 2.576
+"""Quantile of the standard normal distribution for an interval of 99 %."""
+LARGEST_EXPONENT = 700.0
+
+
+def token_versions(segments: Sequence[Sequence[tuple[int | None, int]]], mask: Tensor) -> Tensor:
+    """Return the version of the weights that sampled each token.
+
+    A segment ends where the next one in the list begins. A segment that begins inside an earlier one replaces the tokens there,
+    for example when a chat template removes generated tokens before the next turn.
+
+    Args:
+        segments: The segments of each response (version >= 0, or None if nobody says; index of its first token); an empty list if
+            nothing is known. Tokens that the policy did not sample (a tool's) count in the index.
+        mask: True, or 1, at tokens that the policy sampled `[B, T]`.
+
+    Returns:
+        Versions `[B, T]`, int64; `UNKNOWN` where nobody says, and at tokens that the policy did not sample.
+
+    Raises:
+        RecordError: There are not B lists, or a number is negative.
+    """
+    if mask.dim() != 2 or len(segments) != len(mask):
+        raise RecordError(
+            f"{len(segments)} lists of segments do not fit a mask of shape {tuple(mask.shape)}; give one list for each response."
+        )
+    versions = torch.full(mask.shape, UNKNOWN, dtype=torch.int64)
+    for row, of_response in enumerate(segments):
+        for version, start in of_response:
+            if start < 0 or (version is not None and version < 0):
+                raise RecordError(f"segment of version {version!r} from token {start}: both must be >= 0.")
+            versions[row, start:] = UNKNOWN if version is None else version
+    return versions.to(mask.device).masked_fill(~mask.bool(), UNKNOWN)
+
+
+def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
+    """Return True at the tokens up to which one version sampled the whole response `[B, T]`, bool.
+
+    After the first change of version, the engine computes its cache again: the new weights choose other experts for the earlier
+    tokens than the weights that sampled those. A trainer that replays the recorded experts then cannot score the later tokens as
+    the engine did, whatever weights it has.
+    """
+    sampled = mask.bool()
+    first = versions.gather(1, sampled.long().argmax(1, keepdim=True))
+    return (sampled & (versions != first)).cumsum(1) == 0
+
+
+def drift_sums(
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    versions: Tensor,
+    *,
+    scoring: int,
+    comparable: Tensor | None = None,
+    buffered: bool = False,
+) -> Sums:
+    """Sum up the gap of rollouts that older weights may have sampled, separately for its parts.
+
+    Args:
+        old: The trainer's log-probabilities at version `scoring` `[B, T]`, nats.
+        rollout: The engine's log-probabilities, each at the version that sampled the token `[B, T]`, nats.
+        mask: True, or 1, at tokens that count `[B, T]`.
+        versions: Version that sampled each token, or `UNKNOWN` `[B, T]`, int64.
+        scoring: Version of the trainer's weights.
+        comparable: True at tokens whose gap is numerics only, if their version is `scoring` `[B, T]`; for replayed routes
+            `of_one_version` returns it. None means every token.
+        buffered: Whether these tokens are not trained on, but were sampled by the scoring version for comparison.
+
+    Returns:
+        Sums with the same names for every batch; see `mismatch_ext.sums`.
+
+    Raises:
+        RecordError: A token's version is one that the trainer has not reached yet, or shapes differ.
+    """
+    mask = mask.bool()
+    nothing = torch.zeros_like(mask)
+    counted, same = (nothing, mask) if buffered else (mask, mask & (versions == scoring))
+    staleness = (scoring - versions)[counted & (versions != UNKNOWN)]
+    if bool((staleness < 0).any()):
+        raise RecordError(
+            f"a token was sampled by weights of version {scoring - int(staleness.min())}, and the batch is scored by those of "
+            f"version {scoring}: the versions of engine and trainer do not count the same."
+        )
+    numerics = same if comparable is None else same & comparable
+    masks = {
+        "stale": counted & ~same,
+        "batch": nothing if buffered else numerics,
+        "buffer": same if buffered else nothing,
+    }
+    counts = {
+        "tokens": counted.sum(),
+        "known": len(staleness),
+        "staleness": staleness.sum(),
+        "mixed": (same & ~numerics).sum(),
+        "max:staleness": staleness.max() if len(staleness) else 0,
+    }
+    sums = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in counts.items()}
+    for name, chosen in masks.items():
+        sums |= prefixed(name, gap_sums(old, rollout, chosen))
+    return sums
+
+
+def numerics_metrics(
+    sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH
+) -> tuple[str, dict[str, float]] | None:
+    """Return the source of numerics, and its metrics of the gap; None if numerics is unknown.
+
+    The first source with enough tokens speaks, otherwise the one with most.
+    """
+    counts = {source: float(sums[f"{source}/tokens"]) for source in SOURCES}
+    source = next((name for name in SOURCES if counts[name] >= enough), max(SOURCES, key=counts.__getitem__))
+    metrics = gap_metrics(part(sums, source), support_truncated=support_truncated)
+    return (source, metrics) if metrics else None
+
+
+def drift_metrics(sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH) -> dict[str, float]:
+    """Return the metrics of stale rollouts by name, as `mismatch_ext.names` lists them; unknown values are left out.
+
+    Args:
+        sums: Sums from `drift_sums`, or several of them merged.
+        support_truncated: As in `gap_metrics`.
+        enough: Tokens that a source of numerics needs.
+    """
+    tokens, known = float(sums["tokens"]), float(sums["known"])
+    metrics = {"staleness_mean": float(sums["staleness"]) / known} if known else {}
+    metrics["staleness_max"] = float(sums["max:staleness"])
+    if tokens:
+        mixed = float(sums["mixed"])
+        metrics["same_version_frac"] = (float(sums["batch/tokens"]) + mixed) / tokens
+        metrics["mixed_routes_frac"] = mixed / tokens
+        metrics["unknown_version_frac"] = (tokens - known) / tokens
+    stale = gap_metrics(part(sums, "stale"), support_truncated=support_truncated)
+    metrics |= {f"stale/{name}": value for name, value in stale.items()}
+    for source in SOURCES:
+        metrics[f"numerics/{source}/tokens"] = float(sums[f"{source}/tokens"])
+        if of_source := gap_metrics(part(sums, source)):
+            metrics |= {f"numerics/{source}/{name}": of_source[name] for name in ("logp_abs_diff_mean", "k3_kl")}
+    if (numerics := numerics_metrics(sums, support_truncated=support_truncated, enough=enough)) is not None:
+        source, of_gap = numerics
+        metrics |= {f"numerics/{name}": value for name, value in of_gap.items()}
+        metrics["numerics/source"] = float(1 + SOURCES.index(source))
+    return metrics
+
+
+# Growth of the gap over the logs of a run.
+
+
+@state
+class Growth:
+    """The last logs of a run: optimizer steps, rising, and log k3."""
+
+    points: tuple[tuple[int, float], ...] = ()
+
+
+def grown(growth: Growth, step: int, k3: float) -> tuple[Growth, dict[str, float]]:
+    """Add the value of a log, and return the factor by which k3 has grown, `k3_growth`, and the lower end of its 99 % interval.
+
+    Args:
+        growth: The logs before.
+        step: Finished optimizer steps. A second log of a step is ignored; a smaller step starts the record again.
+        k3: The gap; a value that is not finite is ignored.
+
+    Returns:
+        The logs, and the metrics; {} until there are `GROWTH_LEAST` logs.
+    """
+    points = () if growth.points and step < growth.points[-1][0] else growth.points
+    if math.isfinite(k3) and (not points or step > points[-1][0]):
+        points = (*points, (step, math.log(max(k3, GROWTH_FLOOR))))[-GROWTH_WINDOW:]
+    growth = Growth(points=points)
+    if len(points) < GROWTH_LEAST:
+        return growth, {}
+    steps, values = zip(*points, strict=True)
+    span = steps[-1] - steps[0]
+    middle, low, _ = (math.exp(min(value * span, LARGEST_EXPONENT)) for value in slope(steps, values))
+    return growth, {"k3_growth": middle, "k3_growth_low": low}
+
+
+def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the slope of values over ascending steps, and both ends of its 99 % interval, robust against heavy tails.
+
+    The slope is that of Theil and Sen: the median of (y_j - y_i) / (x_j - x_i) over all pairs. Its interval is Sen's (1968), from
+    the variance of Kendall's statistic without growth. If the policy drifts, successive batches are similar, which makes that
+    variance larger. It is therefore multiplied by (1 + r) / (1 - r), where r is the correlation of the residuals' ranks with the
+    ranks one log earlier.
+    """
+    x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
+    count = len(x)
+    i, j = np.triu_indices(count, 1)
+    slopes = np.sort((y[j] - y[i]) / (x[j] - x[i]))
+    middle = float(np.median(slopes))
+    residuals = y - middle * x
+    ranks = (residuals[:, None] > residuals).sum(1) + ((residuals[:, None] == residuals).sum(1) - 1) / 2
+    ranks = ranks - ranks.mean()
+    total = float((ranks * ranks).sum())
+    alike = max(0.0, float((ranks[1:] * ranks[:-1]).sum()) / total) if total > 0 else 0.0
+    spread = math.sqrt(count * (count - 1) * (2 * count + 5) / 18 * (1 + alike) / max(1 - alike, 1e-9))
+    beyond = math.floor((len(slopes) - QUANTILE * spread) / 2)
+    if beyond < 0:
+        return middle, -math.inf, math.inf
+    return middle, float(slopes[beyond]), float(slopes[len(slopes) - 1 - beyond])
+
+
+# Phantom clipping. A PPO clip is meant to limit the change of the policy. If the old log-probabilities are the engine's (`bypass`
+# modes, TRL's AsyncGRPO), the ratio contains the mismatch too: at the weights that sampled, it alone causes every clipped token.
+
+
+def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
+    """Tell which tokens have no gradient under PPO's clip (arXiv 1707.06347), bool, of the shape of `log_ratio`.
+
+    min(r A, clip(r, 1 - low, 1 + high) A) is constant in r where r > 1 + high and A > 0, and where r < 1 - low and A < 0.
+
+    Args:
+        log_ratio: log r of the sampled tokens, any shape, nats.
+        advantages: A, in a shape that broadcasts.
+        low, high: Distances of the clip from 1.
+    """
+    rising, falling = log_ratio > math.log1p(high), log_ratio < math.log1p(-low) if low < 1 else False
+    return (rising & (advantages > 0)) | (falling & (advantages < 0))
+
+
+@torch.no_grad()
+def clip_sums(
+    trainer: Tensor,
+    engine: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    low: float = 0.2,
+    high: float = 0.2,
+    *,
+    sequences: bool = False,
+) -> Sums:
+    """Count what a clip on pi_trainer / pi_engine stops at the weights that sampled, where the policy has not changed.
+
+    Args:
+        trainer, engine: Log-probabilities of the sampled tokens by the weights that sampled them `[B, T]`, nats.
+        advantages: `[B]` or `[B, T]`.
+        mask: True, or 1, for the tokens that count `[B, T]`. Other tokens are not read.
+        low, high: Distances of the clip from 1.
+        sequences: Whether the clip is on the mean log-ratio of a response (GSPO, arXiv 2507.18071), not on each token's.
+    """
+    chosen = mask.bool()
+    wide = advantages if advantages.dim() == trainer.dim() else advantages[:, None]
+    all_d = torch.where(chosen, trainer.double() - engine.double(), 0.0)
+    clipped = all_d
+    if sequences:
+        clipped = (all_d.sum(-1, keepdim=True) / chosen.sum(-1, keepdim=True).clamp(min=1)).expand(all_d.shape)
+    d, a = all_d[chosen], wide.expand(trainer.shape)[chosen]
+    up, down = a > 0, a < 0
+    counts = {
+        "tokens": torch.ones_like(d),
+        "stopped": stopped_by_clip(clipped[chosen], a, low, high),
+        "up": up,
+        "up_gap": d[up],
+        "down": down,
+        "down_gap": d[down],
+    }
+    values = torch.stack([value.sum().double() for value in counts.values()]).cpu()
+    return dict(zip(counts, values, strict=True))
+
+
+def clip_metrics(sums: Sums) -> dict[str, float]:
+    """Return the share of tokens that the clip stops, and the gap of reinforced tokens minus that of discouraged ones."""
+    s = {name: float(value) for name, value in sums.items()}
+    up, down = (s[f"{side}_gap"] / s[side] if s[side] else math.nan for side in ("up", "down"))
+    return {"phantom_clip_frac": s["stopped"] / s["tokens"] if s["tokens"] else math.nan, "advantage_gap": up - down}

@@ -1,0 +1,322 @@
+"""The gap between rollout and trainer log-probabilities of sampled tokens.
+
+    sums = gap_sums(old, rollout, mask)      # one batch, or one rank's part of it
+    sums = merged(sums, others)              # any number of batches and ranks, see `mismatch_ext.sums`
+    metrics = gap_metrics(sums)              # {"k3_kl": ..., "ess_seq": ..., ...}
+
+The formulas of all metrics are in names.toml. Shapes: B sequences, T tokens, n unmasked tokens, m sequences that have one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.sums import Sums, merged, moments
+
+# Largest exponent; larger log-ratios are cut and counted. exp(600) is 4e260, so a sum over 1e47 tokens still fits float64;
+# with exp(700), the sum would overflow at the 18,000th token.
+SATURATION = 600.0
+# In float64, expm1(d) - d keeps a relative accuracy of 1e-10 down to this d; below it, two terms of the series are better.
+SERIES_BELOW = 1e-5
+# verl cuts log-ratios here before squaring them, so chi-square means the same in both.
+CHI2_CUT = 20.0
+TAUS = (1.1, 2.0)
+"""Thresholds of F(tau), the fraction of tokens whose ratio of probabilities, or its inverse, exceeds tau."""
+PROFILES: dict[str, tuple[float, ...]] = {
+    "position": (0.0, *(float(2**k) for k in range(18))),
+    "probability": (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1),
+}
+"""Edges of the bins of each profile; bin i covers edges[i] <= x < edges[i + 1], and the last bin includes its upper edge too."""
+TOGETHER = 1 << 20
+"""Tokens that are measured together, because a large batch widened to float64 would take gigabytes."""
+
+
+def k3(log_ratio: Tensor) -> Tensor:
+    """Return the k3 estimate exp(d) - 1 - d of each log-ratio (Schulman 2020, joschu.net/blog/kl-approx.html).
+
+    `exp(d) - 1 - d` in float32 has an error of 100 % at d = 1e-4, a typical value in a float16 run. This function computes
+    `expm1(d) - d` in float64, or d^2/2 + d^3/6 where that still cancels. Beyond `SATURATION` the exponential saturates.
+
+    Args:
+        log_ratio: d, any shape, float64, nats.
+
+    Returns:
+        k3, same shape, float64, nats, never negative, always finite.
+    """
+    direct = torch.expm1(log_ratio.clamp(max=SATURATION)).sub_(log_ratio)
+    series = log_ratio * log_ratio * (0.5 + log_ratio / 6)
+    return torch.where(log_ratio.abs() < SERIES_BELOW, series, direct)
+
+
+def gap_sums(
+    old: Tensor,
+    rollout: Tensor,
+    mask: Tensor,
+    lengths: Tensor | None = None,
+    *,
+    sample: int = 0,
+    seed: int = 0,
+) -> Sums:
+    """Sum up the gap d = log pi_old - log mu of the sampled tokens, per token and per sequence, in float64.
+
+    Args:
+        old: Trainer's log-probabilities at sampling time `[B, T]`, any float dtype, nats.
+        rollout: Engine's log-probabilities `[B, T]`, any float dtype, nats.
+        mask: True, or 1, at the policy's own tokens `[B, T]`. The other places are not read. A token's position in the profile is
+            its number among these tokens of its row, so that tokens of tools do not count.
+        lengths: If the rows are concatenated without padding, `[R]` each, the places of each row `[B]`, which add up to R.
+        sample: Tokens that are kept for a scatter plot, drawn uniformly.
+        seed: Seed of that choice; it must differ between batches and ranks.
+
+    Returns:
+        Sums with the same names and shapes for every batch, also for one without tokens.
+
+    Raises:
+        RecordError: Shapes differ, a dtype is wrong, or the mask holds other values than 0 and 1.
+        NonFiniteLogprobError: An unmasked value is NaN or infinite; the message names tensor, row, position and value.
+    """
+    mask = _checked(old, rollout, mask, lengths)
+    if lengths is None:
+        lengths = torch.full((mask.shape[0],), mask.shape[1], device=mask.device)
+    flat = [x.detach().flatten() for x in (old, rollout, mask)]
+    generator = torch.Generator().manual_seed(seed)
+    parts = []
+    for rows, places in _chunks(lengths.tolist()):
+        tokens = _Tokens(*(x[places] for x in flat), lengths[rows], first=rows.start)
+        parts.append(tokens.sums() | tokens.profiles() | tokens.sample(sample, generator))
+    return merged(*parts)
+
+
+def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, float]:
+    """Return the gap's metrics by name, as `mismatch_ext.names.MEASURES` lists them; {} if no token was counted.
+
+    Args:
+        sums: Sums from `gap_sums`, or several of them merged.
+        support_truncated: Whether top-p, top-k or min-p truncated the distribution that the tokens were sampled from.
+    """
+    s = {name: value.item() for name, value in sums.items() if value.dim() == 0}
+    n, m = s["tokens"], s["sequences"]
+    if not n:
+        return {}
+    return {
+        "tokens": n,
+        "sequences": m,
+        "logp_abs_diff_mean": s["abs"] / n,
+        "logp_abs_diff_max": s["max:abs"],
+        "kl": -s["d"] / n,
+        "k3_kl": s["k3"] / n,
+        "k3_saturated_frac": s["saturated"] / n,
+        "seq_k3_saturated_frac": s["seq_saturated"] / m,
+        "seq_kl": -s["seq"] / m,
+        "seq_k3_kl": s["seq_k3"] / m,
+        "seq_logp_abs_diff_mean": s["seq_abs"] / m,
+        "seq_logp_abs_diff_max": s["max:seq_abs"],
+        **{f"f_{tau:g}": s[f"f_{tau:g}"] / n for tau in TAUS},
+        "ess_token": math.exp(2 * s["logsumexp:d"] - s["logsumexp:2d"]) / n,
+        "ess_seq": math.exp(2 * s["logsumexp:seq"] - s["logsumexp:2seq"]) / m,
+        "chi2_token": s["r_squared"] / n - 1,
+        "chi2_seq": s["seq_r_squared"] / m - 1,
+        "training_ppl": s["old_ppl"] / m,
+        "training_log_ppl": s["old_log_ppl"] / m,
+        "rollout_ppl": s["rollout_ppl"] / m,
+        "rollout_log_ppl": s["rollout_log_ppl"] / m,
+        "log_ppl_diff": s["log_ppl_diff"] / m,
+        "log_ppl_abs_diff": s["log_ppl_abs_diff"] / m,
+        "log_ppl_diff_max": s["max:log_ppl_diff"],
+        "log_ppl_diff_min": -s["max:-log_ppl_diff"],
+        "ppl_ratio": s["ppl_ratio"] / m,
+        "rollout_probs_diff_mean": s["p_abs"] / n,
+        "rollout_probs_diff_max": s["max:p_abs"],
+        "rollout_probs_pearson": _pearson(sums["moments:p"]),
+        "support_truncated": float(support_truncated),
+    }
+
+
+def gap_profiles(sums: Sums) -> dict[str, dict[str, list[Any]]]:
+    """Return the gap per bin of `PROFILES`: edges, token count, mean and largest |d|, mean k3; None in an empty bin."""
+    profiles = {}
+    for name, edges in PROFILES.items():
+        count = sums[f"{name}/count"]
+        per_bin = {
+            "abs_diff_mean": sums[f"{name}/abs"] / count,
+            "abs_diff_max": sums[f"{name}/max:abs"],
+            "k3_mean": sums[f"{name}/k3"] / count,
+        }
+        columns = {key: [x if math.isfinite(x) else None for x in values.tolist()] for key, values in per_bin.items()}
+        profiles[name] = {"edges": [float(x) for x in edges], "count": [int(c) for c in count.tolist()], **columns}
+    return profiles
+
+
+def gap_sample(sums: Sums) -> dict[str, list[float]]:
+    """Return both sides' log-probabilities of the tokens that `sample` drew, by the names of the record."""
+    rows = sums["smallest:tokens"]
+    _, rollout, old = rows[rows[:, 0].isfinite()].T.tolist()
+    return {"rollout_logprobs": rollout, "old_logprobs": old}
+
+
+def as_bool(name: str, mask: Tensor) -> Tensor:
+    """Return a mask of zeros and ones as booleans; raise RecordError for other values, which look like weights."""
+    if mask.dtype == torch.bool:
+        return mask
+    chosen = mask != 0
+    if not torch.equal(chosen.to(mask.dtype), mask):
+        raise RecordError(f"{name} holds values other than 0 and 1; weights belong in the loss, not here.")
+    return chosen
+
+
+def output_dtype(*tensors: Tensor) -> torch.dtype:
+    """Return float64 if one of the tensors is, otherwise float32."""
+    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
+
+
+class _Tokens:
+    """The unmasked tokens of some rows, gathered once and widened to float64; everything below runs only over them."""
+
+    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, first: int) -> None:
+        places = mask.nonzero()[:, 0]
+        before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
+        ends = lengths.cumsum(0)
+        counts = before[ends] - before[ends - lengths]
+        self.rows = torch.arange(len(lengths), device=mask.device).repeat_interleave(counts)
+        self.length = counts[counts > 0].double()
+        self.present, self.size = counts > 0, len(lengths)
+        self.old, self.rollout = old[places].double(), rollout[places].double()
+        for name, values in (("old_logprobs", self.old), ("rollout_logprobs", self.rollout)):
+            if not bool(values.isfinite().all()):
+                at = int((~values.isfinite()).nonzero()[0])
+                row = int(self.rows[at])
+                raise _not_finite(name, values, at, first + row, int(places[at] - (ends - lengths)[row]))
+        self.position = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[self.rows]
+        self.d = self.old - self.rollout
+        self.abs, self.k3 = self.d.abs(), k3(self.d)
+        self.q = self.rollout.exp()
+
+    def sums(self) -> Sums:
+        """Return the sums over tokens and over sequences."""
+        d, p, q = self.d, self.old.exp(), self.q
+        p_abs = (p - q).abs()
+        seq, old, rollout = (
+            self._per_row(d),
+            self._per_row(self.old) / self.length,
+            self._per_row(self.rollout) / self.length,
+        )
+        # From d, because the difference of the two means would lose the digits of a tiny gap.
+        diff = -seq / self.length
+        scalars = {
+            "tokens": torch.ones_like(d).sum(),
+            "abs": self.abs.sum(),
+            "d": d.sum(),
+            "k3": self.k3.sum(),
+            "saturated": (d > SATURATION).sum(),
+            "r_squared": (2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
+            "p_abs": p_abs.sum(),
+            **{f"f_{tau:g}": (self.abs > math.log(tau)).sum() for tau in TAUS},
+            "sequences": torch.ones_like(seq).sum(),
+            "seq": seq.sum(),
+            "seq_abs": seq.abs().sum(),
+            "seq_k3": k3(seq).sum(),
+            "seq_saturated": (seq > SATURATION).sum(),
+            "seq_r_squared": (2 * seq.clamp(-CHI2_CUT, CHI2_CUT)).exp().sum(),
+            "old_ppl": (-old).clamp(max=SATURATION).exp().sum(),
+            "rollout_ppl": (-rollout).clamp(max=SATURATION).exp().sum(),
+            "old_log_ppl": -old.sum(),
+            "rollout_log_ppl": -rollout.sum(),
+            "log_ppl_diff": diff.sum(),
+            "log_ppl_abs_diff": diff.abs().sum(),
+            "ppl_ratio": diff.clamp(max=SATURATION).exp().sum(),
+            "max:abs": _largest(self.abs),
+            "max:p_abs": _largest(p_abs),
+            "max:seq_abs": _largest(seq.abs()),
+            "max:log_ppl_diff": _largest(diff),
+            "max:-log_ppl_diff": _largest(-diff),
+            "logsumexp:d": d.logsumexp(0),
+            "logsumexp:2d": (2 * d).logsumexp(0),
+            "logsumexp:seq": seq.logsumexp(0),
+            "logsumexp:2seq": (2 * seq).logsumexp(0),
+        }
+        # One transfer for all of them, because on an accelerator each separate one would wait for the device.
+        values = torch.stack([value.double() for value in scalars.values()]).cpu()
+        return {**dict(zip(scalars, values, strict=True)), "moments:p": moments(torch.stack([p, q])).cpu()}
+
+    def profiles(self) -> Sums:
+        """Return the sums of each bin; on the CPU, because on an accelerator deterministic algorithms refuse them."""
+        sums: Sums = {}
+        size, token_k3 = self.abs.cpu(), self.k3.cpu()
+        for name, values in (("position", self.position.double()), ("probability", self.q)):
+            edges = torch.tensor(PROFILES[name], dtype=torch.float64)
+            bins, count = torch.bucketize(values.cpu(), edges[1:-1], right=True), len(edges) - 1
+            sums[f"{name}/count"] = torch.bincount(bins, minlength=count).double()
+            sums[f"{name}/abs"] = torch.bincount(bins, weights=size, minlength=count)
+            sums[f"{name}/k3"] = torch.bincount(bins, weights=token_k3, minlength=count)
+            nothing = torch.full((count,), -math.inf, dtype=torch.float64)
+            sums[f"{name}/max:abs"] = nothing.scatter_reduce_(0, bins, size, "amax")
+        return sums
+
+    def sample(self, size: int, generator: torch.Generator) -> Sums:
+        """Return the tokens with the smallest of random keys, which are a uniform sample, also after merging."""
+        if not size:
+            return {}
+        keys = torch.rand(len(self.d), dtype=torch.float64, generator=generator)
+        chosen = keys.argsort()[:size]
+        where = chosen.to(self.d.device)
+        rows = torch.stack([keys[chosen], self.rollout[where].cpu(), self.old[where].cpu()], dim=1)
+        return {"smallest:tokens": torch.nn.functional.pad(rows, (0, 0, 0, size - len(rows)), value=math.inf)}
+
+    def _per_row(self, values: Tensor) -> Tensor:
+        return values.new_zeros(self.size).index_add_(0, self.rows, values)[self.present]
+
+
+def _largest(values: Tensor) -> Tensor:
+    return values.max() if len(values) else values.new_tensor(-math.inf)
+
+
+def _pearson(entry: Tensor) -> float:
+    """Return the correlation; 1 where either side is constant up to the rounding of its mean."""
+    count, _, _, pp, pq, _, qq = entry.tolist()
+    if min(pp, qq) <= 1e-28 * count:
+        return 1.0
+    return float(max(-1.0, min(1.0, pq / math.sqrt(pp) / math.sqrt(qq))))
+
+
+def _chunks(lengths: list[int]) -> Iterator[tuple[slice, slice]]:
+    """Yield rows and their places: as many rows as fit `TOGETHER` places, but at least one; one empty chunk of no rows."""
+    first = place = 0
+    while True:
+        last, places = first, 0
+        while last < len(lengths) and (last == first or places + lengths[last] <= TOGETHER):
+            places += lengths[last]
+            last += 1
+        yield slice(first, last), slice(place, place + places)
+        first, place = last, place + places
+        if first >= len(lengths):
+            return
+
+
+def _checked(old: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
+    shapes = {"old_logprobs": old, "rollout_logprobs": rollout, "response_mask": mask}
+    dims = 2 if lengths is None else 1
+    if len({tuple(t.shape) for t in shapes.values()}) != 1 or mask.dim() != dims:
+        listed = ", ".join(f"{name} {list(t.shape)}" for name, t in shapes.items())
+        raise RecordError(f"{listed}: the three must have one shape {'[B, T]' if dims == 2 else '[R]'}.")
+    for name, tensor in (("old_logprobs", old), ("rollout_logprobs", rollout)):
+        if not tensor.is_floating_point():
+            raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
+    if lengths is not None and (int(lengths.sum()) != len(mask) or bool((lengths < 0).any())):
+        raise RecordError(
+            f"lengths {lengths.tolist()[:8]} ... must be >= 0 and add up to the {len(mask)} places of the rows."
+        )
+    return as_bool("response_mask", mask)
+
+
+def _not_finite(name: str, values: Tensor, at: int, row: int, position: int) -> NonFiniteLogprobError:
+    return NonFiniteLogprobError(
+        f"{name}[{row}, {position}] (row, position) is {float(values[at])}, and {int((~values.isfinite()).sum())} of "
+        f"{len(values)} unmasked values are not finite. An overflow in float16 or broken weights cause this; a position "
+        "without a log-probability must be masked."
+    )
