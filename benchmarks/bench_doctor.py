@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor import Scorer
-from mismatch_ext.adapters.transformers.doctor_causes import of_model
-from mismatch_ext.adapters.transformers.doctor_models import load_model
+from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.models import load_model
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
 from examples.arithmetic.shipped import FOLDER
 from mismatch_ext.doctor import Sample, diagnose

@@ -18,7 +18,7 @@ from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.diagnose import Block
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.transformers.doctor import Scorer
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
 # Names of a layer's blocks, in engines and in transformers.
 KINDS = {"self_attn": "attention", "mlp": "mlp"}

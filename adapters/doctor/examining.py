@@ -18,7 +18,7 @@ from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.transformers.doctor import Scorer
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
     from mismatch_ext.doctor import Diagnosis, Sample
     from mismatch_ext.doctor.diagnose import Engine
@@ -58,7 +58,7 @@ def examine(
     Raises:
         RecordError: A token id of a prompt or response is beyond the model's vocabulary.
     """
-    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
     from mismatch_ext.doctor.diagnose import distance, other_model
 
@@ -109,7 +109,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RecordError: A token id is beyond the model's vocabulary, or the responses are not of one run.
         RoutingError: The routes do not fit the model.
     """
-    from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
@@ -177,8 +177,8 @@ def _diagnosed(
     seed: int,
     quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
-    from mismatch_ext.adapters.transformers.doctor import Scorer
-    from mismatch_ext.adapters.transformers.doctor_causes import of_model
+    from mismatch_ext.adapters.transformers.doctor.causes import of_model
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import diagnose

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.doctor.hosts import Dataset, HostRun, not_started
-from mismatch_ext.adapters.transformers.doctor_models import ensure_checkpoint, with_room
+from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 from mismatch_ext.adapters.transformers.peft_adapters import whole
 
 from mismatch_ext.errors import ConfigError

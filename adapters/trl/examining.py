@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.transformers.doctor_in_run import (
+from mismatch_ext.adapters.transformers.doctor.in_run import (
     Computing,
     Rows,
     class_of,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.transformers.doctor_in_run import SentWeights
+from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Engine, Named

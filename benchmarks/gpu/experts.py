@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor_models import end_tokens
+from mismatch_ext.adapters.transformers.doctor.models import end_tokens
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from torch import Tensor, nn
 

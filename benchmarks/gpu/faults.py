@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor import Scorer
-from mismatch_ext.adapters.transformers.doctor_causes import of_model
+from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from torch import nn
 from transformers import TopPLogitsWarper
 

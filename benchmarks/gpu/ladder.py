@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor_models import end_tokens
+from mismatch_ext.adapters.transformers.doctor.models import end_tokens
 from torch import Tensor, nn
 from transformers import DynamicCache, StaticCache
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.doctor.prompts import read_prompts
-from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
+from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 from torch import Tensor, nn
 from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.transformers.doctor_quantised import FP8_LARGEST, INT8_LARGEST
+from mismatch_ext.adapters.transformers.doctor.changes import FP8_LARGEST, INT8_LARGEST
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 

@@ -22,8 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
-from mismatch_ext.adapters.transformers.doctor_changes import weights
-from mismatch_ext.adapters.transformers.doctor_quantised import int4, quantised
+from mismatch_ext.adapters.transformers.doctor.changes import int4, quantized, weights
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from torch import nn
 
@@ -41,7 +40,7 @@ ALARM = "mismatch/k3_growth_low"
 def off_by(model: nn.Module, part: float) -> AbstractContextManager[None]:
     """Move linear layers' weights towards int4, and beyond it."""
     own = dict(model.named_parameters())
-    return weights(model, {n: own[n].detach().lerp(w, part) for n, w in quantised(model, int4(GROUP)).items()})
+    return weights(model, {n: own[n].detach().lerp(w, part) for n, w in quantized(model, int4(GROUP)).items()})
 
 
 def even(completions: list[str], **_: Any) -> list[float]:

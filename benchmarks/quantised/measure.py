@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor_models import load_model
+from mismatch_ext.adapters.transformers.doctor.models import load_model
 from torch import nn
 
 from benchmarks.quantised import advice

@@ -15,7 +15,7 @@ from types import MethodType
 
 import torch
 from datasets import Dataset
-from mismatch_ext.adapters.transformers.doctor_changes import weights
+from mismatch_ext.adapters.transformers.doctor.changes import weights
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor, nn

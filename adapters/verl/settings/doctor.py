@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mismatch_ext.adapters.doctor.hosts import Dataset, HostRun, not_started
-from mismatch_ext.adapters.transformers.doctor_models import ensure_checkpoint, with_room
+from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError

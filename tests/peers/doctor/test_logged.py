@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.examining import examine_logged
-from mismatch_ext.adapters.transformers.doctor_models import load_model, routing_shape
+from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
 from mismatch_ext.doctor import Diagnosis, Sample, read_rollouts, write_rollouts
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings

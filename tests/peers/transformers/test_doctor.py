@@ -16,12 +16,11 @@ from mismatch_ext.adapters.doctor.blocks import STANDS_OUT, compared
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
-from mismatch_ext.adapters.transformers import doctor_in_run, doctor_logits
-from mismatch_ext.adapters.transformers.doctor import Scorer
-from mismatch_ext.adapters.transformers.doctor_causes import of_model
-from mismatch_ext.adapters.transformers.doctor_layouts import BATCH, LAYOUTS
-from mismatch_ext.adapters.transformers.doctor_logits import Projected
-from mismatch_ext.adapters.transformers.doctor_models import load_model
+from mismatch_ext.adapters.transformers.doctor import in_run
+from mismatch_ext.adapters.transformers.doctor import scorer as scorers
+from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.models import load_model
+from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
@@ -72,11 +71,11 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
 
 def test_no_model_is_built_on_one_rank_where_all_have_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = load_model(tiny_model("dense", tmp_path / "model"))
-    assert doctor_in_run.unexaminable(model.config) is None
-    monkeypatch.setattr(doctor_in_run, "is_deepspeed_zero3_enabled", lambda: True)
-    assert "ZeRO-3" in str(doctor_in_run.unexaminable(model.config))
+    assert in_run.unexaminable(model.config) is None
+    monkeypatch.setattr(in_run, "is_deepspeed_zero3_enabled", lambda: True)
+    assert "ZeRO-3" in str(in_run.unexaminable(model.config))
     with pytest.raises(RecordError, match="ZeRO-3, under which transformers builds no model on one rank alone"):
-        doctor_in_run.copy_of(model.state_dict(), type(model), model.config, torch.device("cpu"))
+        in_run.copy_of(model.state_dict(), type(model), model.config, torch.device("cpu"))
 
 
 def test_what_an_engines_configuration_has_otherwise_is_tried_as_it_is(tmp_path: Path) -> None:
@@ -255,7 +254,7 @@ def test_logits_of_a_large_vocabulary_are_projected_when_they_are_read_and_say_t
 ) -> None:
     folder = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
     kept = Scorer(load_model(folder), sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
-    monkeypatch.setattr(doctor_logits, "KEPT", 0)
+    monkeypatch.setattr(scorers, "KEPT", 0)
     model = load_model(folder)
     read = Scorer(model, sample(48), trainer_dtype="bfloat16", engine_dtype="bfloat16")
     logits = read.scores.logits
@@ -273,7 +272,7 @@ def test_logits_of_a_large_vocabulary_are_projected_when_they_are_read_and_say_t
 
 
 def test_logits_that_are_capped_after_the_head_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor_logits, "KEPT", 0)
+    monkeypatch.setattr(scorers, "KEPT", 0)
     torch.manual_seed(0)
     config = Gemma2Config(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, head_dim=32,

@@ -13,9 +13,9 @@ import peft
 import pytest
 import torch
 from mismatch_ext.adapters.doctor.prompts import read_prompts
-from mismatch_ext.adapters.transformers.doctor import Scorer
-from mismatch_ext.adapters.transformers.doctor_causes import of_model
-from mismatch_ext.adapters.transformers.doctor_models import ensure_checkpoint, load_model
+from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, load_model
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.peft_adapters import base_of, served, tokenizing
 from transformers import AutoModelForCausalLM
 

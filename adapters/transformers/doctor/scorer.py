@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers import doctor_logits
-from mismatch_ext.adapters.transformers.doctor_head import head_of, in_float32
-from mismatch_ext.adapters.transformers.doctor_layouts import LAYOUTS, own_noise
-from mismatch_ext.adapters.transformers.doctor_logits import Projected, is_head, passing_hidden
-from mismatch_ext.adapters.transformers.doctor_models import end_tokens, routing_shape
-from mismatch_ext.adapters.transformers.doctor_passes import MOST_ROWS, Prompt, passes
+from mismatch_ext.adapters.transformers.doctor.models import end_tokens, routing_shape
+from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
+from mismatch_ext.adapters.transformers.scoring import evaluating
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from mismatch_ext.doctor import Cause, Sample, Scores
+from mismatch_ext.doctor import Sample, Scores
+from mismatch_ext.doctor.diagnose import Rung
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
 
 # Most rows of logits that are in float64 at once.
 PICKED = 512
@@ -29,6 +29,22 @@ PICKED = 512
 SCREENED = 64
 # Why a run's own log-probabilities differ from those of its weights in a plain pass.
 COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
+# Most elements of a batch's logits, 256 MiB in float32, and most rows of a batch, which are as many as the tests run with.
+MOST_LOGITS, MOST_ROWS = 2**26, 64
+Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
+# Most elements of logits that are kept: 256 MiB in float32.
+KEPT = 2**26
+# A share of the largest logit; applying a head again changes logits by less than this, through rounding.
+NEAR = 1e-4
+# Layouts that a run's trainer may use, by the value of --trainer-layout.
+LAYOUTS = {
+    "right": "padding on the right",
+    "left": "prompts padded on the left, without position_ids",
+    "left-positions": "prompts padded on the left, with position_ids",
+    "packed": "sequences packed into one row",
+}
+# Most responses that each rung is measured on, and responses of a batch, as in a trainer.
+ROWS, BATCH = 32, 8
 
 
 class Scorer:
@@ -115,9 +131,8 @@ class Scorer:
     def logprobs(self, *, prompt: Prompt | None = None, screen: bool = False) -> Floats:
         """Return the tokens' log-probabilities `[N]` under the model as it is now.
 
-        Args:
-            prompt: Changes each prompt; the model then routes itself, because the engine's routes belong to other tokens.
-            screen: Whether to score only some of the responses that fit; tokens of the others are NaN.
+        If prompts are changed, the model routes itself, because the engine's routes belong to other tokens. With `screen`, only
+        some of the responses that fit are scored; tokens of the others are NaN.
         """
         routes = self.sample.routes if prompt is None else None
         if not screen:
@@ -138,15 +153,7 @@ class Scorer:
         most_rows: int = MOST_ROWS,
         exact: bool = False,
     ) -> Floats:
-        """Return log-probabilities `[N]` of a sample's tokens under another layout.
-
-        Args:
-            sample: The tokens.
-            layout: A key of `LAYOUTS`.
-            routes: The routes of each response; None lets the model route.
-            most_rows: Largest number of responses in a batch.
-            exact: Whether to compute in float32 instead of the trainer's dtype.
-        """
+        """Return log-probabilities `[N]` of a sample's tokens under another layout, in the trainer's dtype unless `exact`."""
         with nullcontext() if exact else self._as_trainer():
             found = [
                 self._picked(row, logits, sample)
@@ -181,7 +188,7 @@ class Scorer:
         counts = [sum(mask) for mask in sample.masks]
         starts = np.cumsum([0, *counts])
         width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 0)
-        if starts[-1] * width <= doctor_logits.KEPT or not self._projects(head, sample):
+        if starts[-1] * width <= KEPT or not self._projects(head, sample):
             head = None
         kept = None
         with nullcontext() if head is None else passing_hidden(head):
@@ -203,12 +210,7 @@ class Scorer:
         return is_head(head, hidden, logits)
 
     def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
-        """Return the log-probabilities of the same weights in the engine's dtype; buffers keep their dtype, as in a trainer.
-
-        Args:
-            sample: The tokens.
-            exact: The head, if it has to compute in float32.
-        """
+        """Return the log-probabilities of the same weights in the engine's dtype, but for a head that has to be exact."""
         with self.cast(self.engine_dtype), in_float32(exact):
             found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
@@ -245,17 +247,178 @@ class Scorer:
         return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
 
 
-def scored_under(scorer: Scorer, change: Callable[[float], Any], **given: Any) -> Cause:
-    """Return a cause that predicts the engine's log-probabilities by a changed model.
+@dataclass(frozen=True, kw_only=True)
+class Laid:
+    """Sequences as a model is given them, and for each response its row, the column of its first token, and its whole length."""
 
-    Args:
-        scorer: The scorer of the sample.
-        change: Maps the cause's parameter to a context in which the model computes as the engine would.
-        given: Other fields of the `Cause`.
+    ids: Tensor  # [B, S]
+    mask: Tensor | None  # None for a packed row, in which positions tell sequences apart
+    positions: Tensor | None  # None if the model counts the columns
+    places: tuple[tuple[int, int], ...]
+    lengths: tuple[int, ...]
+
+
+def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], layout: str) -> Laid:
+    """Lay prompts and responses into a batch. In TRL's layout, "left", all responses begin in one column."""
+    rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
+    if layout == "packed":
+        starts = np.cumsum([0, *map(len, rows)])[:-1]
+        return Laid(
+            ids=torch.tensor([[token for row in rows for token in row]]), mask=None,
+            positions=torch.tensor([[at for row in rows for at in range(len(row))]]),
+            places=tuple((0, int(start) + len(prompt)) for start, prompt in zip(starts, prompts, strict=True)),
+            lengths=tuple(map(len, rows)),
+        )  # fmt: skip
+    longest = max(map(len, prompts)) if layout.startswith("left") else 0
+    before = [longest - len(prompt) if longest else 0 for prompt in prompts]
+    width = max(left + len(row) for left, row in zip(before, rows, strict=True))
+    fill = [(left, width - left - len(row)) for left, row in zip(before, rows, strict=True)]
+    ids = torch.tensor([[0] * left + row + [0] * right for (left, right), row in zip(fill, rows, strict=True)])
+    mask = torch.tensor(
+        [[0] * left + [1] * len(row) + [0] * right for (left, right), row in zip(fill, rows, strict=True)]
+    )
+    positions = (mask.cumsum(-1) - 1).clamp(min=0) if layout == "left-positions" else None
+    places = tuple((row, left + len(prompt)) for row, (left, prompt) in enumerate(zip(before, prompts, strict=True)))
+    return Laid(ids=ids, mask=mask, positions=positions, places=places, lengths=tuple(map(len, rows)))
+
+
+def own_noise(scorer: Scorer) -> Iterator[Rung]:
+    """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses."""
+    sample = scorer.sample
+    kept = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    rows = kept[:: -(-len(kept) // ROWS)]
+    part = sample.part(rows)
+
+    def scored(layout: str, *, rows: int = BATCH, exact: bool = False) -> Floats:
+        return scorer.in_layout(part, layout, most_rows=rows, exact=exact)
+
+    straight, exact = scored("right"), scored("right", exact=True)
+    yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
+    for layout, name in LAYOUTS.items():
+        if layout != "right":
+            yield Rung.of("trainer", name, scored(layout) - straight, scored(layout, exact=True) - exact)
+
+
+def passes(
+    model: nn.Module,
+    sample: Sample,
+    routes: tuple[RoutingTrace, ...] | None,
+    *,
+    shape: RoutingShape | None,
+    prompt: Prompt | None = None,
+    taken: dict[int, RoutingTrace] | None = None,
+    only: list[int] | None = None,
+    layout: str = "right",
+    most_rows: int = MOST_ROWS,
+) -> Iterator[tuple[int, Tensor]]:
+    """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
+
+    `prompt` changes each prompt; `taken` is filled, by response, with the model's own routes, only with padding on the right.
     """
+    prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
+    lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
+    order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
+    width = int(getattr(getattr(model, "config", None), "vocab_size", 0) or 2**17)
+    device = next(model.parameters()).device
+    while order:
+        count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
+        batch, order = order[:count], order[count:]
+        made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
+        with torch.no_grad(), evaluating(model), _routed(model, shape, batch, made, routes, taken):
+            output = model(**_given(made, device), use_cache=False)
+        for row, (place, start) in zip(batch, made.places, strict=True):
+            yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]
 
-    def predict(x: float, *, screen: bool = False) -> Floats:
-        with change(x):
-            return scorer.logprobs(screen=screen)
 
-    return Cause(predict=predict, screen=partial(predict, screen=True), **given)
+@contextmanager
+def _routed(
+    model: nn.Module,
+    shape: RoutingShape | None,
+    batch: list[int],
+    made: Laid,
+    routes: tuple[RoutingTrace, ...] | None,
+    taken: dict[int, RoutingTrace] | None,
+) -> Iterator[None]:
+    if shape is None or (routes is None and taken is None):
+        yield
+        return
+    mask = made.mask
+    if routes is not None:
+        traces = [routes[row] for row in batch]
+        trace, known = align_packed(traces, made.lengths) if mask is None else align(traces, mask)
+        with replay_routing(model, trace, known):
+            yield
+    else:
+        with record_routing(model) as recording:
+            yield
+        assert taken is not None and mask is not None  # because padding is on the right
+        whole, width = recording.trace, mask.shape[1]
+        for place, row in enumerate(batch):
+            taken[row] = whole.sequence(place * width, place * width + int(mask[place].sum()))
+
+
+def _given(made: Laid, device: torch.device) -> dict[str, Tensor]:
+    """Return a batch as arguments of a model; None is left out, as a trainer without that argument does."""
+    given = {"input_ids": made.ids, "attention_mask": made.mask, "position_ids": made.positions}
+    return {name: tensor.to(device) for name, tensor in given.items() if tensor is not None}
+
+
+class Projected:
+    """Logits `[N, V]` of the head's inputs `[N, H]` on the CPU; slices are computed when they are read, and not kept."""
+
+    def __init__(self, head: nn.Module, hidden: Tensor, width: int) -> None:
+        self._head, self._hidden = head, hidden
+        self.shape = torch.Size((len(hidden), width))
+
+    def __len__(self) -> int:
+        return len(self._hidden)
+
+    def __getitem__(self, rows: slice) -> Tensor:
+        weights = {name: weight.to(self._hidden.dtype) for name, weight in self._head.named_parameters()}
+        device = next(iter(weights.values())).device
+        with torch.no_grad():
+            logits: Tensor = functional_call(self._head, weights, self._hidden[rows].to(device))
+        return logits.cpu()
+
+
+def is_head(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
+    """Tell whether a model's logits are its head's output for hidden states, not capped, scaled or shifted after the head."""
+    with torch.no_grad():
+        again = head(hidden)
+    return again.shape == logits.shape and bool((again - logits).abs().max() <= NEAR * logits.abs().max())
+
+
+@contextmanager
+def passing_hidden(head: nn.Module) -> Iterator[None]:
+    """Let a model return the input of its head instead of its logits."""
+    hook = head.register_forward_hook(lambda module, inputs, output: inputs[0])
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+def head_of(model: nn.Module) -> nn.Linear | None:
+    """Return the linear layer that maps a model's last hidden states to logits; None if it is not a linear layer."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    return head if isinstance(head, nn.Linear) else None
+
+
+@contextmanager
+def in_float32(head: nn.Linear | None) -> Iterator[None]:
+    """Let a head multiply in float32, outside of autocast, as TRL's `cast_lm_head_to_fp32` does; weights keep their dtype."""
+    if head is None:
+        yield
+        return
+
+    def again(module: nn.Linear, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
+        hidden = inputs[0]
+        with torch.autocast(hidden.device.type, enabled=False):
+            bias = None if module.bias is None else module.bias.float()
+            return nn.functional.linear(hidden.float(), module.weight.float(), bias)
+
+    hook = head.register_forward_hook(again)
+    try:
+        yield
+    finally:
+        hook.remove()

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor import Scorer
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -31,16 +31,7 @@ LIMITS = (
 
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """Rows of a batch as the trainer has them: B rows, each with R response tokens.
-
-    Args:
-        prompts: Token ids of each prompt.
-        responses: Token ids of each response `[R]`.
-        masks: True at tokens that the policy sampled `[R]`.
-        engine: The engine's log-probabilities `[R]`.
-        trainer: The trainer's log-probabilities, as the run computed them `[R]`.
-        routes: The experts that the engine chose for each row; None if they are not known.
-    """
+    """Rows of a batch as the trainer has them, with both sides' log-probabilities; routes only if all are known."""
 
     prompts: Sequence[Sequence[int]]
     responses: Sequence[Sequence[int]]
@@ -50,11 +41,7 @@ class Rows:
     routes: Sequence[RoutingTrace] | None = None
 
     def sample(self) -> Sample:
-        """Return the sample that the doctor examines.
-
-        Raises:
-            RecordError: As in `Sample`.
-        """
+        """Return the sample that the doctor examines."""
         return Sample(
             prompts=tuple(map(tuple, self.prompts)),
             responses=tuple(map(tuple, self.responses)),
@@ -66,16 +53,7 @@ class Rows:
 
 @dataclass(frozen=True, kw_only=True)
 class Computing:
-    """How the two sides of a run compute, by the names of `Scorer`'s arguments.
-
-    Args:
-        trainer_dtype: The trainer's compute dtype, under autocast unless it is float32.
-        trainer_weights: The dtype in which the trainer holds its weights while it computes.
-        engine_dtype: The engine's dtype.
-        temperature: The trainer divides logits by it.
-        replays: Whether the trainer replays the engine's routes.
-        head: The dtype in which the trainer's head computes, if it is another one; otherwise "".
-    """
+    """How the two sides of a run compute, by the names of `Scorer`'s arguments."""
 
     trainer_dtype: str
     trainer_weights: str
@@ -117,16 +95,9 @@ class SentWeights:
 
 
 def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device: torch.device) -> nn.Module:
-    """Build a separate model from weights, in float32, without moving on the run's random numbers.
+    """Build a separate model in float32 from the weights that the engine is sent, without moving on the run's random numbers.
 
-    Args:
-        weights: Tensors by a checkpoint's names, as the engine is sent them.
-        kind: Class of the model.
-        config: Configuration of the model.
-        device: The device of the run's model; the copy stays in host memory unless there is room for it there.
-
-    Raises:
-        RecordError: The weights do not fit such a model, or it cannot be built on one rank.
+    It stays in host memory unless there is room for it on the device. `RecordError` if the weights do not make such a model.
     """
     if is_deepspeed_zero3_enabled():
         # It would build the model by collectives of all ranks, but only the main process is here, so they would wait forever.
@@ -150,11 +121,7 @@ def class_of(model: nn.Module) -> type[Any]:
 
 
 def unexaminable(config: Any) -> str | None:
-    """Say why a model with a configuration cannot be examined in a run, or return None if it can.
-
-    Args:
-        config: The model's configuration, from transformers.
-    """
+    """Say why a model with a configuration cannot be examined in a run, or return None if it can."""
     if is_deepspeed_zero3_enabled():
         return SHARDED
     if hasattr(config, "vision_config"):
