@@ -27,7 +27,6 @@ TRUNCATED = ("actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.t
 def test_every_pass_is_over_what_was_left_to_sample_from(moe: Path, tmp_path: Path) -> None:
     run = run_verl(tmp_path, [*SECTIONS, *TRUNCATED, *FSDP1, *TOOLS, *lasting(2)], model=moe, plugin=True)
     steps = run.expect(2)
-    assert "masks of vllm, replayed in old-logprob pass, update, reference" in run.log, run.log[-6000:]
     # Tokens that were cut off have a tenth of the mass.
     assert all(0 <= step[f"mismatch/{name}"] <= FLOAT32_K3 for step in steps for name in ("k3_kl", "native/k3_kl"))
     assert all(step["mismatch/support_truncated"] == 0 for step in steps)
