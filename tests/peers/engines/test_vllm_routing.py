@@ -195,7 +195,7 @@ FAULTS = {
     "duplicate ids": ["request 1/0, row 3, layer 2", "duplicate expert ids [7, 1, 7, 2]"],
     "id out of range": ["request 1/0, row 3, layer 2", "expert id 16 is out of range; allowed: 0 to 15"],
     "wrong expert count": ["request 0/0, row 0", "out of range; allowed: 0 to 7"],
-    "wrong experts per token": ["request 0/0", "4 experts per token, the model 2"],
+    "wrong experts per token": ["request 0/0", "4 experts per token; allowed: 2"],
     "floats": ["request 1/0", "float32", "integers"],
     "flag off": ["request 1/0", "no routing", "enable_return_routed_experts=True"],
     "wrong version": ["policy version 4, expected 5", "prefix cache"],
