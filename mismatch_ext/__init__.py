@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.correction import correct
     from mismatch_ext.errors import MismatchError
-    from mismatch_ext.kl import kl_estimate, kl_full
+    from mismatch_ext.kl import kl_estimate, kl_full, kl_terms
     from mismatch_ext.loop import Run
     from mismatch_ext.lr import LrControl
     from mismatch_ext.precision.audit import audit
@@ -40,6 +40,7 @@ _MODULES = {
     "correct": "correction",
     "kl_estimate": "kl",
     "kl_full": "kl",
+    "kl_terms": "kl",
     "support_logprobs": "sampling_mask",
 }
 """Module of each public name; the imports above tell type checkers the same."""
@@ -62,6 +63,7 @@ __all__ = [
     "correct",
     "kl_estimate",
     "kl_full",
+    "kl_terms",
     "support_logprobs",
 ]
 
