@@ -22,7 +22,7 @@ from mismatch_ext.errors import NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.sampling_mask.support import TokenSupport
+from mismatch_ext.sampling_mask import TokenSupport
 
 DTYPES = ("float32", "float16", "bfloat16")
 

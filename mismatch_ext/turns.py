@@ -15,7 +15,7 @@ from itertools import chain, takewhile
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.rollout import RolloutRecord, one_provenance
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.sampling_mask.support import TokenSupport, join
+from mismatch_ext.sampling_mask import TokenSupport, join
 
 TOLERANCE = 1e-5
 """Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""

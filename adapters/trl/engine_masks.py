@@ -10,8 +10,7 @@ from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.patching import Patch
-from mismatch_ext.sampling_mask import TokenSupport, support_of_top
-from mismatch_ext.sampling_mask.toplogprobs import LeftTokens
+from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, support_of_top
 
 
 @dataclass(frozen=True)

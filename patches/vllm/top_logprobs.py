@@ -11,7 +11,7 @@ import numpy as np
 
 from mismatch_ext.errors import PatchDriftError
 from mismatch_ext.patching import Patch, described
-from mismatch_ext.sampling_mask.toplogprobs import LeftTokens
+from mismatch_ext.sampling_mask import LeftTokens
 
 
 class SampledLogprobs(list[Any]):

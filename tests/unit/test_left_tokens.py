@@ -12,8 +12,7 @@ from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.sampling_mask import support_of_top
-from mismatch_ext.sampling_mask.toplogprobs import PENDING, LeftTokens
+from mismatch_ext.sampling_mask import PENDING, LeftTokens, support_of_top
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
 

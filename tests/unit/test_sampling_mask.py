@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
+from mismatch_ext import sampling_mask
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.rollout import Provenance, SamplingSettings, to_records
@@ -20,7 +21,6 @@ from mismatch_ext.sampling_mask import (
     TokenSupport,
     head_logprobs,
     join,
-    logprobs,
     support_logprobs,
     support_of_top,
 )
@@ -37,6 +37,10 @@ SETTINGS = [
 
 def normal(*shape: int, seed: int = 0, scale: float = 2.0) -> Tensor:
     return scale * torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def of_mask(mask: Tensor) -> TokenSupport:
+    return TokenSupport.from_lists([row.nonzero()[:, 0].tolist() for row in mask], mask.shape[1])
 
 
 def dense(support: TokenSupport) -> Tensor:
@@ -77,7 +81,7 @@ rows_of_ids = st.lists(st.lists(st.integers(0, 40), unique=True, max_size=9), mi
 @given(rows_of_ids, st.data())
 def test_storage_keeps_every_position(rows: list[list[int]], data: st.DataObject) -> None:
     support = TokenSupport.from_lists(rows, 41)
-    assert dense(support).equal(dense(TokenSupport.from_mask(dense(support))))
+    assert dense(support).equal(dense(of_mask(dense(support))))
     start = data.draw(st.integers(0, len(rows)))
     stop = data.draw(st.integers(start, len(rows)))
     ids, held = support.rows(start, stop, torch.device("cpu"))
@@ -111,14 +115,14 @@ def test_ids_and_tokens_that_cannot_be_are_named() -> None:
 def test_value_and_gradient_are_those_of_a_dense_mask(
     monkeypatch: pytest.MonkeyPatch, temperature: float, chunk: int
 ) -> None:
-    monkeypatch.setattr(logprobs, "CHUNK", chunk)  # ids of a chunk
+    monkeypatch.setattr(sampling_mask, "CHUNK", chunk)  # ids of a chunk
     logits = normal(2, 5, 30).requires_grad_()
     mask = normal(2, 5, 30, seed=3) > 1.5
     mask[..., 4] = True
     mask[1, 3:] = False  # padding
     flat = mask.flatten(0, 1)
     tokens = drawn(logits.detach().flatten(0, 1), flat | ~flat.any(-1, keepdim=True)).view(2, 5)
-    support = TokenSupport.from_mask(flat)
+    support = of_mask(flat)
     ours = support_logprobs(logits, tokens, support, temperature=temperature)
     filled = mask | ~mask.any(-1, keepdim=True)
     theirs = torch.where(mask.any(-1), naive(logits, tokens, filled, temperature), 0.0)
@@ -130,7 +134,7 @@ def test_value_and_gradient_are_those_of_a_dense_mask(
 
 def test_gradient_is_that_of_finite_differences() -> None:
     logits = normal(4, 20).requires_grad_()
-    support = TokenSupport.from_mask(left(logits.detach(), ALL_THREE))
+    support = of_mask(left(logits.detach(), ALL_THREE))
     tokens = drawn(logits.detach(), dense(support))
     score = lambda x: support_logprobs(x, tokens, support, temperature=0.8)  # noqa: E731
     assert torch.autograd.gradcheck(score, (logits,))
@@ -148,7 +152,7 @@ def test_the_head_gives_what_its_logits_give(softcap: float | None, biased: bool
         z = 1.5 * (hidden @ weight.T + (0 if bias is None else bias))
         return z if softcap is None else softcap * torch.tanh(z / softcap)
 
-    support = TokenSupport.from_mask(left(logits().detach(), ALL_THREE))
+    support = of_mask(left(logits().detach(), ALL_THREE))
     tokens = drawn(logits().detach(), dense(support))
     ours = lambda h, w, b=None: head_logprobs(  # noqa: E731
         h, w, b, tokens, support, temperature=0.8, scale=1.5, softcap=softcap
@@ -166,7 +170,7 @@ def test_the_head_gives_what_its_logits_give(softcap: float | None, biased: bool
 def test_the_head_computes_in_autocasts_dtype() -> None:
     hidden, weight = normal(64, 32, seed=1).float(), normal(100, 32, seed=2, scale=0.1).float()
     exact = hidden.double() @ weight.double().T
-    support = TokenSupport.from_mask(left(exact, SamplingSettings(top_k=20)))
+    support = of_mask(left(exact, SamplingSettings(top_k=20)))
     tokens = drawn(exact, dense(support))
     plain = head_logprobs(hidden, weight, None, tokens, support)
     with torch.autocast("cpu", torch.bfloat16):
@@ -177,7 +181,7 @@ def test_the_head_computes_in_autocasts_dtype() -> None:
 
 def test_float32_is_close_to_the_truth_far_from_zero() -> None:
     logits = normal(200, 500, scale=3.0) + 50
-    support = TokenSupport.from_mask(left(logits, SamplingSettings(top_p=0.95)))
+    support = of_mask(left(logits, SamplingSettings(top_p=0.95)))
     tokens = drawn(logits, dense(support))
     truth = naive(logits, tokens, dense(support))
     assert float((support_logprobs(logits.float(), tokens, support) - truth).abs().max()) < 5e-5
@@ -202,7 +206,7 @@ def test_the_ratio_is_one_only_over_the_support(sampling: SamplingSettings) -> N
     mask = left(logits, sampling)
     tokens = drawn(logits / sampling.temperature, mask)
     engine = naive(logits, tokens, mask, sampling.temperature)
-    scored = support_logprobs(logits, tokens, TokenSupport.from_mask(mask), temperature=sampling.temperature)
+    scored = support_logprobs(logits, tokens, of_mask(mask), temperature=sampling.temperature)
     plain = naive(logits, tokens, torch.ones_like(mask), sampling.temperature)
     assert float((scored - engine).abs().max()) < 1e-12
     assert 0.03 < float((plain - engine).abs().mean()) < 0.5
@@ -249,7 +253,7 @@ class Toy:
         states, tokens = self.states(response), torch.tensor(response)
         if not truncated:
             return self.logits[states].log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-        return support_logprobs(self.logits[states], tokens, TokenSupport.from_mask(self.mask[states]))
+        return support_logprobs(self.logits[states], tokens, of_mask(self.mask[states]))
 
     def sampled(self) -> list[tuple[int, tuple[int, ...]]]:
         """The responses that the engine can draw, with their places."""
