@@ -217,12 +217,7 @@ def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
 def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
     """Return the rules that are on, by metric: the built-in ones, over which the section's are laid, then its others.
 
-    Args:
-        monitor: The `monitor` section.
-        names: The host's names for its own metrics; None if no host is known yet.
-
-    Raises:
-        ConfigError: A rule is contradictory, has no threshold, or is given twice; the message names the metric.
+    Raises ConfigError if a rule is contradictory, has no threshold, or is given twice; the message names the metric.
     """
     host = HostNames() if names is None else names
     asked: dict[str, str] = {}
@@ -273,24 +268,14 @@ def _metric(name: str, host: HostNames) -> str:
 
 @state
 class Watch:
-    """Progress of one alarm.
+    """Progress of one alarm."""
 
-    Args:
-        rule: Bounds, patience and action of the rule that it belongs to.
-        name: Name under which the metric was first logged; None before that.
-        beyond: Number of logs in a row out of bounds, while the alarm is not raised.
-        back: Number of logs in a row that are back, while the alarm is raised.
-        first_step: Step of the first log out of bounds, in the current streak or for the raised alarm.
-        side: Side of the last log out of bounds, in the same streak or for the same alarm.
-        raised: Whether the alarm is raised.
-    """
-
-    rule: tuple[float | None, float | None, int, str]
-    name: str | None = None
-    beyond: int = 0
-    back: int = 0
-    first_step: int | None = None
-    side: Side | None = None
+    rule: tuple[float | None, float | None, int, str]  # bounds, patience and action of the rule that it belongs to
+    name: str | None = None  # under which the metric was first logged
+    beyond: int = 0  # logs in a row out of bounds, while the alarm is not raised
+    back: int = 0  # logs in a row that are back, while the alarm is raised
+    first_step: int | None = None  # of the first log out of bounds, in the current streak or for the raised alarm
+    side: Side | None = None  # of the last log out of bounds, likewise
     raised: bool = False
 
 
@@ -344,29 +329,17 @@ def resumed(saved: Any, rules: Mapping[str, Rule]) -> tuple[AlarmState, list[tup
 
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
-    """An alarm that was raised, or is over.
+    """An alarm that was raised, or is over."""
 
-    Args:
-        metric: Name of the metric in the log.
-        step: Step of the log.
-        value: The metric's value there; may be NaN or infinite.
-        threshold: The bound that was passed; None if the value was not finite.
-        side: On which side it was out of bounds.
-        action: Action of the rule.
-        status: `raised` or `cleared`.
-        first_step: Step of the first log out of bounds.
-        message: One sentence for a person.
-    """
-
-    metric: str
+    metric: str  # as it is logged
     step: int
-    value: float
-    threshold: float | None
+    value: float  # may be NaN or infinite
+    threshold: float | None  # the bound that was passed; None if the value was not finite
     side: Side
     action: Literal["warn", "stop"]
     status: Literal["raised", "cleared"]
-    first_step: int
-    message: str
+    first_step: int  # of the first log out of bounds
+    message: str  # one sentence for a person
 
     @property
     def stops(self) -> bool:
@@ -382,13 +355,9 @@ class Alarm:
 def watch(
     state: AlarmState, metrics: Mapping[str, Any], rules: Mapping[str, Rule], step: int
 ) -> tuple[AlarmState, list[Alarm]]:
-    """Take one log of training, and return the new state and the alarms that were raised or are over.
+    """Take one log of training, after `step` steps, and return the new state and the alarms that were raised or are over.
 
-    Args:
-        state: The state after the last log; `AlarmState()` at first.
-        metrics: The logged values by name. If a metric is absent or not a number, its alarm stays as it is.
-        rules: From `rules_of`.
-        step: Number of finished optimizer steps.
+    The first state is `AlarmState()`. If a metric is absent or not a number, its alarm stays as it is.
     """
     watches, alarms = dict(state.watches), []
     for metric, rule in rules.items():

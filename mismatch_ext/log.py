@@ -103,17 +103,9 @@ class RunStream:
         resume_step: int | None = None,
         own: int | None = None,
     ) -> RunStream:
-        """Append a segment to the file of a folder. A training that resumes nothing first sets the file of an earlier run aside.
+        """Append a segment; a training that resumes nothing first sets an earlier run's file aside. Raises RunDirectoryError.
 
-        Args:
-            run_dir: Folder to create or to continue.
-            header: JSON-able description of the run, as `run_info` returns it.
-            of: What is written: a training, or an evaluation outside of a training.
-            resume_step: Last optimizer step in the checkpoint that is resumed; None begins a new training.
-            own: Where in the file the new training's own segments start, its evaluations so far; None if it has none.
-
-        Raises:
-            RunDirectoryError: The folder cannot be written.
+        `own` is where in the file the new training's own segments start, its evaluations so far; None if it has none.
         """
         path = Path(run_dir) / METRICS_FILE
         try:
@@ -267,17 +259,8 @@ def run_info(
 ) -> dict[str, Any]:
     """Return the header of a run's metrics file, as JSON-able data, with the same keys for every host.
 
-    Args:
-        block: The `mismatch:` block.
-        names: The host's names of its own metrics.
-        trainer: What the trainer computes with, read back from it.
-        engine: What the engine computes with, read back from it; None if there is no engine, or if it cannot be asked.
-        sampling: Settings that the engine samples with; None if they are not known.
-        patches: Descriptions of the patches in use.
-        audit: The precision audit; None if no precision was asked for.
-        packages: Packages whose versions are noted, in addition to this package and torch.
-        more: Further entries that only this host has.
-        **run: Name, host, model, model_type, parameters, device and seed.
+    `packages` are noted with their versions, besides this package and torch; `more` are entries that only this host has; `run` is
+    name, host, model, model_type, parameters, device and seed.
     """
     parts = {"trainer": trainer, "engine": engine, "sampling": sampling}
     return {
@@ -366,24 +349,13 @@ class RunLog:
                 break
         log.end("completed")
 
-    Args:
-        block: The `mismatch:` block.
-        run_dir: Folder of the metrics.
-        info: Builds the header of a segment, as `run_info` does; called when the segment is opened.
-        step: Returns the number of finished optimizer steps, for events.
-        names: The host's names of its own metrics; None if it logs them under their roles' names.
-        ranks: The processes that train together.
-        verdicts: Decides whether a failed check ends the run; None ends it, whatever the block's level.
-        tell: Shows a warning to the user; None logs it.
+    `info` builds the header of a segment, as `run_info` does, and `step` returns the number of finished optimizer
+    steps. `names` are the host's names of its own metrics; None if it logs them under their roles' names. `verdicts`
+    decides whether a failed check ends the run; None ends it, whatever the block's level. `tell` shows a warning to
+    the user; None logs it. Raises RunDirectoryError.
 
-    Attributes:
-        rules: The alarms' rules, by metric.
-        alarms: Their state.
-        stopped: Message of the alarm that stopped training; None while none has.
-        doctor: Examines batches in the main process; None on other ranks, and if the block does not ask for it.
-
-    Raises:
-        RunDirectoryError: The folder cannot be written.
+    `rules` and `alarms` are the alarms' rules and state, `stopped` is the message of the alarm that stopped training, and
+    `doctor` examines batches in the main process if asked to.
     """
 
     def __init__(
@@ -478,12 +450,9 @@ class RunLog:
             say(banner(self.block, self._info(), self.rules, self.run_dir))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
-        """Write what was measured since the last log, and how training ended; then print a summary.
+        """Write what was measured since the last log, and how training ended ("completed" or "failed"); then print a summary.
 
-        Args:
-            status: "completed" or "failed".
-            message: Reason; "" takes the message of the alarm that stopped training, if one did.
-            step: Number of finished optimizer steps; None takes the number that the `step` of this log returns.
+        An empty message takes that of the alarm that stopped training; without `step` it is the present one.
         """
         if self._segment != "training":
             return

@@ -239,7 +239,7 @@ def _loss_scale(runs: Runs) -> Figure | None:
 
 def _profile(runs: Runs, kind: str) -> tuple[Figure, ...]:
     """Plot mean and share of the gap in each bin of a profile."""
-    means, shares, labels = [], [], dict[str, bool]()
+    means, shares, labels = list[Trace](), list[Trace](), dict[str, bool]()
     for index, (name, run) in enumerate(runs.items()):
         for order, split in enumerate(sorted({r.split for r in run.profiles}, key=lambda s: (s != "train", s))):
             profile = pool_profile(run, kind, split)
@@ -248,13 +248,12 @@ def _profile(runs: Runs, kind: str) -> tuple[Figure, ...]:
             bins = _bin_labels(profile, kind)
             for label, count in zip(bins, profile.count, strict=True):
                 labels[label] = labels.get(label, False) or count > 0
-            of = {"split": split, "order": order}
             drawn = [mean if _drawable(mean, log=True) else None for mean in profile.mean]
             for traces, values, number in (
                 (means, drawn, "mean |Δlogp| %{y:.3~g}"),
                 (shares, profile.gap_share, "%{y:.1%} of the gap"),
             ):
-                trace = trace_of(name, index, bins, values, **of)
+                trace = trace_of(name, index, bins, values, split=split, order=order)
                 trace["customdata"] = [list(pair) for pair in zip(profile.count, profile.largest, strict=True)]
                 trace["hovertemplate"] = (
                     f"{number}<br>max |Δlogp| %{{customdata[1]:.3~g}}<br>%{{customdata[0]:,}} tokens"

@@ -12,11 +12,12 @@ from typing import Any
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
+from mismatch_ext.names import PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.summary import PREFIX, RATIO_COLUMNS, Summary, load_runs, quantity, summarise
+from mismatch_ext.report.summary import RATIO_COLUMNS, Summary, load_runs, quantity, summarise
 from mismatch_ext.report.verdict import WORDS, judge, verdict
 from mismatch_ext.versions import installed
 

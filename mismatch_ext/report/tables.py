@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.log_reading import EventRecord, RunData
-from mismatch_ext.names import Role
+from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.figures import MAX_POINTS
-from mismatch_ext.report.summary import ABS_DIFF_MEAN, PREFIX, Summary
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, Summary
 
 # More than this many info events of one name in one run become one line.
 COLLAPSE_INFO = 3

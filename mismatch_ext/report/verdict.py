@@ -21,11 +21,11 @@ from typing import Any
 
 from mismatch_ext.alarms import HEALTHY_K3, PHANTOM, STALE_ABS_DIFF
 from mismatch_ext.log_reading import RunData
+from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
-    PREFIX,
     Parts,
     Pooled,
     Row,
