@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.correction import correct
     from mismatch_ext.errors import MismatchError
+    from mismatch_ext.gap import gap_metrics, gap_sums
     from mismatch_ext.kl import kl_estimate, kl_full, kl_terms
     from mismatch_ext.loop import Run
     from mismatch_ext.lr import LrControl
@@ -38,6 +39,8 @@ _MODULES = {
     "WeightVerifier": "weights",
     "audit": "precision.audit",
     "correct": "correction",
+    "gap_metrics": "gap",
+    "gap_sums": "gap",
     "kl_estimate": "kl",
     "kl_full": "kl",
     "kl_terms": "kl",
@@ -61,6 +64,8 @@ __all__ = [
     "__version__",
     "audit",
     "correct",
+    "gap_metrics",
+    "gap_sums",
     "kl_estimate",
     "kl_full",
     "kl_terms",
