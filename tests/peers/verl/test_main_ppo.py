@@ -153,7 +153,7 @@ def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
     assert (told.step, told.level) == (3, "error")
     # The embeddings and the norms: of each of the model's layers two, and the last.
     assert re.match(
-        r"rollout server 0: weight update 4: stale\. (\d+) of \1 tensors differ from the trainer's, such as .*; "
+        r"rollout server 0: weight update 4: stale\. (\d+) of \1 tensors differ from the trainer's, such as .*\. "
         r"\1 are the trainer's previous version",
         told.message,
     ), told.message

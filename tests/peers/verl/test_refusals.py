@@ -140,7 +140,7 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
         ),
         (
             ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9"),
-            "mismatch.sampling_mask.max_support is absent, with top_k=0",
+            "mismatch.sampling_mask.max_support is absent with top_p=0.9, top_k=0",
         ),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
