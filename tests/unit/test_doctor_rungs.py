@@ -106,10 +106,3 @@ def test_blocks_that_stand_out_are_named_by_layer_and_kind() -> None:
     assert summary(blocks(**every)).endswith("of rounding's; all of attention")
     exact = Block(layer=0, kind="mlp", error=2e-7, own=0.0)
     assert exact.ratio < 1, "two float32 programs"
-
-
-def test_a_kept_part_of_a_sample_is_in_the_order_that_was_asked_for() -> None:
-    sample, _ = drawn()
-    back = sample.part([3, 1]).part([1, 0])
-    assert back.responses == (sample.responses[1], sample.responses[3])
-    assert np.array_equal(back.engine, sample.engine[np.isin(sample.row, [1, 3])])
