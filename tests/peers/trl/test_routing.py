@@ -157,7 +157,7 @@ FAULTS = {
     "all zeros": "layer 0: all expert ids are zero",
     "duplicate ids": r"row 2, layer 1: duplicate expert ids",
     "id out of range": r"row 3, layer 0: expert id 16 is out of range; allowed: 0 to 15",
-    "expert count": "routing has 3 experts per token, the model 4",
+    "expert count": "routing has 3 experts per token; allowed: 4",
     "missing layer": r"routing has 1 layers, but the model has MoE layers \(0, 1\)",
     "no routing": r"vLLM returned no routing",
     "policy version": "policy version 7, expected 8",

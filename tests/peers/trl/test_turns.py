@@ -19,7 +19,7 @@ pytestmark = pytest.mark.engine
 
 # What each fault is called; the third completion has it, but for weights, which are all completions'.
 NAMED = {
-    "rendered again": [r"completion 2: token \d+ of the completion", "was given id", "chat template"],
+    "rendered again": [r"completion 2: token \d+ of the completion", "The nearest call", "chat template"],
     "changed": [
         r"completion 2: token \d+ of the completion \(id \d+\) counts",
         r"sampled id \d+ as token \d+ of the completion, where id",
