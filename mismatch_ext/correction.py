@@ -1,0 +1,465 @@
+"""Importance weights and rejection masks for the gap between rollout policy mu and trainer policy pi.
+
+The unmasked tokens are gathered once; everything is then a sum over them, or by row. The metrics have the names and definitions
+of verl's rollout_corr_helper: means over sequences leave out rows without tokens, unless `compat` has `verl_empty_rows`, and
+exponentials saturate at e^600.
+
+Shapes: B rows, T tokens, n unmasked tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.gap import SATURATION, as_bool, output_dtype
+from mismatch_ext.presets import COMPAT, PRESETS, RULES, ResolvedCorrection, Rule, parse_rules, resolve
+from mismatch_ext.ranks import Ranks
+
+if TYPE_CHECKING:
+    from mismatch_ext.config import CorrectionConfig
+
+__all__ = [
+    "COMPAT",
+    "LOGGED",
+    "PRESETS",
+    "RULES",
+    "Correction",
+    "ResolvedCorrection",
+    "Rule",
+    "correct",
+    "of_weights",
+    "over_ranks",
+    "parse_rules",
+    "resolve",
+]
+
+# Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
+LOG_RATIO_BOUND = 20.0
+
+LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {
+    "rollout_is_mean": "tokens",
+    "rollout_is_max": "max",
+    "rollout_is_min": "min",
+    "rollout_is_std": "moments",
+    "rollout_is_eff_sample_size": "moments",
+    "rollout_is_ratio_fraction_high": "weights",
+    "rollout_is_ratio_fraction_low": "weights",
+    "rollout_is_oob_ratio": "tokens",
+    "rollout_is_batch_norm_factor": "weights",
+    "rollout_is_veto_fraction": "sequences",
+    "rollout_rs_masked_fraction": "tokens",
+    "rollout_rs_seq_masked_fraction": "sequences",
+}
+"""Names, without prefix, of the weight and rejection metrics that every host logs, and how each is combined over ranks: a mean
+over tokens or sequences (`weights`: over tokens for level `token`, otherwise over sequences), the largest or smallest value, or
+a value computed from moments."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Correction:
+    """The outcome of a correction.
+
+    Args:
+        weights: Importance weights `[B, T]`, float64 if an input is, otherwise float32, detached; 0 where there is no token. 1 at
+            every token for level `none`.
+        mask: True at tokens that are kept `[B, T]`.
+        metrics: Scalars under verl's names, without prefix.
+    """
+
+    weights: Tensor
+    mask: Tensor
+    metrics: dict[str, float]
+
+    def as_multiplier(self) -> Tensor:
+        """Return the weights `[B, T]`, 0 at rejected tokens, for a host that multiplies its per-token loss by them."""
+        return self.weights.masked_fill(~self.mask, 0.0)
+
+
+@torch.no_grad()
+def correct(
+    rollout_logprobs: Tensor,
+    old_logprobs: Tensor,
+    response_mask: Tensor,
+    config: CorrectionConfig | ResolvedCorrection,
+    *,
+    logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
+) -> Correction:
+    """Compute importance weights, rejection and their metrics in one pass.
+
+    With rho_t = pi_old(t)/mu(t), the weight is rho_t (token), prod_t rho_t (sequence: unbiased, but its variance grows with the
+    length) or exp(mean_t log rho_t) (geometric: a measure free of the length, but not an importance weight). Truncation (TIS) is
+    min(w, upper); a mask (MIS, IcePop) sets weights beyond the bounds to 0. Both accept bias for less variance. Rejection drops
+    tokens or sequences from the loss altogether. Log-ratios are clamped to +-20 for weights, rules and chi-squared; KL and
+    perplexities use them as they are.
+
+    In bypass mode, pass the current policy's log-probabilities as `old_logprobs`; the ratio is then pi/mu.
+
+    Args:
+        rollout_logprobs: log mu of the sampled tokens `[B, T]`, nats, any float dtype.
+        old_logprobs: log pi_old of the same tokens `[B, T]`, nats.
+        response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
+        config: A `correction` section, or resolved settings.
+        logprobs: log pi of the current policy `[B, T]`, for `off_policy_threshold`; None takes `old_logprobs`.
+        advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
+
+    Returns:
+        Weights, mask and metrics.
+
+    Raises:
+        RecordError: Shapes differ, the mask holds values other than 0 and 1, nothing is unmasked, or advantages are missing.
+        NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
+        ConfigError: The section is malformed.
+    """
+    settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
+    if not rollout_logprobs.shape == old_logprobs.shape == response_mask.shape or response_mask.dim() != 2:
+        raise RecordError(
+            f"rollout_logprobs {tuple(rollout_logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and response_mask "
+            f"{tuple(response_mask.shape)} need one shape [B, T]."
+        )
+    mask = as_bool("response_mask", response_mask)
+    tokens = _Tokens(rollout_logprobs, old_logprobs, mask, settings)
+    metrics = tokens.gap_metrics()
+    dtype = output_dtype(rollout_logprobs, old_logprobs)
+    kept = mask.clone()
+    if settings.level == "none":
+        weights = mask.to(dtype)
+    else:
+        weight, of_weights = tokens.weigh()
+        metrics |= of_weights
+        if settings.normalize:
+            factor = weight.mean() if settings.level == "token" else weight[tokens.present].mean()
+            metrics["rollout_is_batch_norm_factor"] = divisor = float(factor) if factor > 1e-8 else 1.0
+            weight = weight / divisor
+        if settings.level == "token":
+            weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_scatter_(mask, weight.to(dtype))
+        else:
+            weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
+    keep_token, keep_row = tokens.rejected(metrics)
+    if settings.off_policy_threshold is not None:
+        keep_row &= tokens.on_policy(rollout_logprobs, mask, logprobs, advantages, metrics)
+    left = tokens.count
+    if keep_token is not None:
+        kept.masked_scatter_(mask, keep_token)
+        left = tokens.by_row(keep_token.double())
+    kept &= keep_row[:, None]
+    if settings.rules or settings.veto or settings.off_policy_threshold is not None:
+        left = torch.where(keep_row, left, 0.0)
+        sequences = int(tokens.averaged.sum())
+        metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum()) / tokens.total
+        metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / sequences
+    return Correction(weights=weights, mask=kept, metrics=metrics)
+
+
+class _Tokens:
+    """The unmasked tokens of a batch, row after row, with d = log pi_old - log mu, and c, which is d clamped."""
+
+    def __init__(self, rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
+        self.settings = settings
+        count = mask.sum(1)
+        self.count, self.total = count.double(), float(count.sum())
+        if not self.total:
+            raise RecordError("response_mask has no unmasked token; there is nothing to correct.")
+        self._lengths = count
+        self.present, self.length = count > 0, count.clamp(min=1).double()
+        # Rows that count in means over sequences.
+        self.averaged = torch.ones_like(self.present) if "verl_empty_rows" in settings.compat else self.present
+        places = mask.flatten().nonzero()[:, 0]
+        trained, sampled = (_at_least_float32(x.detach().flatten().index_select(0, places)) for x in (old, rollout))
+        self.d = (trained - sampled).double()
+        self.old_row, self.d_row = self.by_row(trained.double()), self.by_row(self.d)
+        if not bool((self.d_row.isfinite() & self.old_row.isfinite()).all()):
+            raise (
+                _not_finite("rollout_logprobs", rollout, mask)
+                or _not_finite("old_logprobs", old, mask)
+                or RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
+            )
+        self.smallest, self.largest = (float(x) for x in torch.aminmax(self.d))
+        beyond = max(self.largest, -self.smallest) > LOG_RATIO_BOUND
+        self.c = self.d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) if beyond else self.d
+        self.c_row = self.by_row(self.c) if beyond else self.d_row
+        self.excess = torch.expm1(self.c)  # rho - 1
+        self.excess_row = self.by_row(self.excess)
+        self.k3 = float((torch.expm1(self.d.clamp(max=SATURATION)) if beyond else self.excess).sum() - self.d.sum())
+
+    def by_row(self, values: Tensor) -> Tensor:
+        """Return the sum of each row `[B]`."""
+        return torch.segment_reduce(values, "sum", lengths=self._lengths, unsafe=True)
+
+    def extreme(self, how: Literal["max", "min"]) -> Tensor:
+        """Return the largest or smallest d of each row `[B]`, 0 in an empty one."""
+        return torch.segment_reduce(self.d, how, lengths=self._lengths, unsafe=True, initial=None).where(
+            self.present, 0.0
+        )
+
+    def gap_metrics(self) -> dict[str, float]:
+        """Return the gap between the two policies: perplexities, KL and chi-squared."""
+        rows = self.averaged
+        trained = (self.old_row / self.length)[rows]
+        rolled = ((self.old_row - self.d_row) / self.length)[rows]
+        difference = rolled - trained
+        sequence = self.d_row[rows].clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+        return {
+            "training_ppl": float((-trained).clamp(max=SATURATION).exp().mean()),
+            "training_log_ppl": float(-trained.mean()),
+            "kl": -float(self.d_row.sum()) / self.total,
+            "k3_kl": self.k3 / self.total,
+            "rollout_ppl": float((-rolled).clamp(max=SATURATION).exp().mean()),
+            "rollout_log_ppl": float(-rolled.mean()),
+            "log_ppl_diff": float(difference.mean()),
+            "log_ppl_abs_diff": float(difference.abs().mean()),
+            "log_ppl_diff_max": float(difference.max()),
+            "log_ppl_diff_min": float(difference.min()),
+            "ppl_ratio": float(difference.clamp(max=SATURATION).exp().mean()),
+            # rho^2 - 1 = x^2 + 2 x with x = rho - 1.
+            "chi2_token": float(self.excess @ self.excess + 2 * self.excess_row.sum()) / self.total,
+            "chi2_seq": float((2 * sequence).exp().mean()) - 1.0,
+        }
+
+    def weigh(self) -> tuple[Tensor, dict[str, float]]:
+        """Return the weights before they are normalized, of tokens `[n]` or of rows `[B]`, and their metrics."""
+        s = self.settings
+        high = math.inf if s.upper is None else s.upper
+        low = s.lower if s.lower is not None else 1 / high
+        rows = self.averaged
+        if s.level == "token":
+            ratio = self.excess + 1.0
+            weight = _bounded(ratio, s)
+            row_weight, row_ratio = self.by_row(weight) / self.length, (self.excess_row + self.count) / self.length
+            mean, spread = float(weight.sum()) / self.total, float((weight - 1).square().sum()) / self.total
+            above, below = (float(x.sum()) / self.total for x in (ratio > high, ratio < low))
+            smallest, largest = (float(x) for x in torch.aminmax(weight))
+            outside = above + below
+        else:
+            log_weight = self.d_row if s.level == "sequence" else self.d_row / self.length
+            ratio = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
+            weight = torch.where(self.present, _bounded(ratio, s), 0.0)
+            row_weight, row_ratio = weight, torch.where(self.present, ratio, 0.0)
+            mean = float((weight * self.count).sum()) / self.total
+            spread = float(((weight - 1).square() * self.count).sum()) / self.total
+            above, below = (float(x[rows].double().mean()) for x in (ratio > high, ratio < low))
+            ends = torch.stack(torch.aminmax(log_weight[rows])).clamp(max=LOG_RATIO_BOUND).exp()
+            smallest, largest = ends.tolist()
+            outside = float((((ratio > high) | (ratio < low)) * self.count)[rows].sum()) / self.total
+        # From w - 1, because the squares of weights near 1 would cancel.
+        variance = max(spread - (mean - 1) ** 2, 0.0)
+        squares = variance + mean * mean
+        by_row, ratio_by_row = row_weight[rows], row_ratio[rows]
+        metrics = {
+            "rollout_is_mean": mean,
+            "rollout_is_ratio_fraction_high": above,
+            "rollout_is_ratio_fraction_low": below,
+            "rollout_is_max": largest,
+            "rollout_is_min": smallest,
+            "rollout_is_std": variance**0.5 if self.total > 1 else 0.0,
+            "rollout_is_eff_sample_size": mean * mean / squares if squares > 0 else 0.0,
+            **_of_rows("rollout_is_seq", by_row),
+            "rollout_is_seq_max_deviation": float((by_row - 1).abs().max()),
+            "rollout_is_seq_fraction_high": float((ratio_by_row > high).double().mean()),
+            "rollout_is_seq_fraction_low": float((ratio_by_row < low).double().mean()),
+        }
+        if s.bound in ("mask", "icepop") and s.lower is not None and s.upper is not None:
+            metrics["rollout_is_oob_ratio"] = outside
+        return weight, metrics
+
+    def rejected(self, metrics: dict[str, float]) -> tuple[Tensor | None, Tensor]:
+        """Return which tokens `[n]`, None for all, and which rows `[B]` the rules and the veto keep; adds to the metrics."""
+        keep_token, keep_row = None, torch.ones_like(self.present)
+        for rule in self.settings.rules:
+            low, high = self._interval(rule)
+            if rule.over == "token":
+                keep = self._token_rule(rule, low, high, metrics)
+                keep_token = keep if keep_token is None else keep_token & keep
+            else:
+                keep_row &= self._row_rule(rule, low, high, metrics)
+        if self.settings.veto is not None:
+            vetoed = (self.extreme("min") < math.log(self.settings.veto)) & self.present
+            metrics["rollout_is_veto_fraction"] = float(vetoed.sum() / self.present.sum())
+            keep_row &= ~vetoed
+        return keep_token, keep_row
+
+    def _interval(self, rule: Rule) -> tuple[float, float]:
+        """Return where a rule keeps its statistic; for k1 rules, the statistic is k1 = -log rho."""
+        if rule.lower is None:
+            return -math.inf, rule.upper
+        low, high = torch.tensor([rule.lower, rule.upper], dtype=torch.float64).log().tolist()
+        return (low, high) if "verl_inverse_k1" in self.settings.compat else (-high, -low)
+
+    def _token_rule(self, rule: Rule, low: float, high: float, metrics: dict[str, float]) -> Tensor:
+        forms: dict[str, Callable[[], Tensor]] = {
+            "k1": lambda: -self.c,
+            "k2": lambda: self.c.square() / 2,
+            "k3": lambda: self.excess - self.c,
+        }
+        stat = forms[rule.estimator]()
+        above, below = stat > high, stat < low
+        beyond = above | below
+        inside = stat.clamp(0.0 if rule.lower is None else low, high)
+        dropped = self.by_row(beyond.double())
+        smallest, largest = (float(x) for x in torch.aminmax(stat))
+        values = {
+            "mean": float(stat.mean()),
+            "max": largest,
+            "min": smallest,
+            "fraction_high": float(above.sum()) / self.total,
+            "fraction_low": float(below.sum()) / self.total,
+            "std": float(inside.std(unbiased=False)) if self.total > 1 else 0.0,
+        }
+        shares = (float(dropped.sum()) / self.total, float((dropped > 0).double().sum() / self.present.sum()))
+        self._note(rule, values, (self.by_row(stat) / self.length)[self.present], (low, high), shares, metrics)
+        return ~beyond
+
+    def _row_rule(self, rule: Rule, low: float, high: float, metrics: dict[str, float]) -> Tensor:
+        if rule.over == "max":  # k2 and k3 grow with the distance from 0 on either side
+            ends = torch.stack([self.extreme("max"), self.extreme("min")]).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
+            stat = (ends.square() / 2 if rule.estimator == "k2" else torch.expm1(ends) - ends).amax(0)
+        else:
+            forms: dict[str, Callable[[], Tensor]] = {
+                "k1": lambda: -self.c_row,
+                "k2": lambda: self.by_row(self.c.square()) / 2,
+                "k3": lambda: self.excess_row - self.c_row,
+            }
+            stat = forms[rule.estimator]()
+            stat = stat if rule.over == "sum" else stat / self.length
+        beyond = ((stat > high) | (stat < low)) & self.present
+        by_row, share = stat[self.present], (self.count / self.total)[self.present]
+        inside = by_row.clamp(low if rule.lower is not None else 0.0, high)
+        values = {
+            "mean": float((by_row * share).sum()),
+            "max": float(by_row.max()),
+            "min": float(by_row.min()),
+            "fraction_high": float((by_row > high).double().mean()),
+            "fraction_low": float((by_row < low).double().mean()),
+            "std": float(((inside - (inside * share).sum()).square() * share).sum()) ** 0.5 if self.total > 1 else 0.0,
+        }
+        out = beyond[self.present].double()
+        self._note(rule, values, by_row, (low, high), (float((out * share).sum()), float(out.mean())), metrics)
+        return ~beyond
+
+    def _note(
+        self,
+        rule: Rule,
+        values: dict[str, float],
+        by_row: Tensor,
+        interval: tuple[float, float],
+        shares: tuple[float, float],
+        metrics: dict[str, float],
+    ) -> None:
+        name = f"rollout_rs_{rule.name}"
+        metrics |= {f"{name}_{key}": value for key, value in values.items()} | _of_rows(f"{name}_seq", by_row)
+        metrics[f"{name}_seq_max_deviation"] = float(by_row.abs().max())
+        metrics[f"{name}_seq_fraction_high"] = float((by_row > interval[1]).double().mean())
+        if rule.lower is not None:
+            metrics[f"{name}_seq_fraction_low"] = float((by_row < interval[0]).double().mean())
+        metrics[f"{name}_masked_fraction"], metrics[f"{name}_seq_masked_fraction"] = shares
+
+    def on_policy(
+        self,
+        rollout: Tensor,
+        mask: Tensor,
+        logprobs: Tensor | None,
+        advantages: Tensor | None,
+        metrics: dict[str, float],
+    ) -> Tensor:
+        """Return which rows DeepSeek-V3.2's mask keeps `[B]`: those with advantage >= 0, or mean log(mu/pi) <= threshold."""
+        if advantages is None:
+            raise RecordError(
+                "off_policy_threshold needs advantages: only sequences of negative advantage are dropped."
+            )
+        drift = -self.d_row
+        if logprobs is not None:
+            if error := _not_finite("logprobs", logprobs, mask):
+                raise error
+            drift = torch.where(mask, rollout.double() - logprobs.double(), 0.0).sum(1)
+        advantage = advantages if advantages.dim() == 1 else torch.where(mask, advantages, 0.0).sum(1)
+        keep = (advantage >= 0) | (drift / self.length <= (self.settings.off_policy_threshold or 0.0))
+        metrics["off_policy_masked_fraction"] = float((~keep).sum() / max(int(self.present.sum()), 1))
+        return keep
+
+
+def _at_least_float32(values: Tensor) -> Tensor:
+    return values if values.dtype == torch.float64 else values.float()
+
+
+def _bounded(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
+    if settings.bound in ("truncate", "clip"):
+        return weight.clamp(min=settings.lower, max=settings.upper)
+    low, high = settings.lower or 0.0, math.inf if settings.upper is None else settings.upper
+    return weight.masked_fill((weight < low) | (weight > high), 0.0)
+
+
+def _of_rows(name: str, values: Tensor) -> dict[str, float]:
+    std = float(values.std()) if len(values) > 1 else 0.0
+    return {
+        f"{name}_mean": float(values.mean()),
+        f"{name}_std": std,
+        f"{name}_max": float(values.max()),
+        f"{name}_min": float(values.min()),
+    }
+
+
+def _not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobError | None:
+    """Return an error that names the first unmasked value that is not finite, or None."""
+    bad = (~torch.isfinite(tensor) & mask).nonzero()
+    if not len(bad):
+        return None
+    row, position = (int(x) for x in bad[0])
+    return NonFiniteLogprobError(
+        f"{name}[{row}, {position}] is {float(tensor[row, position])} in an unmasked position; log-probabilities of sampled "
+        "tokens are finite. Mask the token, or find out why it was not scored."
+    )
+
+
+def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway.
+
+    Args:
+        metrics: Metrics from `correct`.
+    """
+    own = ("rollout_is_", "rollout_rs_", "off_policy_")
+    return {name: value for name, value in metrics.items() if name.startswith(own)}
+
+
+def over_ranks(
+    metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
+) -> dict[str, float]:
+    """Return the metrics of `LOGGED` over all ranks' tokens, by one collective call in which every rank must take part.
+
+    Args:
+        metrics: Metrics from `correct` on this rank; empty if it has no token.
+        mask: 1 for this rank's tokens that are trained on `[B, T]`.
+        settings: The correction, the same on all ranks.
+        ranks: The processes.
+    """
+    chosen = mask.bool()
+    mine = {name: metrics[name] for name in LOGGED if name in metrics}
+    parts = ranks.gather((float(chosen.sum()), float(chosen.any(-1).sum()), mine))
+    merged: dict[str, float] = {}
+
+    def mean(values: list[tuple[float, float]]) -> float:
+        return sum(weight * value for weight, value in values) / sum(weight for weight, _ in values)
+
+    for name, over in LOGGED.items():
+        known = [(tokens, sequences, found[name]) for tokens, sequences, found in parts if name in found]
+        if not known:
+            continue
+        if over in ("max", "min"):
+            merged[name] = (max if over == "max" else min)(value for _, _, value in known)
+        elif over != "moments":
+            by_sequence = over == "sequences" or (over == "weights" and settings.level != "token")
+            merged[name] = mean([(sequences if by_sequence else tokens, value) for tokens, sequences, value in known])
+    if settings.level != "none" and "rollout_is_mean" in merged:
+        # These follow from the variance over all tokens, because means of the ranks' values would be wrong.
+        first = merged["rollout_is_mean"]
+        spread = [(n, f["rollout_is_std"] ** 2 + (f["rollout_is_mean"] - first) ** 2) for n, _, f in parts if f]
+        variance = mean(spread)
+        merged["rollout_is_std"] = variance**0.5
+        merged["rollout_is_eff_sample_size"] = first * first / (variance + first * first) if variance + first else 0.0
+    return merged
