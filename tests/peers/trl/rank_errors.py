@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, generation, served
+from mismatch_ext.adapters.trl import trainer as trl_trainer
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import BASELINE
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -245,13 +246,19 @@ def method(fails: bool, name: str, error: Exception, **attributes: Any) -> Any:
     return step(batch(), lambda own: vars(own).update(accepts, **attributes))
 
 
+def controller(fails: bool) -> None:
+    """Fail in measuring the KL that moves the coefficient."""
+    sums = fail(RecordError("no KL")) if fails else trl_trainer.kl_sums
+    with mock.patch.object(trl_trainer, "kl_sums", sums):
+        step(batch(), kl={"coef": 0.1, "target_kl": 0.01, "baseline": "none"})
+
+
 def baseline(fails: bool) -> str:
     """Take a batch whose only group is on both ranks, and return a row's baseline."""
     found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
     return f"baseline {[round(value, 3) for value in found[0].tolist()]}"
 
 
-ADAPTIVE = {"kl": {"coef": 0.1, "target_kl": 0.01, "baseline": "none"}}
 MIS = {"correction": {"preset": "token_truncate"}}
 CASES: dict[str, Callable[[bool], Any]] = {
     "turns": unequal_turns,
@@ -273,9 +280,7 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "correction": lambda fails: step(spoiled(fails, "old_per_token_logps"), **MIS),
     "baseline": baseline,
     "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),
-    "controller": lambda fails: step(
-        batch(), lambda own: setattr(own._kl, "sums", fail(RecordError("no KL"))) if fails else None, **ADAPTIVE
-    ),
+    "controller": controller,
 }
 
 
