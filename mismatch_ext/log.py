@@ -43,7 +43,7 @@ from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
-    from mismatch_ext.run.doctor import RunDoctor
+    from mismatch_ext.doctor.in_run import RunDoctor
 
 logger = logging.getLogger(__name__)
 
@@ -393,7 +393,7 @@ class RunLog:
             ensure_writable(run_dir)
             self.verdicts.report_to(self._write_event)
             if block.monitor.doctor is not None:
-                from mismatch_ext.run.doctor import RunDoctor  # the doctor reads runs
+                from mismatch_ext.doctor.in_run import RunDoctor  # the doctor reads runs
 
                 self.doctor = RunDoctor(block.monitor, run_dir, self.event)
 

@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample
+from mismatch_ext.doctor.in_run import EXAMINED_TOKENS, rows_within
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.run.doctor import EXAMINED_TOKENS, rows_within
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ import torch
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose
+from mismatch_ext.doctor.in_run import RunDoctor, rows_within
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.loop import Run
 from mismatch_ext.names import MITIGATION_MEASURES
-from mismatch_ext.run.doctor import RunDoctor, rows_within
 from tests.unit.loops import sides
 
 ROWS, LENGTH, VOCABULARY = 40, 20, 8

@@ -125,8 +125,16 @@ def test_adaptive_coefficient_resumes_where_it_was(run: Run, dense: Path, tmp_pa
     [
         ({}, {}, ["mismatch.kl without a coefficient", "beta > 0"]),
         ({"coef": 0.1}, {"beta": 0.2}, ["beta=0.2", "mismatch.kl.coef=0.1"]),
-        ({"coef": 0.1, "reward_path": "rewards", "estimator": "full"}, {}, ["'rewards'", "'full'", "leave out reward_path"]),
-        ({"coef": 0.1, "reward_path": "rewards", "ratio": "token"}, {}, ["'rewards'", "ratio='token'", "leave out reward_path"]),
+        (
+            {"coef": 0.1, "reward_path": "rewards", "estimator": "full"},
+            {},
+            ["'rewards'", "'full'", "leave out reward_path"],
+        ),
+        (
+            {"coef": 0.1, "reward_path": "rewards", "ratio": "token"},
+            {},
+            ["'rewards'", "ratio='token'", "leave out reward_path"],
+        ),
         (
             {"coef": 0.1, "reward_path": "rewards"},
             {"mask_truncated_completions": True},

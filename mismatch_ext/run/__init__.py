@@ -1,1 +1,0 @@
-"""The log of a run, its header, and the batch that goes through it."""
