@@ -91,11 +91,9 @@ def batch(rng: random.Random, generator: torch.Generator) -> tuple[Tensor, Tenso
     return blotted[0], blotted[1], mask
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_weights_and_rejection(seed: int) -> None:
+def compare(settings: ResolvedCorrection, seed: int, batches: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    settings = settled(rng)
-    for _ in range(5):
+    for _ in range(batches):
         rollout, old, mask = batch(rng, generator)
         advantages = torch.randn(rng.choice([mask.shape[:1], mask.shape]), generator=generator)
         # A shift that is no difference of thresholds, so that no sum lies on one.
@@ -105,3 +103,20 @@ def test_weights_and_rejection(seed: int) -> None:
         weights, kept = weights_and_mask(rollout, old, mask, settings, advantages, current)
         assert float(((got.weights.double() - weights).abs() / (1 + weights)).max()) <= 3e-6
         assert torch.equal(got.mask, kept)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_weights_and_rejection(seed: int) -> None:
+    compare(settled(random.Random(seed)), seed, batches=5)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("threshold", [1.02, 1.5])
+def test_each_rule_alone(rule: str, threshold: float) -> None:
+    bound = threshold if rule.endswith("k1") else math.log(threshold) ** 2 / 2
+    compare(resolve(CorrectionConfig(reject={rule: bound})), seed=0, batches=40)
+
+
+@pytest.mark.parametrize("keys", [{"veto": 0.5}, {"veto": 0.95}, {"off_policy_threshold": 0.1}], ids=str)
+def test_vetoes_of_sequences(keys: dict[str, float]) -> None:
+    compare(resolve(CorrectionConfig(**keys)), seed=0, batches=40)

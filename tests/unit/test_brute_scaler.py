@@ -38,11 +38,11 @@ class Side:
 @pytest.mark.parametrize("seed", SEEDS)
 def test_steps_as_torch_does_and_counts_overflows(seed: int) -> None:
     rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    settings = {"init_scale": 2.0 ** rng.choice([0, 4, 16, 30]), "growth_interval": rng.choice([1, 2, 3, 7])}
+    settings = {"init_scale": 2.0 ** rng.choice([0, 16, 30, 30]), "growth_interval": rng.choice([1, 2, 3, 7])}
     ours, torchs = Side(LossScaler("cpu", **settings)), Side(torch.amp.GradScaler("cpu", **settings))
-    optimizers, often = rng.choice([1, 2]), rng.choice([0.1, 0.5, 0.98])
+    optimizers, often = rng.choice([1, 2]), rng.choice([0.1, 0.5, 1.0])
     steps = overflows = streak = 0
-    for _ in range(rng.choice([5, 20, 60])):
+    for _ in range(rng.choice([5, 40, 60])):
         gradients = [torch.randn(3, generator=generator) for _ in range(3)]
         overflow, place = rng.random() < often, rng.randrange(3)
         if overflow:
