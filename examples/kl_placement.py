@@ -6,7 +6,7 @@ The toy is of the kind of A Comedy of Estimators (arXiv 2512.21852): a tabular a
 for each position and previous token, and a reward that is the fraction of positions with a target token. Such a policy
 is a Markov chain, so that E[R], KL(pi||ref) and the objective J = E[R] - beta KL are exact sums, and soft dynamic
 programming gives the policy that maximises J. Every configuration trains by REINFORCE with a leave-one-out baseline on
-the plain reward, plus the term of `mismatch_ext.kl.kl_terms` without a baseline. Two variants of K1 in the reward
+the plain reward, plus the term of `mismatch_ext.kl_terms` without a baseline. Two variants of K1 in the reward
 show what a baseline is worth: "leave-one-out" gives the surrogate one, as shipped, and "rewards path" subtracts
 the term's reward from the plain reward before the one baseline.
 
@@ -42,8 +42,8 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
+from mismatch_ext import kl_terms
 from mismatch_ext.config import KlConfig
-from mismatch_ext.kl import kl_terms
 
 TOKENS, LENGTH, BATCH, LEARNING_RATE = 4, 8, 32, 0.05
 # The spread of the gradient is measured over this many batches.

@@ -35,8 +35,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_sched
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset, reward
-from mismatch_ext import MismatchConfig, Run
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext import MismatchConfig, Run, SamplingSettings
 from mismatch_ext.weights import SyncVerdict
 
 BLOCK = {

@@ -9,9 +9,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.correction import correct
+    from mismatch_ext.doctor import write_rollouts
+    from mismatch_ext.drift import drift_metrics, drift_sums
     from mismatch_ext.errors import MismatchError
     from mismatch_ext.gap import gap_metrics, gap_sums
     from mismatch_ext.kl import kl_estimate, kl_full, kl_terms
+    from mismatch_ext.log_reading import read_run
     from mismatch_ext.loop import Run
     from mismatch_ext.lr import LrControl
     from mismatch_ext.precision.audit import audit
@@ -39,12 +42,16 @@ _MODULES = {
     "WeightVerifier": "weights",
     "audit": "precision.audit",
     "correct": "correction",
+    "drift_metrics": "drift",
+    "drift_sums": "drift",
     "gap_metrics": "gap",
     "gap_sums": "gap",
     "kl_estimate": "kl",
     "kl_full": "kl",
     "kl_terms": "kl",
+    "read_run": "log_reading",
     "support_logprobs": "sampling_mask",
+    "write_rollouts": "doctor",
 }
 """Module of each public name; the imports above tell type checkers the same."""
 
@@ -64,12 +71,16 @@ __all__ = [
     "__version__",
     "audit",
     "correct",
+    "drift_metrics",
+    "drift_sums",
     "gap_metrics",
     "gap_sums",
     "kl_estimate",
     "kl_full",
     "kl_terms",
+    "read_run",
     "support_logprobs",
+    "write_rollouts",
 ]
 
 

@@ -881,7 +881,7 @@ def check_block(block: MismatchConfig) -> None:
     if block.monitor.doctor is not None:
         raise ConfigError(
             f"mismatch.monitor.doctor={block.monitor.doctor!r}: your own loop is not asked for its model's class and "
-            "configuration; allowed: none. Write its rollouts with mismatch_ext.doctor.write_rollouts, and give them to "
+            "configuration; allowed: none. Write its rollouts with mismatch_ext.write_rollouts, and give them to "
             "`mismatch-ext doctor --rollouts`."
         )
     if block.sampling_mask is not None:

@@ -31,9 +31,7 @@ from examples.arithmetic.recipe import RECIPES
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_ID, encode
-from mismatch_ext import MismatchConfig
-from mismatch_ext.doctor import write_rollouts
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext import MismatchConfig, SamplingSettings, write_rollouts
 
 BASE = Path(os.path.relpath(FOLDER / "dense"))  # an adapter keeps the path of its base model
 STEPS, KEPT, BATCH, LEARNING_RATE = 20, (10, 20), 32, 3e-3

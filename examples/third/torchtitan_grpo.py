@@ -53,8 +53,7 @@ from transformers import AutoTokenizer
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, Row, make_dataset, reward
-from mismatch_ext import MismatchConfig, Run
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext import MismatchConfig, Run, SamplingSettings
 
 BLOCK = {
     "precision": {"dtype": "float16"},
