@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -135,7 +136,7 @@ def drift_sums(
         "batch": nothing if buffered else numerics,
         "buffer": same if buffered else nothing,
     }
-    counts = {
+    counts: dict[str, Any] = {
         "tokens": counted.sum(),
         "known": len(staleness),
         "staleness": staleness.sum(),

@@ -84,11 +84,11 @@ def gap_sums(
     mask = _checked(old, rollout, mask, lengths)
     if lengths is None:
         lengths = torch.full((mask.shape[0],), mask.shape[1], device=mask.device)
-    flat = [x.detach().flatten() for x in (old, rollout, mask)]
+    old, rollout, mask = (x.detach().flatten() for x in (old, rollout, mask))
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for rows, places in _chunks(lengths.tolist()):
-        tokens = _Tokens(*(x[places] for x in flat), lengths[rows], first=rows.start)
+        tokens = _Tokens(old[places], rollout[places], mask[places], lengths[rows], first=rows.start)
         parts.append(tokens.sums() | tokens.profiles() | tokens.sample(sample, generator))
     return merged(*parts)
 
@@ -140,7 +140,7 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
 
 def gap_profiles(sums: Sums) -> dict[str, dict[str, list[Any]]]:
     """Return the gap per bin of `PROFILES`: edges, token count, mean and largest |d|, mean k3; None in an empty bin."""
-    profiles = {}
+    profiles: dict[str, dict[str, list[Any]]] = {}
     for name, edges in PROFILES.items():
         count = sums[f"{name}/count"]
         per_bin = {
@@ -148,7 +148,9 @@ def gap_profiles(sums: Sums) -> dict[str, dict[str, list[Any]]]:
             "abs_diff_max": sums[f"{name}/max:abs"],
             "k3_mean": sums[f"{name}/k3"] / count,
         }
-        columns = {key: [x if math.isfinite(x) else None for x in values.tolist()] for key, values in per_bin.items()}
+        columns: dict[str, list[Any]] = {
+            key: [x if math.isfinite(x) else None for x in values.tolist()] for key, values in per_bin.items()
+        }
         profiles[name] = {"edges": [float(x) for x in edges], "count": [int(c) for c in count.tolist()], **columns}
     return profiles
 

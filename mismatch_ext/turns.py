@@ -199,11 +199,11 @@ class _Row:
             after_others = first <= common < start and following == turn.response_ids[: len(following)]
             if (after_others or first <= start <= min(missing, common)) and (after_others, common) > nearest[:2]:
                 nearest = after_others, common, turn
-        _, place, turn = nearest
-        if turn is not None and place < len(turn.prompt_ids) + len(turn.response_ids):
-            did = "was given" if place < len(turn.prompt_ids) else "sampled"
+        _, place, call = nearest
+        if call is not None and place < len(call.prompt_ids) + len(call.response_ids):
+            did = "was given" if place < len(call.prompt_ids) else "sampled"
             there = f"id {self.tokens[place]} is trained on" if place < len(self.tokens) else "the completion ends"
-            token = (turn.prompt_ids + turn.response_ids)[place]
+            token = (call.prompt_ids + call.response_ids)[place]
             message += f" The nearest call {did} id {token} as {self.token(place)}, where {there}."
         raise RecordError(f"{message} {REMEDY}")
 

@@ -562,8 +562,8 @@ def _ensure_finite(sample: Sample, scores: Scores) -> None:
         ("trainer's, in the engine's dtype,", scores.own),
         ("trainer's, with a head in float32,", scores.headed),
     ):
-        wrong = np.flatnonzero(~np.isfinite(values)) if values is not None else ()
-        if values is not None and len(wrong):
+        if values is not None and not np.isfinite(values).all():
+            wrong = np.flatnonzero(~np.isfinite(values))
             raise NonFiniteLogprobError(
                 f"response {sample.row[wrong[0]]}, token {sample.place[wrong[0]]}: the log-probability that is the {side} is "
                 f"{values[wrong[0]]}, {len(wrong)} of {len(values)} are not finite: that dtype overflows; `mismatch-ext "

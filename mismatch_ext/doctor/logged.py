@@ -429,8 +429,9 @@ def _own_routes(routes: _Routes, where: str) -> LoggedRoutes:
 
 def _nemo_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
     fields = _checked(_NemoRl, row, where, "; NeMo-RL's GRPO logs them, its distillation has none")
-    columns = (fields.token_ids[0], fields.token_loss_mask[0], fields.generation_logprobs[0])
-    sequence = _split(*(column[: fields.input_lengths[0]] for column in columns), where)  # type: ignore[arg-type]
+    end = fields.input_lengths[0]
+    mask, logprobs = fields.token_loss_mask[0][:end], fields.generation_logprobs[0][:end]
+    sequence = _split(fields.token_ids[0][:end], mask, logprobs, where)
     return [None if sequence is None else LoggedResponse(**sequence)]
 
 

@@ -261,14 +261,14 @@ class RouteAgreement:
         if len(taken) < len(layers):
             return
         del self._passes[layers]
-        traces = (
+        first, second = (
             RoutingTrace(
                 parts=(torch.stack([taken[index][side] for index in layers], 1),), layers=layers, num_experts=experts
             )
             for side in (0, 1)
         )
         mask = taken[layers[0]][2]
-        new = agreement(*traces, mask, real=mask)
+        new = agreement(first, second, mask, real=mask)
         self._sums[layers] = merged(self._sums[layers], new) if layers in self._sums else new
 
     def metrics(self) -> dict[str, float]:

@@ -83,7 +83,8 @@ def block_baseline(fields: Any, section: KlConfig, groups: Tensor) -> Tensor:
         groups: The group of each row `[B]`.
     """
     behavior = sampled_by(fields) if section.ratio != "none" else None
-    return kl_baseline(*(fields[name] for name in KL_FIELDS), section, behavior=behavior, groups=groups)
+    old, reference, mask = (fields[name] for name in KL_FIELDS)
+    return kl_baseline(old, reference, mask, section, behavior=behavior, groups=groups)
 
 
 def _blocks(groups: Sequence[Group]) -> Iterator[list[Group]]:
