@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, field, fields
@@ -91,7 +92,7 @@ class PrecisionConfig:
 def _bounds(value: Any) -> float | tuple[float, float]:
     """Return the threshold of a rejection rule: a number, or a lower and an upper one."""
     numbers = value if isinstance(value, (list, tuple)) else [value]
-    valid = [type(number) in (int, float) and 0 < number < math.inf for number in numbers]
+    valid = [type(number) in (int, float) and 0 < number <= sys.float_info.max for number in numbers]
     if not all(valid) or len(valid) not in (1, 2) or numbers[0] > numbers[-1]:
         raise ValueError("a number > 0, or [lower, upper]")
     return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
@@ -404,6 +405,8 @@ class MismatchConfig:
             raise ConfigError(f"{source}: expected a mapping of sections, found {type(value).__name__} {shown(value)}.")
         for key in _keys("mismatch"):
             if key in value and value[key] is None:
+                if key == "level":
+                    raise ConfigError("mismatch.level: nothing is given; allowed: 'enforce' or 'observe'.")
                 raise _nothing_given(f"mismatch.{key}")
         if unnamed := [key for key in value if not isinstance(key, str)]:
             raise ConfigError(f"{source}: unknown key {shown(unnamed[0])}; known keys: {', '.join(_keys('mismatch'))}.")
@@ -482,9 +485,11 @@ def _refusal(error: ValidationError, path: str) -> ConfigError:
         value, allowed = float(value), "a finite number"
     elif kind == "value_error":
         allowed = str(context["error"])
-    else:
+    elif kind in _LIMITS:
         sign, limit = _LIMITS[kind]
         allowed = f"a number {sign} {context[limit]:g}"
+    else:
+        allowed = wrong["msg"]
     return ConfigError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.{hint}")
 
 

@@ -145,7 +145,9 @@ def drift_sums(
     }
     sums = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in counts.items()}
     for name, chosen in masks.items():
-        sums |= prefixed(name, gap_sums(old, rollout, chosen))
+        gap = gap_sums(old, rollout, chosen)
+        # Without profiles, which are most of the bytes and nobody draws.
+        sums |= prefixed(name, {key: value for key, value in gap.items() if value.dim() == 0 or key == "moments:p"})
     return sums
 
 

@@ -34,9 +34,10 @@ def over_ranks(sums: Mapping[str, Tensor], ranks: Ranks) -> Sums:
     """Return the sums of all ranks together, by one all-reduce in which every rank must take part with the same names."""
     if ranks.size == 1:
         return dict(sums)
-    added = [name for name in sums if _way(name) == ""]
-    others = [name for name in sums if _way(name) != ""]
-    mine = [torch.cat([sums[name].flatten() for name in names] or [torch.zeros(0)]) for names in (added, others)]
+    names = sorted(sums)  # every rank in the same order
+    added = [name for name in names if _way(name) == ""]
+    others = [name for name in names if _way(name) != ""]
+    mine = [torch.cat([sums[name].flatten() for name in part] or [torch.zeros(0)]) for part in (added, others)]
     # What does not add up is sent in a place of its own for each rank, and zeros of the other ranks are added to it.
     places = torch.zeros(ranks.size, len(mine[1]), dtype=torch.float64)
     places[ranks.rank] = mine[1]

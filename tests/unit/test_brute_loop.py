@@ -1,4 +1,4 @@
-"""Your own loop against the same loop by hand in float64: corrections, KL and rate of random blocks, with clipped AdamW steps.
+"""Your own loop against the same loop by hand in float64: corrections, KL and rate of random blocks, with clipped SGD steps.
 
 Several micro-batches per batch, batches per step and steps per batch. Only `Run` knows the block; the other side is made of the
 references in loops and of torch.
@@ -100,7 +100,10 @@ def test_parameters_after_each_step(seed: int, tmp_path: Path) -> None:
     trainer, rollout = sides(seed, noise=rng.choice([0.05, 0.3]), rate=0.02, n=2, max_new_tokens=4)
     hand = copy.deepcopy(trainer.model).double()
     reference = copy.deepcopy(hand)
-    optimizer = torch.optim.AdamW(hand.parameters(), lr=0.02)
+    # SGD, because Adam enlarges the rounding of tiny gradients.
+    trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.1)
+    trainer.scheduler = torch.optim.lr_scheduler.LinearLR(trainer.optimizer, 1.0, 0.2, 10)
+    optimizer = torch.optim.SGD(hand.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.2, 10)
     steps = 0
     with Run(case.block, trainer, rollout, tmp_path).start() as run:
@@ -143,6 +146,5 @@ def test_parameters_after_each_step(seed: int, tmp_path: Path) -> None:
             run.send()
             run.log()
             pairs = zip(trainer.model.parameters(), hand.parameters(), strict=True)
-            assert max(float((ours.double() - exact_one).abs().max()) for ours, exact_one in pairs) <= 2e-3
-            # AdamW enlarges the rounding of tiny gradients: begin each batch with the same parameters.
+            assert max(float((ours.double() - exact_one).abs().max()) for ours, exact_one in pairs) <= 2e-5
             hand.load_state_dict({name: values.double() for name, values in trainer.model.state_dict().items()})
