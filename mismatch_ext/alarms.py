@@ -16,7 +16,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.names import GROWTH_MEASURES, MEASURES, PREFIX, HostNames
+from mismatch_ext.names import (
+    CORRECTION_MEASURES,
+    GROWTH_MEASURES,
+    MEASURES,
+    MITIGATION_MEASURES,
+    PREFIX,
+    HostNames,
+)
 from mismatch_ext.routing.agreement import ROUTING_MEASURES
 from mismatch_ext.states import from_json, state
 
@@ -452,7 +459,9 @@ def _alarm(rule: Rule, about: Watch, name: str, value: float, step: int, status:
 def _explained(rule: Rule, name: str, side: Side, threshold: float | None, first_step: int) -> str:
     """Return what the metric is, what the alarm means, and what to do."""
     short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), DEFAULTS.get(rule.metric)
-    is_what = MEASURES[short].meaning if short in MEASURES else (GROWTH_MEASURES | ROUTING_MEASURES).get(short)
+    measures = MEASURES | CORRECTION_MEASURES
+    others = GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
+    is_what = measures[short].meaning if short in measures else others.get(short)
     text = f" ({is_what})" if is_what else ""
     # The built-in rule's text is used only for its own side and, if it depends on the threshold, for its own threshold.
     if default is None or side != _main_side(default):

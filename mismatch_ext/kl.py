@@ -110,9 +110,11 @@ def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
         return 0.5 * d * d, d.clone()
     if estimator == "abs":
         return d.abs(), d.sign()
-    cut = (-d).clamp(max=LARGEST_EXPONENT)
-    beyond = (-d - LARGEST_EXPONENT).clamp(min=0)
-    return exact_k3(cut) + beyond * math.expm1(LARGEST_EXPONENT), -torch.expm1(cut)
+    if estimator == "k3":
+        cut = (-d).clamp(max=LARGEST_EXPONENT)
+        beyond = (-d - LARGEST_EXPONENT).clamp(min=0)
+        return exact_k3(cut) + beyond * math.expm1(LARGEST_EXPONENT), -torch.expm1(cut)
+    raise ConfigError(f"estimator {estimator!r} has no formula; allowed: {', '.join(ESTIMATORS)}.")
 
 
 # Terms of a loss and of rewards.

@@ -19,7 +19,9 @@ from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.names import CORRECTION_MEASURES, GROWTH_MEASURES, MEASURES, MITIGATION_MEASURES, PREFIX, Role
 from mismatch_ext.report import closing_lines
+from mismatch_ext.routing.agreement import ROUTING_MEASURES
 from mismatch_ext.states import to_json
 from tests.unit import synthetic_runs
 from tests.watching import Watching
@@ -210,6 +212,15 @@ def test_only_the_given_keys_of_a_built_in_rule_change(name: str, given: dict[st
     assert lines_of(section(**{name: given})) == [text]
     lines = lines_of(section(default_alarms=True, **{name: given}))
     assert text in lines and len(lines) == len(DEFAULTS)
+
+
+@pytest.mark.parametrize("name", DEFAULTS)
+def test_a_built_in_rule_is_about_a_metric_that_there_is_and_says_why(name: str) -> None:
+    rule = DEFAULTS[name]
+    assert rule.source and rule.meaning and rule.advice
+    short = name.removeprefix(PREFIX)
+    ours = {*MEASURES, *CORRECTION_MEASURES, *GROWTH_MEASURES, *MITIGATION_MEASURES, *ROUTING_MEASURES}
+    assert short in ours or name in {*Role} or name in {measure.trl for measure in MEASURES.values()}
 
 
 def test_off_switches_a_built_in_rule_off_and_default_alarms_all() -> None:

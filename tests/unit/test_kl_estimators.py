@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import math
 from decimal import Decimal, getcontext
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.kl import ESTIMATORS, LARGEST_EXPONENT, kl_estimate
+from mismatch_ext.kl import ESTIMATORS, LARGEST_EXPONENT, _value_and_derivative, kl_estimate
 
 pytestmark = pytest.mark.numeric
 
@@ -128,11 +130,17 @@ def test_non_finite_inputs_never_look_finite() -> None:
 
 def test_wrong_arguments_are_named() -> None:
     x = torch.zeros(2)
-    with pytest.raises(ConfigError, match="'k4' is not allowed; allowed: k1, k2, k3, abs"):
-        kl_estimate(x, x, "k4")
+    with pytest.raises(ConfigError, match="'nonsense' is not allowed; allowed: k1, k2, k3, abs"):
+        kl_estimate(x, x, "nonsense")
     with pytest.raises(ConfigError, match="kl_full"):
         kl_estimate(x, x, "full")
     with pytest.raises(RecordError, match=r"logprobs \[2\], ref_logprobs \[3\]"):
         kl_estimate(x, torch.zeros(3), "k1")
     with pytest.raises(RecordError, match="ref_logprobs has dtype torch.int64"):
         kl_estimate(x, torch.zeros(2, dtype=torch.long), "k1")
+
+
+def test_the_section_takes_the_estimators_that_have_a_formula() -> None:
+    assert {*ESTIMATORS, "full"} == {*get_args(get_type_hints(KlConfig)["estimator"])}
+    with pytest.raises(ConfigError, match="estimator 'nonsense' has no formula"):
+        _value_and_derivative(torch.zeros(1), "nonsense")
