@@ -35,7 +35,7 @@ __all__ = [
     "Rule",
     "correct",
     "of_weights",
-    "over_ranks",
+    "metrics_over_ranks",
     "parse_rules",
     "resolve",
 ]
@@ -427,7 +427,7 @@ def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if name.startswith(own)}
 
 
-def over_ranks(
+def metrics_over_ranks(
     metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
 ) -> dict[str, float]:
     """Return the metrics of `LOGGED` over all ranks' tokens, by one collective call in which every rank must take part.

@@ -37,7 +37,7 @@ from torch import Tensor
 from mismatch_ext import sums
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import Correction, correct, over_ranks, resolve
+from mismatch_ext.correction import Correction, correct, metrics_over_ranks, resolve
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
@@ -452,7 +452,7 @@ class Run:
                 )
             if bool(mask.any()):
                 correction = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
-        metrics = over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
+        metrics = metrics_over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
         if settings.normalize and correction.metrics:
             mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
             correction = replace(correction, weights=correction.weights * (correction.metrics[mean] / metrics[mean]))

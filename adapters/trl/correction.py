@@ -10,7 +10,7 @@ import torch
 from mismatch_ext.adapters.trl.kl import prompt_groups
 from torch import Tensor
 
-from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
+from mismatch_ext.correction import ResolvedCorrection, correct, metrics_over_ranks
 from mismatch_ext.ranks import Ranks, together
 
 # TRL's bound where the weights are our own: it never binds, so that TRL's metrics show the plain ratios.
@@ -80,7 +80,7 @@ class CorrectionTerm:
                 found = correct(rollout, old_logprobs, chosen, self.settings)
         if found is None:
             # Other ranks may have tokens, and wait for this one's metrics.
-            return over_ranks({}, chosen, self.settings, self._ranks)
+            return metrics_over_ranks({}, chosen, self.settings, self._ranks)
         if self.settings.mode == "bypass":
             # The ratio pi/mu is in TRL's own clipped term, or in `policy_weights`; only rejection is left to apply here.
             output["old_per_token_logps"] = torch.where(chosen, rollout, 0.0)
@@ -88,7 +88,7 @@ class CorrectionTerm:
         else:
             multiplier = found.as_multiplier()
         output["importance_sampling_ratio"] = torch.where(chosen, multiplier, 1.0)
-        return over_ranks(found.metrics, chosen, self.settings, self._ranks)
+        return metrics_over_ranks(found.metrics, chosen, self.settings, self._ranks)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
         """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.

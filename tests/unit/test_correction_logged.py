@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import LOGGED, correct, of_weights, over_ranks, resolve
+from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks, of_weights, resolve
 from mismatch_ext.names import CORRECTION_MEASURES, MEASURES
 from mismatch_ext.ranks import ONE_PROCESS
 
@@ -56,17 +56,17 @@ def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
     # The second of the three ranks has no token at all.
     for part in (slice(0, 9), slice(0, 0), slice(9, 12)):
         found = correct(rollout[part], old[part], mask[part], settings).metrics if part.stop else {}
-        merged = over_ranks(found, mask[part], settings, ranks)
+        merged = metrics_over_ranks(found, mask[part], settings, ranks)
     whole = correct(rollout, old, mask, settings).metrics
     expected = {key: whole[key] for key in LOGGED if key in whole}
     assert len(expected) >= (2 if name == "rejected" else 7)
     assert merged == pytest.approx(expected, rel=1e-6, abs=1e-9)
     # One process logs what the correction itself says.
-    assert over_ranks(whole, mask, settings, ONE_PROCESS) == pytest.approx(expected, rel=1e-12, abs=1e-12)
+    assert metrics_over_ranks(whole, mask, settings, ONE_PROCESS) == pytest.approx(expected, rel=1e-12, abs=1e-12)
 
 
 def test_ranks_without_a_token_log_nothing() -> None:
-    assert over_ranks({}, torch.zeros(2, 3), resolve(CorrectionConfig(preset="tis")), ONE_PROCESS) == {}
+    assert metrics_over_ranks({}, torch.zeros(2, 3), resolve(CorrectionConfig(preset="tis")), ONE_PROCESS) == {}
 
 
 def test_the_gap_is_not_logged_a_second_time() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import ResolvedCorrection, correct, over_ranks
+from mismatch_ext.correction import ResolvedCorrection, correct, metrics_over_ranks
 from mismatch_ext.drift import UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog
@@ -198,7 +198,7 @@ class LossMixin(_Host):
         settings = self._correction
         assert settings is not None
         found = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
-        for name, value in over_ranks(found.metrics, terms.mask, settings, self._ranks).items():
+        for name, value in metrics_over_ranks(found.metrics, terms.mask, settings, self._ranks).items():
             self._metrics["train"][PREFIX + name].append(value)
         clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
         weights = found.mask.float() if clips else found.as_multiplier()
