@@ -160,7 +160,8 @@ def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
     gaps = [step["mismatch/weight_sync_gap"] for step in steps]
     assert max(gaps[:2]) < 1e-4 < gaps[2], gaps  # the least that is taken for wrong in float32
     (engine,) = json.loads((work / "checkpoints/global_step_3/mismatch.json").read_text())["weight_sync"]["engines"]
-    assert engine["observations"] == 4 and engine["dtype"] == "float32" and engine["baseline"][0] < 1e-4
+    assert engine["prefill"]["updates"] == 4 and engine["dtypes"] == ["float32", "float32"]
+    assert engine["prefill"]["baseline"][0] < 1e-4
 
 
 def test_the_driver_holds_nothing_of_a_batchs_tokens_once_its_step_is_over(experts: tuple[VerlRun, Path]) -> None:

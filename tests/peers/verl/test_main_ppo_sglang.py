@@ -72,7 +72,7 @@ def test_an_answer_that_verl_would_drop_ends_the_run(ran: tuple[VerlRun, Path]) 
     run, work = ran
     run.expect_failure(3)
     assert "EngineError: rollouts of step 4: 1 answers were refused" in run.log
-    assert "NonFiniteLogprobError: request" in run.log and "output_token_logprobs[1]: found [None, " in run.log
+    assert "NonFiniteLogprobError: request" in run.log and "output_token_logprobs[1]: found" in run.log
     assert [end.status for end in read_run(work / "checkpoints/mismatch").ends] == ["failed"]
 
 
