@@ -69,7 +69,7 @@ class HttpClient:
     begun is not. Redirects are not followed, because weights and API keys would go with them.
 
     Args:
-        url: The address, such as "http://127.0.0.1:8000".
+        url: The address, such as "http://127.0.0.1:8000"; a name and password in it become the session's, if that has none.
         session: A session of the `requests` library, of which each request gets a copy, because threads may ask at the same
             time; None opens one that ignores the environment's proxies and credentials.
         timeout: Seconds that the server may be silent within a request.
@@ -94,13 +94,12 @@ class HttpClient:
     ) -> None:
         import requests
         from requests.adapters import HTTPAdapter
+        from requests.utils import get_auth_from_url
         from urllib3.util import Retry
 
-        parts = urlsplit(url)
-        if "@" in parts.netloc:
-            raise EngineError(
-                "url holds a name or password, which errors would print; give them as the session's auth."
-            )
+        parts, auth = urlsplit(url), get_auth_from_url(url)
+        # Without name and password, which errors would print.
+        url = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl()
         if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
             raise EngineError(f"url={brief(url)}; allowed: an address such as 'http://127.0.0.1:8000'.")
         self.url, self.timeout = url.rstrip("/"), timeout
@@ -108,9 +107,12 @@ class HttpClient:
         if session is None:
             session = requests.Session()
             session.trust_env = False
+        if session.auth is None and any(auth):
+            session.auth = auth
         again = Retry(
             total=5, connect=2, read=False, other=0, redirect=0, status=3, status_forcelist=(503,), allowed_methods=None,
             backoff_factor=retry_seconds, raise_on_status=False,
+            respect_retry_after_header=False,  # it may be an hour
         )  # fmt: skip
         for scheme in ("http://", "https://"):
             session.mount(scheme, HTTPAdapter(pool_maxsize=64, max_retries=again))

@@ -233,7 +233,8 @@ class _Tokens:
             ratio = self.excess + 1.0
             weight = _bounded(ratio, s)
             row_weight, row_ratio = self.by_row(weight) / self.length, (self.excess_row + self.count) / self.length
-            mean, spread = float(weight.sum()) / self.total, float((weight - 1).square().sum()) / self.total
+            mean = float(weight.sum()) / self.total
+            variance = float((weight - mean).square().sum()) / self.total
             above, below = (float(x.sum()) / self.total for x in (ratio > high, ratio < low))
             smallest, largest = (float(x) for x in torch.aminmax(weight))
             outside = above + below
@@ -243,13 +244,11 @@ class _Tokens:
             weight = torch.where(self.present, _bounded(ratio, s), 0.0)
             row_weight, row_ratio = weight, torch.where(self.present, ratio, 0.0)
             mean = float((weight * self.count).sum()) / self.total
-            spread = float(((weight - 1).square() * self.count).sum()) / self.total
+            variance = float(((weight - mean).square() * self.count).sum()) / self.total
             above, below = (float(x[rows].double().mean()) for x in (ratio > high, ratio < low))
             ends = torch.stack(torch.aminmax(log_weight[rows])).clamp(max=LOG_RATIO_BOUND).exp()
             smallest, largest = ends.tolist()
             outside = float((((ratio > high) | (ratio < low)) * self.count)[rows].sum()) / self.total
-        # From w - 1, because the squares of weights near 1 would cancel.
-        variance = max(spread - (mean - 1) ** 2, 0.0)
         squares = variance + mean * mean
         by_row, ratio_by_row = row_weight[rows], row_ratio[rows]
         metrics = {

@@ -571,8 +571,9 @@ def kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Sums:
     """
     chosen = mask.bool()
     policy, reference = logprobs.detach()[chosen], ref_logprobs.detach()[chosen]
-    sums = {f"kl_{name}": kl_estimate(policy, reference, name).double().sum().cpu() for name in ("k1", "k3")}
-    return {**sums, "kl_tokens": chosen.sum().double().cpu()}
+    estimates = (kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3"))
+    k1, k3, tokens = torch.stack([*estimates, chosen.sum().double()]).cpu()
+    return {"kl_k1": k1, "kl_k3": k3, "kl_tokens": tokens}
 
 
 def kl_means(sums: Sums) -> dict[str, float]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
@@ -112,6 +113,11 @@ def _in_words(error: Exception) -> tuple[str, str]:
     return ("MismatchError", f"{type(error).__name__}: {error}") if known is None else (known.__name__, str(error))
 
 
+def _cause(words: str) -> str:
+    """Return the message of an error, without the ranks and classes before it."""
+    return re.sub(r"^(?:(?:rank \d+|\w+): ?)*", "", words)
+
+
 _failures = itertools.count()
 
 
@@ -130,7 +136,7 @@ def first_error(error: BaseException) -> str:
         first = store.compare_set(f"mismatch_ext/error/{next(_failures)}", "", here).decode()
     except Exception:  # noqa: BLE001  # the store went with the rank that held it
         return own
-    if first == here or first.partition(": ")[2].rpartition(": ")[2] in own:
+    if _cause(first) == _cause(own):
         return own  # it was first, or all ranks have agreed on it
     error.add_note(f"This rank failed after {first}")
     return first

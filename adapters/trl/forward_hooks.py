@@ -193,7 +193,7 @@ class RoutingMixin(_Host):
         return {} if self._routing is None else self._routing.take_others(split, self._ranks)
 
     def _routing_agreement(self, split: str) -> dict[str, float]:
-        """Return the agreement since the last log, over all ranks; None where nothing was measured."""
+        """Return the agreement since the last log, over all ranks; nothing where nothing was measured."""
         return {} if self._routing is None else self._routing.take_agreement(split, self._ranks)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,19 +105,13 @@ class CheckedGeneration:
             rollout.record_routing()
         self.weight_version = 0
         self.reading = rollout.reading()
-        # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
-        inner.logprobs = 0 if inner.logprobs is None else inner.logprobs
         self.masks, self.base = masks, base
-        if masks is not None:
-            inner.logprobs = masks.asked
         self._kept: list[RolloutRecord] | None = None
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
         self.sent: SentWeights | None = None
         self.inner = inner  # from here on, a name of TRL's is set on TRL's object
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
-        # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
-        inner.sync_weights, inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._sending = engine.Sending()
         probes = draw_probes(vocabulary, rollout.longest)
         self.verifier = WeightVerifier(
@@ -126,11 +120,21 @@ class CheckedGeneration:
         )  # fmt: skip
         self.verifies = False
         self._begins_later = rollout.fresh and not trainer.prepared
-        if monitor.weight_sync != "off":
-            with self.verdicts.checking("weight_sync"), together(trainer.ranks):
-                if rollout.fresh and trainer.prepared:
-                    self.verifier.begin()
-                self.verifies = True
+
+    def begin(self) -> None:
+        """Take the place of TRL's wrapper, and note the gap before the first update; all ranks do so together."""
+        # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
+        self.inner.logprobs = 0 if self.inner.logprobs is None else self.inner.logprobs
+        if self.masks is not None:
+            self.inner.logprobs = self.masks.asked
+        # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
+        self.inner.sync_weights, self.inner._iter_named_params = self.sync_weights, self._sent_parameters
+        if self.monitor.weight_sync != "off":
+            with self.verdicts.checking("weight_sync"):
+                with together(self.trainer.ranks):
+                    if self.engine.fresh and self.trainer.prepared:
+                        self.verifier.begin()
+                self.verifies = True  # on all ranks or none, because verifying takes all of them
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["inner"], name)
@@ -178,25 +182,29 @@ class CheckedGeneration:
         self._sync(self.trainer.ranks)
 
     def _sync(self, ranks: Ranks) -> None:
-        self._begin_later()
+        self._begin_later(ranks)
+        # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
+        # the weights again.
+        alone: Callable[[], AbstractContextManager[None]]
+        alone = nullcontext if ranks is self.trainer.ranks else self._refusing
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
         scores = None
         if self.verifies:
-            with self.verdicts.checking("weight_sync"), together(ranks):
-                scores = self.trainer.score(self.verifier.probes)
+            with alone(), self.verdicts.checking("weight_sync"):
+                with together(ranks):
+                    found = self.trainer.score(self.verifier.probes)
+                scores = found  # on all ranks or none
         with together(ranks), self._engine_failures_named("updating weights"), self._to_the_end():
             self.engine.update(self._sent_by_trl, self._sent_parameters)
         self.weight_version += 1
         self._sent_at = self.trainer.step()
-        with self.verdicts.checking("precision"), together(ranks):
+        with alone(), self.verdicts.checking("precision"), together(ranks):
             self.trainer.on_sent(frozenset(self._sending.dtypes))
         if scores is not None:
-            with self.verdicts.checking("weight_sync"):
+            with alone(), self.verdicts.checking("weight_sync"), together(ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.trainer.fingerprint())
-                alone = nullcontext() if ranks is self.trainer.ranks else self._refusing()
-                with together(ranks), alone:
-                    self.verifier.verify(self._sending.samples, look)
+                self.verifier.verify(self._sending.samples, look)
 
     def _sent_by_trl(self) -> None:
         with self._to_the_end():
@@ -213,11 +221,11 @@ class CheckedGeneration:
                 pass
             raise
 
-    def _begin_later(self) -> None:
+    def _begin_later(self, ranks: Ranks) -> None:
         """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
         begins, self._begins_later = self._begins_later and self.verifies and self.trainer.step() == 0, False
         if begins and not self.verifier.begun:
-            with self.verdicts.checking("weight_sync"):
+            with self.verdicts.checking("weight_sync"), together(ranks):
                 self.verifier.begin()
 
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
@@ -282,10 +290,10 @@ class CheckedGeneration:
         with self._engine_failures_named("generating"), ours, capture as outputs:
             with applied(*patches):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
-        supports = None
-        if self.masks is not None:
-            supports, result = self.masks.of(result, (outputs or []) if patches else None)
-        with self.verdicts.checking("records"), self._refusing():
+        with self._refusing(), self.verdicts.checking("records"):
+            supports = None
+            if self.masks is not None:
+                supports, result = self.masks.of(result, (outputs or []) if patches else None)
             prompt_ids, completion_ids, logprobs, _ = result
             records = to_records(
                 prompt_ids,
@@ -328,7 +336,7 @@ class CheckedGeneration:
         """Keep an error of this rank's rollouts until all ranks have generated, because TRL lets them wait for each other."""
         try:
             yield
-        except MismatchError as error:
+        except Exception as error:
             if self._kept is None or self.trainer.ranks.size == 1:
                 raise
             self._refused = self._refused or error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import reduce
 from typing import Any
 
 import torch
@@ -75,8 +76,10 @@ def batch_baseline(
         of_row.append(samples[key][-1])
     rows = sorted(row for found in samples.values() for row in found)
     place = {row: index for index, row in enumerate(rows)}
-    logprobs = [old, output["ref_per_token_logps"], output.get("sampling_per_token_logps")]
-    values = torch.stack([mask.to(old), *(one.to(old) for one in logprobs if one is not None)], dim=1)
+    scored = (old, output["ref_per_token_logps"], output.get("sampling_per_token_logps"))
+    logprobs = [one for one in scored if one is not None]
+    widest_dtype = reduce(torch.promote_types, (one.dtype for one in logprobs))
+    values = torch.stack([one.to(old.device, widest_dtype) for one in (mask, *logprobs)], dim=1)
     prompt_of = [keys[row][0] for row in rows]
     others = _of_other_ranks(prompt_of, values[rows], ranks)
     with together(ranks):

@@ -44,6 +44,7 @@ from mismatch_ext.kl import ragged_bias
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.ranks import together
 from mismatch_ext.rollout import SamplingSettings
 
 
@@ -145,7 +146,12 @@ class PreflightMixin(SidesMixin):
                 self._warn("kl_ragged", ragged)
         if self.use_vllm:
             with self._verdicts.checking("engine"):
-                self._wrap_engine(patch_digest)
+                with together(self._ranks):
+                    vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
+                    wrapped = self._wrapped_engine(patch_digest, vocabulary)
+                self.vllm_generation = wrapped  # on all ranks or none
+                wrapped.begin()
+                self._note_vocabulary(vocabulary)
         with self._verdicts.checking("banner"):
             self._log.announce()
 
@@ -190,11 +196,10 @@ class PreflightMixin(SidesMixin):
                 served.check(ServerCheck(self._config), self.accelerator.device.type)
         self._unchecked = served.unchecked()
 
-    def _wrap_engine(self, patch_digest: str) -> None:
-        """Put the engine behind checks of its weights and rollouts."""
-        vocabulary = plain_vocabulary(self._tokenizer, self.accelerator.device)
+    def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
+        """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
         routing = self._routing
-        self.vllm_generation = CheckedGeneration(
+        return CheckedGeneration(
             self.vllm_generation,
             self._engine,
             trainer=self._trainer_side(),
@@ -207,6 +212,9 @@ class PreflightMixin(SidesMixin):
             masks=self._engine_masks(),
             base=self._base(),
         )
+
+    def _note_vocabulary(self, vocabulary: Tensor) -> None:
+        """Look at the model's vocabulary, now or once it runs."""
         # A model of ZeRO-3 runs when training has begun.
         self._vocabulary = vocabulary if zero_stage(self.accelerator) == ZERO3 else None
         if self._vocabulary is None:

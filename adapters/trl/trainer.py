@@ -216,18 +216,16 @@ class MismatchTrainerMixin(
             with together(self._ranks), self._verdicts.checking("records"):
                 records = self._check_records(output, batch)
             with self._verdicts.checking("gap"):
-                # First, because ranks that share a model take this pass together.
-                old_logprobs = self._old_logprobs(output)
                 with together(self._ranks):
+                    # First, because ranks that share a model take this pass together.
+                    old_logprobs = self._old_logprobs(output)
                     if ROLLOUT not in output:
                         output[ROLLOUT] = self._recorded_logprobs(records, mask)
                     found = (old_logprobs, output[ROLLOUT], mask.bool())
                     self._log.observe(split, *found)
-                gap = found
+                gap = found  # on all ranks or none, because what follows is over all of them
                 with together(self._ranks):
                     self._examine(output, found, None if records is None else batch.records)
-            if self._verdicts.observes and not all(self._ranks.gather(gap is not None)):
-                gap = None  # what follows is over all ranks
             if self._routing is not None and self._routing.draws.native_gap():
                 with overridden(self, _routing=None):
                     native = self._score_again(output)

@@ -41,8 +41,8 @@ class TurnsMixin(_Host):
         """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records.
 
         Raises:
-            RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded.
-            RecordError: Turns of a completion are of different weights.
+            RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded; or a
+                completion's turns are of different weights.
         """
         batch, own = self._rollout_pass, getattr(self, "rollout_func", None) is not None
         if batch is None or not batch.fresh:

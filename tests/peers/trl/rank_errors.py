@@ -185,6 +185,13 @@ def broken_verdict(fails: bool, error: Exception, owner: str, name: str) -> None
     found.sync_weights()
 
 
+def _origin() -> Provenance:
+    return Provenance(
+        engine="vllm", engine_version="0", dtype="float32", kv_cache_dtype=None, weight_version=0, patch_digest="none",
+        sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
+    )  # fmt: skip
+
+
 def refused_rollout(fails: bool) -> None:
     """Get a log-probability that is no number from the engine of one rank, in the second of its turns."""
     rows = [([[1]], [[2]], [[[float("nan") if fails and turn else -1.0]]], None) for turn in range(2)]
@@ -198,13 +205,64 @@ def refused_rollout(fails: bool) -> None:
 
     own = trainer(batch(), found)
     own._rollout_pass = RolloutPass()
-    origin = Provenance(
-        engine="vllm", engine_version="0", dtype="float32", kv_cache_dtype=None, weight_version=0, patch_digest="none",
-        sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
-    )  # fmt: skip
-    found.provenance = lambda: origin
+    found.provenance = _origin
     with mock.patch.object(GRPOTrainer, "_generate", generate), found.keeping([]):
         own._generate([])
+
+
+def refused_mask(fails: bool) -> None:
+    """Get an answer of the engine on one rank of which no sampling mask can be made."""
+    of = fail(RecordError("more tokens are left")) if fails else lambda result, _: (None, result)
+    found = checked(masks=SimpleNamespace(of=of, patches=()))
+    with found.keeping([]):
+        found.generate([])
+        gathered("lengths")
+        found.agree()
+
+
+def observed(case: Callable[[Any], Any], fails: bool, **changes: Any) -> str:
+    """Go on after a finding, with as many collectives on both ranks; return how many checks failed on any rank."""
+    verdicts = Verdicts("observe")
+    found = checked(verdicts=verdicts, **changes)
+    with found.keeping([]):
+        case(found)
+        found.agree()
+    assert gathered("after") == ["after"] * 2
+    return f"verifies {found.verifies}, {max(gathered(sum(verdicts.counts.values())))} findings"
+
+
+def observed_begin(fails: bool) -> str:
+    """Fail on one rank in noting the gap before the first update."""
+    verifier = Verifier()
+    verifier.begin = fail(OSError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
+    inner = SimpleNamespace(logprobs=0, sync_weights=None, _iter_named_params=None)
+
+    def case(found: Any) -> None:
+        found.engine.fresh = found.trainer.prepared = True
+        found.begin()
+        found._sync(WORLD)
+
+    monitor = SimpleNamespace(weight_sync="error")
+    return observed(case, fails, inner=inner, verifier=verifier, verifies=False, monitor=monitor)
+
+
+def observed_score(fails: bool) -> str:
+    """Fail on one rank in scoring the probes."""
+
+    def case(found: Any) -> None:
+        if fails:
+            found.trainer.score = fail(OSError("out of memory"))
+        else:
+            found.trainer.score = lambda probes: 1
+        found._sync(WORLD)
+
+    return observed(case, fails)
+
+
+def observed_rollout(fails: bool) -> str:
+    """Get a rollout of one rank's engine that is refused."""
+    inner = SimpleNamespace(generate=lambda *_, **__: ([[1]], [[2]], [[[float("nan") if fails else -1.0]]], None))
+    return observed(lambda found: found.generate([[1]]), fails, inner=inner, provenance=_origin)
 
 
 def served_update(fails: bool) -> None:
@@ -268,6 +326,10 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "stale": lambda fails: broken_verdict(fails, WeightSyncError("the engine is stale"), "verifier", "verify"),
     "engine": lambda fails: broken_verdict(fails, OSError("engine is gone"), "verifier", "verify"),
     "rollouts": refused_rollout,
+    "masks": refused_mask,
+    "observed begin": observed_begin,
+    "observed score": observed_score,
+    "observed rollouts": observed_rollout,
     "served update": served_update,
     "served answer": served_answer,
     "sampling": lambda fails: method(fails, "_follow_sampling", RecordError("another temperature")),
