@@ -75,6 +75,15 @@ def _http(url: str, timeout: float = 20.0) -> ServerHttp:
 
 
 class TestRequests:
+    def test_credentials_of_the_address_become_the_sessions(self) -> None:
+        http = _http("http://user:p%40ss@127.0.0.1:8000")
+        assert http.url == "http://127.0.0.1:8000" and http.session.auth == ("user", "p@ss")
+        assert "user" not in str(http)
+
+    def test_a_server_does_not_say_how_long_to_wait(self) -> None:
+        retries = _http("http://127.0.0.1:8000").session.get_adapter("http://").max_retries
+        assert retries.respect_retry_after_header is False
+
     def test_an_engine_that_is_silent_ends_the_run(self) -> None:
         with answering({ALIVE: SILENT, "/v1/completions": SILENT, "/collective_rpc": SILENT}) as url:
             http = _http(url, 0.2)
