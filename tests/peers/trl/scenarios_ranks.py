@@ -25,11 +25,13 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, objective
+from mismatch_ext.adapters.trl import trainer as trl_trainer
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.kl import kl_sums
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
 
@@ -128,8 +130,10 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     if trainer._routing is not None:
         merged = trainer._routing.take_agreement
         trainer._routing.take_agreement = agreement
-    if trainer._kl is not None:
-        spy(trainer._kl, "sums", kl)
+    for module in (objective, trl_trainer):
+        module.kl_sums = kl_sums  # so that only the last listener hears
+        if trainer._kl is not None:
+            spy(module, "kl_sums", kl)
     return heard
 
 
