@@ -25,12 +25,11 @@ def _readiness(arguments: argparse.Namespace) -> int:
     """Print the scan and its verdict; the exit status is 1 when the checkpoint is not ready."""
     from mismatch_ext.adapters.transformers import scan_checkpoint
 
-    from mismatch_ext.precision.dtypes import NAMES
+    from mismatch_ext.precision.dtypes import MEANT, NAMES
 
     if arguments.dtype not in NAMES:
-        raise ConfigError(
-            f"--dtype: {arguments.dtype!r} is not allowed; allowed: {', '.join(NAMES)}.{suggestion(arguments.dtype, NAMES)}"
-        )
+        hint = suggestion(arguments.dtype, NAMES, MEANT)
+        raise ConfigError(f"--dtype: {arguments.dtype!r} is not allowed; allowed: {', '.join(NAMES)}.{hint}")
     report = scan_checkpoint(arguments.model_dir, arguments.prompt, arguments.dtype)
     say(str(report))
     return 1 if report.verdict == "not ready" else 0
