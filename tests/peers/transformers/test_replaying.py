@@ -64,7 +64,7 @@ def test_the_first_pass_is_checked_whatever_is_drawn() -> None:
 def test_ranks_refuse_together() -> None:
     trace = engine()[3]
     with pytest.raises(RoutingError, match="rank 1: no good"):
-        run(replay_of(ranks=Two(RoutingError("no good"))), trace)
+        run(replay_of(ranks=Two(("RoutingError", "no good"))), trace)
     wrong = traced(trace, FAULTS["rows late"][0](trace.experts.to(torch.int64)))
     waiting = replay_of(ranks=Two(None, False, None, None))
     run(waiting, trace)
