@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
-from mismatch_ext.seams import Refusal, Seam, exists
+from mismatch_ext.seams import Claim, Refusal, Seam, exists
 
 _SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
 _LOOPS = "verl.experimental.agent_loop.agent_loop"
 _SERVER = "verl.workers.rollout.vllm_rollout.vllm_async_server"
-_FSDP = "verl.workers.engine.fsdp.transformer_impl"
+_FSDP = "verl.workers.engine.fsdp.transformer_impl:FSDPEngineWithLMHead"
+_MEGATRON = "verl.workers.engine.megatron.transformer_impl:MegatronEngineWithLMHead"
+_WORKERS = "verl.workers.engine_workers"
+_SEPARATE = "verl.trainer.ppo.v1.trainer_separate_async"
+_SGLANG = "verl.workers.rollout.sglang_rollout.async_sglang_server"
+_BATCH = ("batch", "metrics")
+
+
+def _members(host: str, **params: tuple[str, ...]) -> tuple[Claim, ...]:
+    """Claim methods and properties that our classes override or call, with the first parameters that we pass or take.
+
+    An override of a name that the host no longer has would be called by nobody, without an error.
+    """
+    return tuple(exists(f"{host}.{name}", *first) for name, first in params.items())
+
 
 SEAMS = (
     Seam(
@@ -28,15 +42,86 @@ SEAMS = (
         features=("monitor",),
         what="measuring and proving in the processes of trainer and engine",
         claims=(
-            exists("verl.workers.engine_workers:ActorRolloutRefWorker.compute_log_prob", "data"),
-            exists("verl.workers.engine_workers:TrainingWorker"),
-            exists(f"{_FSDP}:FSDPEngineWithLMHead"),
+            *_members(
+                f"{_WORKERS}:ActorRolloutRefWorker",
+                init_model=(),
+                compute_log_prob=("data",),
+                update_weights=("global_steps", "mode"),
+            ),
+            exists(f"{_WORKERS}:TrainingWorker.set_loss_fn", "loss_fn"),
             exists("verl.workers.engine.base:BaseEngine.get_data_parallel_rank"),
-            exists("verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension.update_weights_from_ipc"),
+            exists("verl.workers.engine.base:BaseEngine.eval_mode"),
+            exists("verl.workers.engine.base:EngineRegistry.register", "model_type", "backend", "device", "vendor"),
         ),
         checked="each process reports its classes and dtypes, and probe tokens are scored after each update",
         upstream=_SOURCE + "workers/engine_workers.py",
         where=("verl",),
+    ),
+    Seam(
+        name="verl/fsdp_engine",
+        features=("monitor",),
+        what="passes, steps and checkpoints of the FSDP engine",
+        claims=_members(
+            _FSDP,
+            initialize=(),
+            _build_fsdp_module=("module",),
+            forward_backward_batch=("data", "loss_function", "forward_only"),
+            forward_step=("micro_batch", "loss_function", "forward_only"),
+            prepare_model_outputs=("output",),
+            optimizer_step=(),
+            lr_scheduler_step=(),
+            get_per_tensor_param=(),
+            disable_adapter=(),
+            save_checkpoint=("local_path",),
+            load_checkpoint=("local_path",),
+            _get_packed_pad_size=(),
+        ),
+        checked="each worker refuses an actor's engine of another class before the first step",
+        upstream=_SOURCE + "workers/engine/fsdp/transformer_impl.py",
+        where=("verl", "fsdp"),
+    ),
+    Seam(
+        name="verl/megatron_engine",
+        features=("monitor",),
+        what="steps and checkpoints of the Megatron engine",
+        claims=_members(
+            _MEGATRON,
+            initialize=(),
+            optimizer_step=(),
+            lr_scheduler_step=(),
+            save_checkpoint=("local_path",),
+            load_checkpoint=("local_path",),
+        ),
+        checked="each worker refuses an actor's engine of another class before the first step",
+        upstream=_SOURCE + "workers/engine/megatron/transformer_impl.py",
+        where=("verl", "megatron"),
+    ),
+    Seam(
+        name="verl/vllm_worker",
+        features=("monitor",),
+        what="reports of vLLM's workers, and the update of weights that vLLM quantizes",
+        claims=_members(
+            "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension",
+            update_weights_from_ipc=("peft_config", "base_sync_done", "use_shm"),
+            _update_weights=("weights",),
+            _apply_buffer_updates_all_models=("buffer_updates", "main_named_buffers"),
+            _iter_all_models_with_config=(),
+        ),
+        checked="probe tokens are scored after each update",
+        upstream=_SOURCE + "workers/rollout/vllm_rollout/utils.py",
+        where=("verl", "vllm"),
+    ),
+    Seam(
+        name="verl/sglang_server",
+        features=("monitor",),
+        what="looking at each answer of SGLang",
+        claims=(
+            *_members(f"{_SGLANG}:SGLangHttpServer", launch_server=(), generate=("prompt_ids", "sampling_params")),
+            exists("verl.workers.rollout.replica:RolloutReplicaRegistry.register", "name", "loader"),
+        ),
+        checked="the server reports its settings before the first step",
+        upstream=_SOURCE + "workers/rollout/sglang_rollout/async_sglang_server.py",
+        where=("verl", "sglang"),
     ),
     Seam(
         name="verl/trainer_modes",
@@ -45,13 +130,47 @@ SEAMS = (
         claims=(
             exists(f"{_TRAINER}:register_trainer", "name"),
             exists(f"{_TRAINER}:get_trainer_cls", "name"),
-            exists(f"{_TRAINER}:PPOTrainer._step_once", "metrics", "timing_raw", "sample_batch_size"),
-            exists(f"{_TRAINER}:PPOTrainer._setup"),
+            *_members(
+                f"{_TRAINER}:PPOTrainer",
+                init=(),
+                fit=("agent_loop_manager",),
+                _setup=(),
+                _init_resource_pool_mgr=(),
+                _rollout_server_managers=(),
+                on_init_end=(),
+                on_step_end=(),
+                on_validate_end=(),
+                step=("metrics", "timing_raw"),
+                _step_once=("metrics", "timing_raw", "sample_batch_size"),
+                _compute_old_log_prob=_BATCH,
+                _compute_ref_log_prob=_BATCH,
+                _compute_values=_BATCH,
+                _compute_advantage=_BATCH,
+                _update_critic=_BATCH,
+                _update_actor=_BATCH,
+                _compute_metrics=(*_BATCH, "timing_raw", "global_steps", "epoch"),
+                _save_checkpoint=(),
+                _load_checkpoint=(),
+            ),
+            exists("verl.workers.rollout.llm_server:LLMServerManager.get_replicas"),
             exists("verl.checkpoint_engine.base:CheckpointEngineManager.abort_replicas"),
+            exists("verl.checkpoint_engine.base:CheckpointEngineManager.sleep_replicas"),
         ),
         checked="a run does not start Ray with a trainer mode that is not ours",
         upstream=_SOURCE + "trainer/ppo/v1/trainer_base.py",
         where=("verl",),
+    ),
+    Seam(
+        name="verl/separate_async",
+        features=("monitor",),
+        what="π_old of the updates between two weight updates",
+        claims=(
+            exists("verl.experimental.separation.engine_workers:DetachActorWorker.copy_handler"),
+            exists(f"{_SEPARATE}:logger"),
+        ),
+        checked="by the claims alone: an override that nobody calls would leave π_old the present policy",
+        upstream=_SOURCE + "experimental/separation/engine_workers.py",
+        where=("verl", "separate_async"),
     ),
     Seam(
         name="verl/parts",
@@ -60,6 +179,8 @@ SEAMS = (
         claims=(
             exists("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask"),
             exists("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta"),
+            exists("transfer_queue:get_client"),
+            exists("transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "keys", "partition_id"),
             exists("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
             exists("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
         ),
@@ -86,12 +207,13 @@ SEAMS = (
         features=("sampling_mask",),
         what="masks from vLLM's answers to the log-probabilities of the trainer's passes",
         claims=(
-            exists(f"{_SERVER}:vLLMHttpServer.generate", "prompt_ids", "sampling_params", "request_id"),
+            *_members(
+                f"{_SERVER}:vLLMHttpServer", launch_server=(), generate=("prompt_ids", "sampling_params", "request_id")
+            ),
             exists(f"{_LOOPS}:AgentLoopWorker._agent_loop_postprocess", "output", "validate"),
             exists(f"{_LOOPS}:AgentLoopWorker._run_agent_loop"),
             exists(f"{_LOOPS}:AgentLoopOutput.as_dict"),
             exists("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
-            exists(f"{_FSDP}:FSDPEngineWithLMHead.prepare_model_outputs"),
         ),
         checked="the patch's probe computes two tokens, and a micro-batch that is scored elsewhere is refused",
         upstream=_SOURCE + "workers/rollout/vllm_rollout/vllm_async_server.py",
@@ -109,5 +231,5 @@ REFUSALS = (
     Refusal(
         ("verl", "megatron"), "precision", "dtypes and loss scale of verl's Megatron engine are set elsewhere", "fsdp2"
     ),
-    Refusal(("verl", "megatron"), "monitor.weight_sync", "the actor's weights are probed in FSDP2 models alone", "'off'"),
+    Refusal(("verl", "megatron"), "monitor.weight_sync", "the actor's weights are probed in FSDP models alone", "'off'"),
 )  # fmt: skip

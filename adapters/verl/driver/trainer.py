@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import ray
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     check_masks,
@@ -59,6 +60,10 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             )
         self._block: MismatchConfig = block
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
+        with self._verdicts.checking("versions"):
+            compat.check(
+                ("verl",), block.features, {"verl", self.host_mode}
+            )  # verl's trainers are loaded in this process
         with open_dict(config):
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode

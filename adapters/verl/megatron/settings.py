@@ -85,7 +85,7 @@ def _check_block(block: MismatchConfig) -> None:
         _refused,
         ("mismatch.precision", "set", block.precision is not None, "to leave it out",
          "dtypes and loss scale of verl's Megatron engine are set elsewhere"),
-        ("mismatch.monitor.weight_sync", sync, sync != "off", "'off'", "the actor's weights are probed in FSDP2 models alone"),
+        ("mismatch.monitor.weight_sync", sync, sync != "off", "'off'", "the actor's weights are probed in FSDP models alone"),
         ("mismatch.routing.reference", True, routing is not None and routing.reference, "False",
          "verl never replays its reference engine"),
     )  # fmt: skip

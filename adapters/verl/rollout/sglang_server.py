@@ -18,6 +18,7 @@ import numpy as np
 import ray
 import sglang
 import torch
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
 from mismatch_ext.adapters.sglang.answers import decode_routes
 from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
@@ -47,6 +48,8 @@ class MismatchSGLangServer(SGLangHttpServer):
         self._refusals: list[str] = []
         block = active_block()
         self._verdicts = Verdicts("enforce" if block is None else block.level)
+        if block is not None and block.level == "enforce":
+            compat.check(("verl",), block.features, {"verl", "sglang"})
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
             # Sampling and version are placeholders: the records that this makes are only checked, and none is kept.

@@ -31,7 +31,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         config = self.model_runner.vllm_config
         block = active_block()
         if block is not None and block.level == "enforce":
-            compat.check(("vllm",), block.features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
+            compat.check(("vllm", "verl"), block.features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
         return {
             "block": digest(block),
             "records_routing": records_routing(config),

@@ -11,6 +11,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import ray
+from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, read, sampled_with
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
@@ -34,11 +35,13 @@ class MismatchVLLMServer(vLLMHttpServer):
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start vLLM as verl does, and read the masks off what it answers from then on."""
+        block = active_block()
+        if block is not None:
+            compat.check(("verl",), block.features, {"verl", "vllm"})
         # vLLM's outputs are put together in this process.
         apply(*top_logprobs())
         self.mismatch_patches = tuple(described(*top_logprobs()))
         await super().launch_server(*args, **kwargs)
-        block = active_block()
         if self.node_rank == 0 and block is not None and block.sampling_mask is not None:
             self._section: SamplingMaskConfig = block.sampling_mask
             model = self.engine.vllm_config.model_config

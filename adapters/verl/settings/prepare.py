@@ -94,10 +94,10 @@ def _prepare(config: DictConfig) -> None:
 
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
     engine = OmegaConf.select(config, "actor_rollout_ref.rollout.name")
-    actor = OmegaConf.select(config, "actor_rollout_ref.actor.strategy")
+    megatron = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") == "megatron"
     cpu = {"cpu"} if engine == "vllm" and on_cpu_build() else set()
     peers = ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
-    compat.check(peers, block.features, {"verl", engine, actor, *cpu})
+    compat.check(peers, block.features, {"verl", engine, "megatron" if megatron else "fsdp", *cpu})
 
 
 def _observe(config: DictConfig, block: MismatchConfig) -> None:

@@ -1,0 +1,76 @@
+"""verl's names that our classes override: each is claimed, so that a verl without one is refused before the first step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("verl")  # part of `make setup`
+
+import verl
+import verl.trainer.ppo.v1.trainer_base as trainer_base
+from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.verl import seams
+from mismatch_ext.adapters.verl.driver.modes import TRAINERS
+from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
+from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
+from mismatch_ext.adapters.verl.rollout.loops import MaskedLoops
+from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
+from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
+from verl.experimental.separation.engine_workers import DetachActorWorker
+
+from mismatch_ext.errors import SeamError
+
+CLAIMS = [claim for seam in seams.SEAMS for claim in seam.claims]
+CLASSES = (
+    *TRAINERS.values(),
+    *(MismatchDetachWorker, MismatchFSDPEngine, MismatchMegatronEngine),
+    *(VersionedClient, TurnsClient, MaskedLoops),
+)
+ENGINES = ("verl.workers.rollout.vllm_rollout", "verl.workers.rollout.sglang_rollout")
+
+
+def overridden(kind: type) -> Iterator[str]:
+    """Yield the names of verl's that this package's classes among a class's bases define."""
+    ours = [base for base in kind.__mro__ if base.__module__.startswith("mismatch_ext")]
+    theirs = [base for base in kind.__mro__ if base.__module__.startswith("verl.")]
+    for name in {name for base in ours for name in vars(base) if not name.startswith(("__", "_abc"))}:
+        if any(name in vars(base) for base in theirs):
+            yield name
+
+
+@pytest.mark.parametrize("kind", CLASSES, ids=lambda kind: kind.__name__)
+def test_every_name_that_a_class_of_ours_overrides_is_claimed(kind: type) -> None:
+    names = {*overridden(kind)}
+    assert names and names <= {claim.target.rpartition(".")[2] for claim in CLAIMS}
+
+
+@pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.target)
+def test_what_is_claimed_is_in_verl(claim: seams.Claim) -> None:
+    if not claim.target.startswith(ENGINES):
+        assert claim.change(importing=True) is None
+        return
+    module, _, path = claim.target.partition(":")  # it imports an engine
+    source = Path(verl.__path__[0], *module.split(".")[1:]).with_suffix(".py").read_text()
+    kind, name = path.split(".")
+    assert f"class {kind}" in source and f"def {name}(" in source
+
+
+@pytest.mark.parametrize(
+    "name", ["_compute_old_log_prob", "_update_actor", "_load_checkpoint", "_rollout_server_managers"]
+)
+def test_a_verl_without_a_method_that_we_override_is_refused_by_name(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(trainer_base.PPOTrainer, name)
+    with pytest.raises(SeamError, match=f"verl/trainer_modes.*PPOTrainer.{name} is not there"):
+        compat.check(("verl",), ("monitor",), {"verl", "sync"})
+
+
+def test_the_copy_of_weights_is_needed_by_the_mode_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(DetachActorWorker, "copy_handler")
+    compat.check(("verl",), ("monitor",), {"verl", "sync"})
+    with pytest.raises(SeamError, match="verl/separate_async.*copy_handler is not there"):
+        compat.check(("verl",), ("monitor",), {"verl", "separate_async"})
