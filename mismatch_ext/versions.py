@@ -147,6 +147,18 @@ KNOWN_WRONG: tuple[KnownWrong, ...] = (
         reason="verl 0.9.1 cannot start it.",
         remedy="pip install sglang==0.5.12, or roll out with vLLM",
     ),
+    *(
+        KnownWrong(
+            peer="megatron-core",
+            versions=">=0.17",
+            feature=f"routing.{mode}",
+            condition="in verl's replay",
+            reason="with 0.18.0, 7 of 53 tests of record and replay ended in a ReplayError: its layers run in a checkpoint "
+            "function that this release does not know.",
+            remedy="pip install megatron-core==0.16.1, or remove mismatch.routing",
+        )
+        for mode in ("R2", "R3")
+    ),
 )
 
 

@@ -22,7 +22,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
 from mismatch_ext.precision.dtypes import SHORT, spelled
 from mismatch_ext.terminal import say
-from mismatch_ext.versions import PEERS, on_cpu_build
+from mismatch_ext.versions import PEERS, installed, on_cpu_build
 
 QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
 """Values that verl accepts as `rollout.quantization`, by engine."""
@@ -97,6 +97,8 @@ def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
     megatron = OmegaConf.select(config, "actor_rollout_ref.actor.strategy") == "megatron"
     cpu = {"cpu"} if engine == "vllm" and on_cpu_build() else set()
     peers = ["torch", "verl", "transformers", *([engine] if engine in PEERS else [])]
+    if megatron and installed("megatron-core"):  # the workers require it; a head node may have none
+        peers.append("megatron-core")
     compat.check(peers, block.features, {"verl", engine, "megatron" if megatron else "fsdp", *cpu})
 
 

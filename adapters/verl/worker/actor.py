@@ -191,7 +191,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         }
 
     def _versions(self) -> dict[str, str | None]:
-        peers = ("verl", "torch", "transformers")
+        peers = ("verl", "torch", "transformers", *(["megatron-core"] if self._megatron else []))
         with self._verdicts.checking("versions"):
             compat.check(peers, self._block().features, {"verl", "megatron" if self._megatron else "fsdp"})
         return {peer: installed(peer) for peer in peers}

@@ -222,6 +222,17 @@ def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
         prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
 
 
+def test_replay_is_refused_with_a_megatron_core_whose_checkpoints_are_not_known(
+    installed_is: Callable[[str, str], None],
+) -> None:
+    installed_is("megatron-core", "0.18.0")
+    for mode in ("R2", "R3"):
+        with pytest.raises(PeerVersionError, match=rf"megatron-core 0\.18\.0: mismatch\.routing\.{mode} does not work"):
+            prepared_megatron(f"+mismatch.routing.mode={mode}")
+    with pytest.warns(UntestedVersionWarning, match="untested with megatron-core 0.18.0"):
+        prepared_megatron("+mismatch.kl={}")
+
+
 def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> None:
     sglang_is("0.5.18")
     config = prepared(*SGLANG)
