@@ -121,8 +121,11 @@ def check_host(config: DictConfig, block: MismatchConfig) -> None:
         )
     setting = "actor_rollout_ref.actor.checkpoint.async_save"
     stops = [metric for metric, rule in block.monitor.alarms.items() if rule.action == "stop"]
-    if OmegaConf.select(config, setting) and stops:
-        why = f"the alarm {stops[0]!r} stops training with a checkpoint, which verl has only begun to write when the run ends"
+    if OmegaConf.select(config, setting) and stops and block.level == "enforce":  # an observed run is not stopped
+        why = (
+            f"the alarm {stops[0]!r} stops training with a checkpoint, which resume_mode=auto would not find, because verl then "
+            "writes no latest_checkpointed_iteration.txt before the run ends, and which Megatron may not have finished"
+        )
         raise refused(setting, True, "False", why, "Change it, or let the alarm warn (action: warn)")
     if block.monitor.doctor is not None:
         why = "no batch is examined in a run of verl"

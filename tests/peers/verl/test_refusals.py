@@ -179,6 +179,8 @@ def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> 
         prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:stop}}")
     prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:warn}}")
     prepared_megatron("+mismatch.monitor.alarms={k3_kl:{action:stop}}")
+    observed = prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:stop}}", "+mismatch.level=observe")
+    assert observed.mismatch is not None  # an alarm stops nothing there
 
 
 SGLANG = ("actor_rollout_ref.rollout.name=sglang", "+mismatch.routing.mode=R3")
