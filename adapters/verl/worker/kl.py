@@ -35,7 +35,7 @@ def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) ->
     return kl_terms(
         logps,
         _field(fields, "ref_log_prob"),
-        _field(fields, "loss_mask"),
+        _field(fields, "loss_mask").bool(),
         section,
         behavior=sampled_by(fields) if section.ratio != "none" else None,
         coef=1.0,

@@ -84,7 +84,7 @@ def block_baseline(fields: Any, section: KlConfig, groups: Tensor) -> Tensor:
     """
     behavior = sampled_by(fields) if section.ratio != "none" else None
     old, reference, mask = (fields[name] for name in KL_FIELDS)
-    return kl_baseline(old, reference, mask, section, behavior=behavior, groups=groups)
+    return kl_baseline(old, reference, mask.bool(), section, behavior=behavior, groups=groups)
 
 
 def _blocks(groups: Sequence[Group]) -> Iterator[list[Group]]:
