@@ -222,6 +222,8 @@ def test_a_version_that_nobody_has_run_is_prepared_for_with_one_warning(
     assert len(told) == 1
     with pytest.raises(PeerVersionError, match="weight_sync='off' with vllm 0.99.0"):
         prepared(*blocks, "+mismatch.monitor.weight_sync='off'")
+    with pytest.raises(PeerVersionError, match="trainer's weights. Install what was run"):
+        prepared_megatron()  # there it is off in any case
 
 
 def test_replay_is_refused_with_a_megatron_core_whose_checkpoints_are_not_known(

@@ -12,7 +12,7 @@ pytest.importorskip("verl")  # part of `make setup`
 import verl
 import verl.trainer.ppo.v1.trainer_base as trainer_base
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl import seams
+from mismatch_ext.adapters.verl import plugin, seams
 from mismatch_ext.adapters.verl.driver.modes import TRAINERS
 from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
 from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
@@ -22,6 +22,8 @@ from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
 from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from mismatch_ext.errors import SeamError
+
+plugin.unload()  # importing the adapter has loaded it
 
 CLAIMS = [claim for seam in seams.SEAMS for claim in seam.claims]
 CLASSES = (
