@@ -35,7 +35,7 @@ def load() -> None:
     """Patch verl in this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
 
     Raises:
-        MismatchError: This verl is outside of the range that was tested, or differs from what was tested.
+        MismatchError: This verl is too old, or a function that is patched differs from the one that was run.
         SystemExit: The same, in a driver whose command line asks for a block.
     """
     try:

@@ -27,7 +27,9 @@ def _make(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def _probe(original: Callable[..., Tensor]) -> str | None:
     """Say what it returns instead of the log-probabilities of two tokens, or return None."""
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    from verl.utils.device import get_device_name  # patches are declared without their peers
+
+    device = get_device_name()
     logits, labels = (
         torch.tensor([[0.3, -1.0, 2.0], [0.5, 0.1, 0.0]], device=device),
         torch.tensor([2, 0], device=device),

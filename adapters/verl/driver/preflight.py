@@ -88,7 +88,7 @@ class PreflightMixin(_Host):
 
     def _prepare_weights(self) -> None:
         """Prepare to verify weight updates, going on from the loaded checkpoint; do nothing where they are not verified."""
-        if self._block.monitor.weight_sync == "off" or self._unverified is not None:
+        if self._block.monitor.weight_sync == "off" or self._unverified is not None or self._unchecked:
             return
         self._weights = RolloutWeights(
             self.actor_rollout_wg,
@@ -152,6 +152,9 @@ class PreflightMixin(_Host):
             self._event("warning", "bypass", message)
         if self._unverified is not None:
             self._event("warning", "weights_unverified", self._unverified)
+        if self._unchecked:
+            say(f"mismatch-ext: the processes could not be checked; what is measured is written to {self._log.run_dir}")
+            return
         if (bias := self._scored_sampling.ratio_bias(renormalised=self._checked.engine.renormalises)) is not None:
             self._event("warning", "sampling", bias)
         self._log.announce()
@@ -181,9 +184,13 @@ class PreflightMixin(_Host):
         found = self._sampling()
         return found if self._block.acting.sampling_mask is None else found.without_truncation()
 
+    @property
+    def _unchecked(self) -> bool:
+        """Whether the processes could not be checked, a finding under `observe`; all else is still measured and written."""
+        return self._verdicts.observes and not hasattr(self, "_checked")
+
     def _info(self) -> dict[str, Any]:
-        if self._verdicts.observes and not hasattr(self, "_checked"):
-            # The processes could not be checked, which is a finding; everything else is still measured and written.
+        if self._unchecked:
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
         # verl's own class, with which this mixin is combined.
         host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))

@@ -135,7 +135,7 @@ def check_reports(
     return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited, patches=patches)
 
 
-def merged(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
+def of_ranks(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the ranks' measurements under the names that are logged; all ranks answer the same, so the first one's are taken."""
     return {name if name.startswith(PREFIX) else PREFIX + name: value for name, value in answers[0].items()}
 

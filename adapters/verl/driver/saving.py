@@ -29,9 +29,6 @@ else:
     _Host = object
 
 
-"""An event of the step that is resumed: level, name, message, data."""
-
-
 class SavingMixin(_Host):
     """Overrides the methods of verl's trainer that save and load; the workers' part is in `worker/state.py`."""
 

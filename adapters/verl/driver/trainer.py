@@ -24,7 +24,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
 from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
-from mismatch_ext.adapters.verl.driver.reports import merged, under_our_names
+from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
@@ -226,14 +226,14 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
             self._waiting.append(self._statistics(self._block.lr.trigger))
             if self._first_update:  # the rule counts steps: batches of later local updates lead the next step's rate
                 *earlier, latest = self._waiting
-                metrics.update(merged(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
+                metrics.update(of_ranks(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
                 self._waiting = []
         self._measured = None
         self._carry_coefficient(batch)
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
         if self._last_update:
-            metrics.update(merged(self.actor_rollout_wg.mismatch_metrics()))
+            metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 
     # The end of a step, and of the run.

@@ -40,7 +40,7 @@ def prepare(config: DictConfig) -> dict[str, Any]:
     Raises:
         ConfigError: The block is malformed, or this configuration of verl cannot do what the block asks; the message names the
             setting, its value, what is allowed and what to do.
-        PeerVersionError: verl or vLLM is outside of the tested range.
+        PeerVersionError: A peer is missing, too old, or known to be wrong for the block.
     """
     if not _is_prepared(config):
         _prepare(config)

@@ -21,7 +21,7 @@ from mismatch_ext.gap import gap_sums
 from mismatch_ext.sums import Sums
 
 ASKED = "mismatch_measure"
-"""Entry of a batch that asks for its measurement in the pass that scores it, with `RunRecorder.part`."""
+"""Entry of a batch that asks for its measurement in the pass that scores it, with `RunLog.part`."""
 CPU = torch.device("cpu")
 ROLLOUT, MASK = "rollout_log_probs", "response_mask"
 

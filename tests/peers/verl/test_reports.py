@@ -12,6 +12,7 @@ import ray
 from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.driver import servers, weights
+from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import (
     LOSS,
     SURPLUS_MASS,
@@ -24,6 +25,7 @@ from mismatch_ext.adapters.verl.driver.reports import (
 
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
@@ -380,3 +382,13 @@ def test_observed_processes_that_are_not_as_they_must_be_are_named_and_the_run_g
     checked_run = check_reports(*parsed(found), verdicts)
     assert check in {finding.check for finding in verdicts.kept}, verdicts.kept
     assert checked_run.engine.engine == "vllm" and checked_run.trainer.device
+
+
+def test_an_observed_run_that_could_not_be_checked_says_where_it_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+    started: Any = type("Started", (PreflightMixin,), {"_unverified": None, "_scored_sampling": SamplingSettings()})()
+    started._block, started._verdicts, started.global_steps = MismatchConfig(level="observe"), Verdicts("observe"), 0
+    started._bypasses, started._readiness_of_ranks = bool, list
+    started._log = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
+    started._prepare_weights()
+    started._announce()
+    assert started._weights is None and "written to runs/one" in capsys.readouterr().out

@@ -22,6 +22,7 @@ from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
 from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from mismatch_ext.errors import SeamError
+from mismatch_ext.seams import Claim
 
 plugin.unload()  # importing the adapter has loaded it
 
@@ -50,7 +51,7 @@ def test_every_name_that_a_class_of_ours_overrides_is_claimed(kind: type) -> Non
 
 
 @pytest.mark.parametrize("claim", CLAIMS, ids=lambda claim: claim.target)
-def test_what_is_claimed_is_in_verl(claim: seams.Claim) -> None:
+def test_what_is_claimed_is_in_verl(claim: Claim) -> None:
     if not claim.target.startswith(ENGINES):
         assert claim.change(importing=True) is None
         return
