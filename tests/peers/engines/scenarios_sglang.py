@@ -6,6 +6,7 @@ Models are random and tiny. In float32, engine and transformers must agree on ev
 from __future__ import annotations
 
 import copy
+import json
 import os
 import signal
 import socket
@@ -13,7 +14,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -323,14 +323,16 @@ def half_done(rollouts: Rollouts, broken: tuple[str, Tensor], dtype: str) -> dic
 
 def paused(rollouts: Rollouts) -> dict[str, Any]:
     """Update weights while another client generates: its request is aborted, and a later one is served afterwards."""
+    import requests
+
     engine = rollouts.engine
     assert isinstance(engine, HttpTransport)
-    long = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True)
-    with ThreadPoolExecutor(1) as other:
-        answer = other.submit(HttpTransport(engine.http.url).generate, long)
-        time.sleep(1.0)  # 450 tokens take several seconds
+    body = generate_request([3, 4, 5], PLAIN, max_new_tokens=450, ignore_eos=True) | {"stream": True}
+    with requests.post(f"{engine.http.url}/generate", json=body, stream=True, timeout=60) as answer:
+        lines = (line for line in answer.iter_lines(chunk_size=1 << 20) if line.startswith(b"data: {"))
+        next(lines)  # its first tokens are there, so that it runs
         update_weights(engine, checkpoint_parameters(rollouts.model), dtype="float32", weight_version="paused")
-        last = answer.result()[0]["meta_info"]
+        last = json.loads([*lines][-1][6:])["meta_info"]
     [after] = engine.generate(generate_request([[3, 4, 5]], PLAIN, max_new_tokens=4))
     return {
         "reason": last["finish_reason"]["type"],
