@@ -14,7 +14,6 @@ import verl.trainer.ppo.v1.trainer_base as trainer_base
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import plugin, seams
 from mismatch_ext.adapters.verl.driver.modes import TRAINERS
-from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
 from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
 from mismatch_ext.adapters.verl.rollout.loops import MaskedLoops
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
@@ -29,10 +28,14 @@ plugin.unload()  # importing the adapter has loaded it
 CLAIMS = [claim for seam in seams.SEAMS for claim in seam.claims]
 CLASSES = (
     *TRAINERS.values(),
-    *(MismatchDetachWorker, MismatchFSDPEngine, MismatchMegatronEngine),
+    *(MismatchDetachWorker, MismatchFSDPEngine),  # Megatron's is left out of processes that run on a CPU
     *(VersionedClient, TurnsClient, MaskedLoops),
 )
-ENGINES = ("verl.workers.rollout.vllm_rollout", "verl.workers.rollout.sglang_rollout")
+ENGINES = (
+    "verl.workers.rollout.vllm_rollout",
+    "verl.workers.rollout.sglang_rollout",
+    "verl.workers.engine.megatron",
+)
 
 
 def overridden(kind: type) -> Iterator[str]:
