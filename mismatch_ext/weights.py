@@ -515,7 +515,7 @@ class WeightVerifier:
         if self.decoded and not callable(getattr(rollout, "decode", None)):
             raise ConfigError(
                 f"mismatch.monitor.weight_sync={monitor.weight_sync!r}: {type(rollout).__name__} cannot be asked to decode; give "
-                "it the method `decode` of mismatch_ext.run.RolloutSide, or set weight_sync to 'off'."
+                "it the method `decode` of mismatch_ext.sides.RolloutSide, or set weight_sync to 'off'."
             )
 
     @property
