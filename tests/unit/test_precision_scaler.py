@@ -372,7 +372,7 @@ def test_a_step_without_gradients_and_a_closure_are_refused() -> None:
 
 
 RANK = """
-import sys
+import os, sys
 import torch
 import torch.distributed as dist
 from mismatch_ext.precision.scaler import LossScaler
@@ -393,7 +393,9 @@ for scaler in (LossScaler("cpu", init_scale=8.0), torch.amp.GradScaler("cpu", in
         scaler.step(optimizer)
         scaler.update()
         seen.append((scaler.get_scale(), parameter[0].item()))
-    print(seen)
+    print(seen, flush=True)
+dist.barrier()
+os._exit(0)  # gloo's threads can abort an interpreter that shuts down in order
 """
 
 
