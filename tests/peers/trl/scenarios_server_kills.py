@@ -92,10 +92,10 @@ def plant(
     elif where == "update":
         post = http.post
 
-        def post_and_die(path: str, body: Any = None) -> Any:
+        def post_and_die(path: str, *args: Any, **kwargs: Any) -> Any:
             if path == "/start_weight_update" and death.due():
                 die()
-            return post(path, body)
+            return post(path, *args, **kwargs)
 
         http.post = post_and_die
     else:
