@@ -6,7 +6,7 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from mismatch_ext.cli import REPORT, Command, folder, run_command
+from mismatch_ext.cli import DEMO, REPORT, Command, folder, run_command
 from mismatch_ext.errors import ConfigError, suggestion
 from mismatch_ext.terminal import say
 
@@ -70,6 +70,7 @@ def _doctor(arguments: argparse.Namespace) -> int:
 
 
 COMMANDS = (
+    DEMO,
     REPORT,
     Command(
         name="doctor",

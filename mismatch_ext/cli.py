@@ -1,4 +1,4 @@
-"""The `mismatch-ext` command, with the subcommand that needs no peer (`report`); `adapters/cli.py` adds the others."""
+"""The `mismatch-ext` command, with the subcommands that need no peer (`demo`, `report`); `adapters/cli.py` adds the others."""
 
 from __future__ import annotations
 
@@ -73,13 +73,38 @@ def _report(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def _configure_demo(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--out",
+        metavar="DIR",
+        type=folder,
+        default=Path("runs/demo-miniature"),
+        help="folder to write (default: %(default)s)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of the policy and of what is sampled (default: 0)")
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    """Show the gap of a miniature policy, one planted fault and what the doctor says of it."""
+    from mismatch_ext.demo import run
+
+    run(arguments.out, arguments.seed)
+    return 0
+
+
+DEMO = Command(
+    name="demo",
+    help="Show a gap, its cause and the remedy on a miniature policy: a minute, no GPU, no model.",
+    configure=_configure_demo,
+    run=_demo,
+)
 ABOUT_REPORT = "Render a run directory as one self-contained HTML file."
 REPORT = Command(name="report", help=ABOUT_REPORT, configure=_configure_report, run=_report)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the subcommands that need no peer."""
-    return run_command([REPORT], argv)
+    return run_command([DEMO, REPORT], argv)
 
 
 if __name__ == "__main__":

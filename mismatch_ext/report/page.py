@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -9,7 +10,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+import jinja2
+
+from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import PREFIX
@@ -65,7 +68,7 @@ def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
 
     Raises:
         RunDirectoryError: There is no run at the path, or the file cannot be written.
-        PeerVersionError: plotly or jinja2 is not installed.
+        PeerVersionError: plotly is not installed.
     """
     return build(run_dir, out).path
 
@@ -101,7 +104,7 @@ def build_why(directory: str | Path) -> Path:
 
     Raises:
         RunDirectoryError: The file cannot be written, or doctor.json cannot be read.
-        PeerVersionError: jinja2 is not installed, or plotly, which a run's report needs.
+        PeerVersionError: plotly is not installed, which a run's report needs.
     """
     folder = Path(directory)
     if (folder / METRICS_FILE).is_file():
@@ -116,6 +119,32 @@ def build_why(directory: str | Path) -> Path:
     return path
 
 
+def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:
+    """Render what the demo showed, without plotly.
+
+    Args:
+        folder: Folder that holds its `doctor.json`.
+        about: What was measured.
+        bars: Mean |Δlogp| by what it was measured of, nats per token.
+        command: The command that measures the same of one's own model.
+
+    Returns:
+        Path of the HTML file.
+    """
+    low, high = (math.floor(math.log10(min(bars.values()))), math.ceil(math.log10(max(bars.values()))))
+    page = _template("demo.html.j2").render(
+        about=about,
+        command=command,
+        bars=[(name, quantity(value), (math.log10(value) - low) / (high - low)) for name, value in bars.items()],
+        decades=[(f"1e{power}", (power - low) / (high - low)) for power in range(low, high + 1)],
+        why=read_why(folder)[0],
+        **_made(),
+    )
+    path = folder / REPORT_FILE
+    _write(path, page)
+    return path
+
+
 def _made() -> dict[str, str]:
     return {
         "generated": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
@@ -124,12 +153,6 @@ def _made() -> dict[str, str]:
 
 
 def _template(name: str) -> Any:
-    try:
-        import jinja2
-    except ImportError as error:
-        raise PeerVersionError(
-            "the report needs jinja2, which is not installed; run `pip install mismatch-ext[report]`."
-        ) from error
     folder = resources.files("mismatch_ext.report")
     environment = jinja2.Environment(
         loader=jinja2.FunctionLoader(lambda part: folder.joinpath(part).read_text(encoding="utf-8")),
