@@ -58,18 +58,25 @@ def folder(text: str) -> Path:
 
 
 def _configure_report(parser: argparse.ArgumentParser) -> None:
-    about = "folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side"
-    parser.add_argument("run_dir", metavar="RUN_DIR", type=folder, help=about)
-    parser.add_argument("--out", metavar="FILE", type=folder, help="file to write (default: RUN_DIR/report.html)")
+    about = (
+        "folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side; or a log without this "
+        "package: trainer_state.json, verl's jsonl, a folder of TensorBoard's event files"
+    )
+    parser.add_argument("path", metavar="PATH", type=folder, help=about)
+    parser.add_argument(
+        "--out", metavar="FILE", type=folder, help="file to write (default: report.html in that folder)"
+    )
 
 
 def _report(arguments: argparse.Namespace) -> int:
-    """Render the report and print its path and its verdict."""
+    """Render the report and print its path, its verdict and what of the logs could not be used."""
     from mismatch_ext.report import build
 
-    built = build(arguments.run_dir, arguments.out)
+    built = build(arguments.path, arguments.out)
     say(str(built.path), keep="")
     say(built.verdict, keep="")
+    for problem in built.problems:
+        say(problem, keep="")
     return 0
 
 

@@ -49,19 +49,20 @@ STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "ope
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A rendered report: where it is, its verdict and its numbers."""
+    """A rendered report: where it is, its verdict, its numbers, and what of the logs could not be used."""
 
     path: Path
     verdict: str
     summary: Summary
+    problems: tuple[str, ...]
 
 
 def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
     """Render the report of a run directory, or of a folder of run directories side by side.
 
     Args:
-        run_dir: Folder that holds `metrics.jsonl`, or whose direct sub-folders do.
-        out: File to write; default is `report.html` in `run_dir`.
+        run_dir: Folder that holds `metrics.jsonl`, or whose direct sub-folders do; or a log that TRL or verl wrote.
+        out: File to write; default is `report.html` in that folder.
 
     Returns:
         Path of the HTML file, which loads nothing from the network.
@@ -88,9 +89,11 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
         why=why,
         **_context(runs, summary, unread),
     )
-    path = Path(run_dir) / REPORT_FILE if out is None else Path(out)
+    folder = Path(run_dir) if Path(run_dir).is_dir() else Path(run_dir).parent
+    path = folder / REPORT_FILE if out is None else Path(out)
     _write(path, page)
-    return Report(path=path, verdict=sentence, summary=summary)
+    problems = tuple(problem for run in runs.values() for problem in run.problems)
+    return Report(path=path, verdict=sentence, summary=summary, problems=problems)
 
 
 def build_why(directory: str | Path) -> Path:

@@ -17,6 +17,8 @@ import numpy as np
 
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.drift import SOURCES
+from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.host_logs import host_log
 from mismatch_ext.log_reading import RunData, find_runs, read_run
 from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
@@ -83,14 +85,20 @@ class Summary:
 
 
 def load_runs(directory: str | Path) -> dict[str, RunData]:
-    """Read every run at a path, keyed by the name the report shows.
+    """Read every run at a path, keyed by the name the report shows; if there is none, the log of TRL or verl that is there.
 
     The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
 
     Raises:
-        RunDirectoryError: The path holds no run.
+        RunDirectoryError: The path holds neither.
     """
-    data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
+    try:
+        data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
+    except RunDirectoryError:
+        log = host_log(Path(directory))
+        if log is None:
+            raise
+        data = {log.path.resolve().name: log}
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
     taken = list(names.values())
     labels = {f: n if taken.count(n) == 1 else f for f, n in names.items()}

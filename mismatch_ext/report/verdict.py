@@ -15,6 +15,7 @@ in a mixture-of-experts router.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -98,9 +99,12 @@ class RunVerdict:
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
-    """Return same, small, elevated or large for a mean |Δlogp| and a k3; unknown without the former."""
+    """Return same, small, elevated or large for a mean |Δlogp| and a k3; unknown without either."""
     if abs_diff_mean is None:
-        return UNKNOWN
+        if k3 is None:
+            return UNKNOWN
+        # Stock verl logs k3 alone. Normal differences of this size have the k3 at most.
+        abs_diff_mean = (max(k3, 0.0) * 4 / math.pi) ** 0.5
     if abs_diff_mean <= SAME_ABS_DIFF:
         return SAME
     kl = k3 or 0.0
@@ -113,7 +117,9 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
     """Judge one run by its worst split; if rollouts may be stale, the train split is judged only by its numerics."""
     known = parts(run)
     rows = [row if known is None or row.split != "train" else _of_numerics(row, known) for row in summary.rows]
-    rows = [row for row in rows if row.run == name and row.values.get(ABS_DIFF_MEAN) is not None]
+    rows = [
+        row for row in rows if row.run == name and any(row.values.get(x) is not None for x in (ABS_DIFF_MEAN, "k3_kl"))
+    ]
     main = next((row for row in rows if row.split == "train"), rows[0] if rows else None)
     worst = max(rows, key=_severity, default=None)
     return RunVerdict(
@@ -242,7 +248,7 @@ def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
     if v.parts is not None and v.parts.numerics is None and v.parts.total is not None:
         return f"{v.run} ({unit}{quantity(v.parts.total, 2)} of both)"
     if v.mean is None:
-        return v.run
+        return v.run if v.k3 is None else f"{v.run} (k3 {quantity(v.k3, 2)})"
     text = f"{unit}{quantity(v.mean, 2)}"
     if v.parts is not None and v.split == "train":
         text += f" of numerics, {quantity(v.parts.total, 2)} with the drift of stale rollouts"
