@@ -69,6 +69,21 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _configure_trl(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("script", choices=["grpo"], help="TRL's script to run")
+    parser.add_argument(
+        "rest", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="its arguments, for example --config FILE"
+    )
+
+
+def _trl(arguments: argparse.Namespace) -> int:
+    """Run TRL's script with our trainer."""
+    from mismatch_ext.adapters.trl.grpo import main as grpo
+
+    grpo(arguments.rest)
+    return 0
+
+
 COMMANDS = (
     DEMO,
     REPORT,
@@ -83,6 +98,12 @@ COMMANDS = (
         help="Scan a checkpoint's weights and activations for what does not fit a dtype.",
         configure=_configure_readiness,
         run=_readiness,
+    ),
+    Command(
+        name="trl",
+        help="Run TRL's own grpo script with a mismatch block in its YAML file.",
+        configure=_configure_trl,
+        run=_trl,
     ),
     Command(
         name="compat",
