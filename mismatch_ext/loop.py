@@ -34,14 +34,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext import sums
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks, resolve
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
-from mismatch_ext.lr import RateControl, gap_statistics, length_statistics
+from mismatch_ext.lr import LrControl, gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
@@ -55,6 +54,7 @@ from mismatch_ext.routing import align
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
+from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
 
@@ -123,10 +123,9 @@ class Run:
                 verdicts=self._verdicts,
                 tell=lambda message: warnings.warn(message, stacklevel=5),
             )
-        kl, lr = self.block.kl, self.block.lr
+        kl = self.block.kl
         self._kl = None if kl is None else KlTerm(kl, kl.coef or 0.0)
-        self._rate = None if lr is None else RateControl(lr)
-        self._detached_rate: dict[str, Any] | None = None  # the state of a control that has ended
+        self._rate: LrControl | None = None
         self._replay: RouteReplay | None = None
         self._verifier: WeightVerifier | None = None
         self._loss_parts: list[float] = []
@@ -176,7 +175,7 @@ class Run:
                 readiness = check_readiness(self.trainer.named_parameters(), self.block.precision)
             self._begin_replay()
             self._log.sampled_with(self.rollout.sampling)
-            self._attach_rate(0 if state is None else state["run"]["step"])
+            self._control_rate(0 if state is None else state["run"]["step"])
         self._begin_verifying(dtype, resumed=state is not None)
         with self._together():
             if state is not None:
@@ -420,14 +419,14 @@ class Run:
                     )
                 kl_of_part = kl_sums(old, reference, mask)
         if self._kl is not None:
-            kl_of_batch = sums.over_ranks(kl_of_part, self.ranks)
+            kl_of_batch = over_ranks(kl_of_part, self.ranks)
             for name, value in self._kl.add(kl_of_batch).items():
                 self._pending.note(PREFIX + name, value, float(kl_of_batch["kl_tokens"]))
         if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau"):
             if not measured:  # tokens that were refused lead nothing, and other ranks wait for this one's sums
                 gap = (torch.zeros_like(gap[0]), torch.zeros_like(gap[1]), torch.zeros_like(mask))
-            tokens, statistics = gap_statistics(*gap, reduce=None if self.ranks.size == 1 else self._sum)
-            self._rate.collect(tokens, **statistics)
+            sums = over_ranks(leading_sums(*gap), self.ranks)
+            self._rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
@@ -534,30 +533,29 @@ class Run:
         if scaler is not None:
             scaler.unscale_(optimizer)
         norm = _grad_norm(optimizer, max_norm)
-        if rate is not None:
-            if rate.config.trigger == "grad_norm":
-                rate.collect(1.0, grad_norm=norm)
-            rate.before_step()
-        if scaler is None:
-            optimizer.step()
-        else:
-            overflows = scaler.overflow_steps
-            scaler.step(optimizer)
-            scaler.update()
-            taken = scaler.overflow_steps == overflows
-        applied = float(optimizer.param_groups[0]["lr"]) if rate is None else rate.rate
-        if rate is not None:
-            rate.after_step()
+        if rate is not None and rate.config.trigger == "grad_norm":
+            rate.collect({"grad_norm": norm})
+        with nullcontext() if rate is None else rate.applied():
+            if scaler is None:
+                optimizer.step()
+            else:
+                overflows = scaler.overflow_steps
+                scaler.step(optimizer)
+                scaler.update()
+                taken = scaler.overflow_steps == overflows
+        applied = float(optimizer.param_groups[0]["lr"]) * (1.0 if rate is None else rate.last_multiplier)
         if self.trainer.scheduler is not None and taken:
             self.trainer.scheduler.step()
         optimizer.zero_grad()
         return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
 
-    def _attach_rate(self, step: int) -> None:
+    def _control_rate(self, step: int) -> None:
         """Begin to control the rate; the schedule may have moved already before the run's first step."""
         if self._rate is not None:
+            self._rate.close()
+        if self.block.lr is not None:
             joining = step or int(getattr(self.trainer.scheduler, "last_epoch", 0) or 0)
-            self._rate.attach(self.trainer.optimizer, self.trainer.scheduler, warmup=0, step=joining)
+            self._rate = LrControl(self.block.lr, self.trainer.optimizer, step=joining)
 
     def _measure_lengths(self, batch: Batch) -> None:
         """Note a batch's lengths over all ranks, which give all of them one multiplier."""
@@ -566,18 +564,15 @@ class Run:
             if self.ranks.size > 1:
                 known = all(self.ranks.gather(known))
             cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-            lengths = length_statistics(batch.lengths, cut, reduce=self._sum)
+            lengths = length_statistics(over_ranks(length_sums(batch.lengths, cut), self.ranks))
             if self._rate is not None and self._rate.config.trigger == "response_length":
-                self._rate.collect(1.0, **lengths.to_dict())
-            for name, value in (
-                (self.names.length, lengths.response_length),
-                ("truncated_fraction", lengths.truncated_fraction),
+                self._rate.collect(lengths)
+            for name, logged_as in (
+                ("response_length", self.names.length),
+                ("truncated_fraction", "truncated_fraction"),
             ):
-                if value is not None:
-                    self._pending.note(name, value, lengths.responses)
-
-    def _sum(self, values: Tensor, reduction: str) -> Tensor:
-        return self.ranks.sum(values)
+                if name in lengths:
+                    self._pending.note(logged_as, lengths[name], lengths["responses"])
 
     # Weights.
 
@@ -691,7 +686,7 @@ class Run:
         }
         state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
         if self._rate is not None:
-            state["lr"] = self._rate.state_dict() if self._rate.attached else self._detached_rate
+            state["lr"] = self._rate.state_dict()
         return state
 
     def save(self, folder: str | Path) -> Path:
@@ -726,7 +721,7 @@ class Run:
                 part.load_state_dict(state[name])
         if self._rate is not None:
             if state.get("lr") is None:
-                self._attach_rate(self.steps)
+                self._control_rate(self.steps)
             self._rate.load_state_dict(state.get("lr"))
         self._stepped = True  # by the run that saved it
         self.rollout.weight_version = max(self.rollout.weight_version, int(state.get("weight_version") or 0))
@@ -760,9 +755,8 @@ class Run:
             self._end_after(error)
 
     def _end(self, status: str, message: str) -> None:
-        if self._rate is not None and self._rate.attached:
-            self._detached_rate = self._rate.state_dict()
-            self._rate.detach()
+        if self._rate is not None:
+            self._rate.close()
         self._log.end(status, message)
 
     def _end_after(self, error: BaseException) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from accelerate import Accelerator
 from torch import nn
 
-from mismatch_ext.lr.control import innermost
+from mismatch_ext.lr import innermost
 from mismatch_ext.precision.audit import TrainerReading
 
 HALVES = {"fp16": "float16", "bf16": "bfloat16"}

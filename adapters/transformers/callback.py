@@ -15,14 +15,15 @@ from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback, check_optimizer
-from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import ExportableState
 
 from mismatch_ext.alarms import AlarmState, rules_of
 from mismatch_ext.checkpoint import changed_settings
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, run_info, section_lines
+from mismatch_ext.lr import LrControl
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.states import to_json
 from mismatch_ext.terminal import say
@@ -32,7 +33,6 @@ from mismatch_ext.versions import installed
 logger = logging.getLogger(__name__)
 
 NEEDS_A_TRAINER = ("precision", "correction", "kl", "routing", "sampling_mask")
-OWN_RATE = (SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class MismatchCallback(TrainerCallback, ExportableState):
@@ -41,8 +41,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
         trainer = GRPOTrainer(..., callbacks=[MismatchCallback({"lr": {}, "monitor": {}})])
 
     It sees only what the trainer logs, after each step. So a surge of response lengths counts from the next step on. Its state
-    is saved in the trainer's checkpoints, and resumed from them. W&B and TensorBoard are called before it: they get the applied
-    rate as `learning_rate`. The multiplier is in the trainer's history and in `metrics.jsonl`.
+    is saved in the trainer's checkpoints, and resumed from them. The applied rate and the multiplier are in the trainer's history
+    and in `metrics.jsonl`. W&B and TensorBoard are called before this callback: they get the schedule's own `learning_rate`.
 
     Args:
         mismatch: The block as a mapping, a JSON or YAML string, or the path of a JSON or YAML file.
@@ -115,7 +115,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
         """Check what can be done with this trainer, resume, and say what is active.
 
         Raises:
-            ConfigError: The callback could not see what it needs, or the trainer would not log the rate that was applied.
+            ConfigError: The callback could not see what it needs.
         """
         self._verdicts.at(lambda: state.global_step)
         with self._verdicts.checking("settings"):
@@ -193,8 +193,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             return
         if getattr(args, "deepspeed_plugin", None) is not None:
             raise ConfigError(
-                "mismatch.lr with MismatchCallback and DeepSpeed: DeepSpeed steps inside of the backward pass, before a callback "
-                "is asked; use MismatchGRPOTrainer, DDP or FSDP2."
+                "mismatch.lr with MismatchCallback and DeepSpeed, which nobody has run. Use MismatchGRPOTrainer, DDP or FSDP2."
             )
         check_optimizer(args)
         strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
@@ -205,25 +204,6 @@ class MismatchCallback(TrainerCallback, ExportableState):
                 f"{strategy!r}, logging_steps={logging_steps}{kept}; set logging_steps=1, give mismatch.lr.period, or use "
                 "MismatchGRPOTrainer."
             )
-        if args.lr_scheduler_type in OWN_RATE:
-            raise ConfigError(
-                f"mismatch.lr with MismatchCallback and lr_scheduler_type={getattr(args.lr_scheduler_type, 'value', '')!r}: "
-                "transformers would log the rate without control. Use another schedule, or MismatchGRPOTrainer."
-            )
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Let what was logged since the last step decide the rate of this one."""
-        if self._lr is not None:
-            self._lr.on_pre_optimizer_step(args, state, control)
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note the multiplier that was applied."""
-        if self._lr is not None:
-            self._lr.on_optimizer_step(args, state, control)
 
     def on_log(
         self,
@@ -248,31 +228,31 @@ class MismatchCallback(TrainerCallback, ExportableState):
 
     def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Log the rate that was applied, and let what was logged decide the next rate."""
-        if self._lr is None or not self._lr.rate.attached:
+        if self._lr is None or self._lr.rate is None:
             return
-        applied = {PREFIX + name: value for name, value in self._lr.rate.metrics().items()}
+        applied = {PREFIX + name: value for name, value in self._lr.metrics().items()}
+        if "learning_rate" in logs:
+            applied["learning_rate"] = logs["learning_rate"] * self._lr.applied
         logs |= applied
         if state.log_history:
             state.log_history[-1] |= applied
-        self._steer(logs)
+        if self._lr.config.watches:
+            self._steer(self._lr.config.trigger, self._lr.rate, logs)
 
-    def _steer(self, logs: Mapping[str, Any]) -> None:
-        assert self._lr is not None
-        if not self._lr.config.watches:
-            return
-        key = LENGTH if self._lr.config.trigger == "response_length" else "grad_norm"
+    def _steer(self, trigger: Trigger, rate: LrControl, logs: Mapping[str, Any]) -> None:
+        key = LENGTH if trigger == "response_length" else "grad_norm"
         if logs.get(key) is None:
             if self._logged:
                 return  # several optimizer steps on one generation: TRL logs lengths with the first
             raise ConfigError(
-                f"mismatch.lr.trigger={self._lr.config.trigger!r}: the trainer's log has no {key!r}, only "
+                f"mismatch.lr.trigger={trigger!r}: the trainer's log has no {key!r}, only "
                 f"{', '.join(sorted(logs))}; give mismatch.lr.period, or use a trainer that logs it."
             )
         self._logged = True
         if key == "grad_norm":
-            self._lr.rate.collect(grad_norm=float(logs[key]))
+            rate.collect({"grad_norm": float(logs[key])})
         else:
-            self._lr.rate.collect(response_length=logs[LENGTH], truncated_fraction=logs.get(TRUNCATED))
+            rate.collect({"response_length": logs[LENGTH], "truncated_fraction": logs.get(TRUNCATED)})
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note that a checkpoint was saved."""

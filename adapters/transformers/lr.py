@@ -1,38 +1,40 @@
-"""Learning-rate control in any transformers Trainer: a callback that multiplies its optimizer's rate."""
+"""Learning-rate control in any transformers Trainer: a callback that multiplies the rate while its optimizer steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import functools
+from collections.abc import Mapping
 from typing import Any
 
+from accelerate.utils.deepspeed import DeepSpeedOptimizerWrapper
 from transformers import SchedulerType, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.lr import RateControl
-from mismatch_ext.lr.control import innermost
+from mismatch_ext.lr import LrControl, innermost, warn_of_short_training
 from mismatch_ext.names import TRL
 
 LENGTH, TRUNCATED = TRL.length, "completions/clipped_ratio"
 """Names under which TRL's trainers log the lengths of their rollouts."""
-KEPT_IN = "`lr` in mismatch.json, or in trainer_state.json under MismatchCallback"
 WITHOUT_WARMUP = (SchedulerType.CONSTANT, SchedulerType.REDUCE_ON_PLATEAU, SchedulerType.GREEDY)
 
 
 class LrCallback(TrainerCallback):
-    """Attaches the rate's control when training begins, and takes it off when it ends; other code collects its statistics.
+    """Puts the control on the trainer's optimizer when training begins, and takes it off when it ends.
 
     Args:
         config: The `lr` section.
 
     Attributes:
-        rate: The control of the rate.
+        rate: The control, to which other code gives statistics; None outside a training.
     """
 
     def __init__(self, config: LrConfig) -> None:
         self.config = config
-        self.rate = RateControl(config, kept_in=KEPT_IN)
+        self.rate: LrControl | None = None
         self._saved: Mapping[str, Any] | None = None
+        self._stepped: Any = None
+        self._stock_step: Any = None
 
     def resume(self, saved: Mapping[str, Any] | None) -> None:
         """Set what `saved_state` returned, from which the control goes on when training begins; None begins anew."""
@@ -40,7 +42,16 @@ class LrCallback(TrainerCallback):
 
     def saved_state(self) -> dict[str, Any] | None:
         """Return the control's state for a checkpoint; None if no training has begun."""
-        return self.rate.state_dict() if self.rate.attached else None
+        return None if self.rate is None else self.rate.state_dict()
+
+    def metrics(self) -> dict[str, float]:
+        """Return the values to log of the last step."""
+        return {} if self.rate is None else self.rate.metrics()
+
+    @property
+    def applied(self) -> float:
+        """Multiplier of the last step; 1 outside a training."""
+        return 1.0 if self.rate is None else self.rate.last_multiplier
 
     def on_train_begin(
         self,
@@ -51,107 +62,48 @@ class LrCallback(TrainerCallback):
         lr_scheduler: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Put the control on the trainer's optimizer.
-
-        Raises:
-            ConfigError: Steps of the optimizer cannot be counted.
-            RecordError: The state in the checkpoint belongs to another rule or trigger, or is damaged.
-        """
+        """Put the control on the trainer's optimizer; raises RecordError if it cannot go on from the checkpoint's state."""
         self.release()
         if hasattr(innermost(optimizer), "optimizer_dict"):
             raise _layerwise(args)
-        warmup = _warmup_steps(args, state.max_steps)
         # A schedule that was given to the trainer may have moved before this training.
         joining = state.global_step or int(getattr(lr_scheduler, "last_epoch", 0) or 0)
-        self.rate.attach(
-            optimizer, lr_scheduler, warmup=warmup, step=joining, steps=state.max_steps, updates=self._updates()
-        )
+        rate = LrControl(self.config, optimizer, warmup=_warmup_steps(args, state.max_steps), step=joining)
+        warn_of_short_training(self.config, state.max_steps)
         saved, self._saved = self._saved, None
         if state.global_step or saved is not None:
-            self.rate.load_state_dict(saved)
+            rate.load_state_dict(saved)
+        # DeepSpeed's engine steps the wrapped optimizer in the backward pass, and then the schedule.
+        self._stepped = optimizer.optimizer if isinstance(optimizer, DeepSpeedOptimizerWrapper) else optimizer
+        self._stock_step = vars(self._stepped).get("step")
+        stock = self._stepped.step
 
-    def _updates(self) -> Callable[[], int] | None:
-        """Return a function that counts the updates, or None if calls of the optimizer's `step` count them."""
-        return None
+        @functools.wraps(stock)
+        def step(*args: Any, **kwargs: Any) -> Any:
+            with rate.applied():
+                return stock(*args, **kwargs)
 
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Let what was collected since the last step lead this one."""
-        self.rate.before_step()
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Note the multiplier that was applied, before it changes."""
-        self.rate.after_step()
+        self.rate, self._stepped.step = rate, step
 
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Leave optimizer and scheduler as they would be without the control."""
+        """Take the control off."""
         self.release()
 
     def release(self) -> None:
-        """Take the control off, if there is one."""
-        self.rate.detach()
-
-
-class EngineLr(LrCallback):
-    """Controls the rate of an optimizer that DeepSpeed's engine steps, inside the backward pass and before callbacks are called.
-
-    The gradient norm of a step is known only after it, so with `trigger: grad_norm` it sets the rate of the next step.
-
-    Args:
-        config: The `lr` section.
-        engine: Returns DeepSpeed's engine, once training has begun.
-    """
-
-    def __init__(self, config: LrConfig, engine: Callable[[], Any]) -> None:
-        super().__init__(config)
-        self._engine = engine
-        self._watched: Any = None
-
-    def _updates(self) -> Callable[[], int]:
-        engine = self._watched = self._engine()
-        plain = engine.step
-
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self.rate.before_step()
-            result = plain(*args, **kwargs)
-            if engine.was_step_applied():
-                self.rate.after_step()
-            self.rate.moved()
-            return result
-
-        # Replaced on this engine only.
-        engine.step = step
-        return lambda: int(engine.global_steps - engine.skipped_steps)
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Do nothing: the step has been taken."""
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        """Do nothing: the step has been taken."""
-
-    def release(self) -> None:
-        """Take the control off, and leave the engine's `step` as it was."""
-        watched, self._watched = self._watched, None
-        if watched is not None:
-            vars(watched).pop("step", None)
-        super().release()
+        """Leave the optimizer as it would be without the control, if there is one."""
+        if self.rate is None:
+            return
+        self.rate.close()
+        del self._stepped.step
+        if self._stock_step is not None:
+            self._stepped.step = self._stock_step
+        self.rate = self._stepped = self._stock_step = None
 
 
 def check_optimizer(args: TrainingArguments) -> None:
-    """Refuse an optimizer whose rate cannot be controlled, by its name and before it is built.
-
-    Raises:
-        ConfigError: It is layer-wise.
-    """
+    """Refuse an optimizer whose rate cannot be controlled, by its name and before it is built."""
     if _text(args.optim).endswith("layerwise"):
         raise _layerwise(args)
 

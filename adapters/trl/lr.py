@@ -9,7 +9,9 @@ from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.lr import gap_statistics
+from mismatch_ext.lr import gap_statistics, leading_sums
+from mismatch_ext.ranks import Ranks
+from mismatch_ext.sums import over_ranks
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -21,6 +23,7 @@ class LrMixin(_Host):
     """Overrides the methods that know gradient norm and rate; `MismatchTrainerMixin` adds the callback."""
 
     _lr: LrCallback | None = None
+    _ranks: Ranks
 
     def _steer_by_rollouts(self, metrics: Mapping[str, list[float]], gap: tuple[Tensor, Tensor, Tensor] | None) -> None:
         """Let a fresh batch of completions lead the rate of the step that learns from it.
@@ -32,7 +35,7 @@ class LrMixin(_Host):
         Raises:
             ConfigError: The trainer keeps no lengths.
         """
-        if self._lr is None or not self._lr.rate.attached or not self._lr.config.watches:
+        if self._lr is None or self._lr.rate is None or not self._lr.config.watches:
             return
         trigger = self._lr.config.trigger
         if trigger == "response_length":
@@ -42,20 +45,20 @@ class LrMixin(_Host):
                     "rollouts; give mismatch.lr.period, or another trigger."
                 )
             # TRL's values are over all ranks, and each batch has the same number of completions.
-            self._lr.rate.collect(response_length=metrics[LENGTH][-1], truncated_fraction=metrics[TRUNCATED][-1])
+            lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
+            self._lr.rate.collect(lengths)
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
-            tokens, statistics = gap_statistics(*gap, reduce=self.accelerator.reduce)
-            self._lr.rate.collect(tokens, **statistics)
+            sums = over_ranks(leading_sums(*gap), self._ranks)
+            self._lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         """Return the gradient norm as the parent does; it may lead the rate of the step that is about to be taken."""
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        if self._lr is not None and self._lr.rate.attached and self._lr.config.trigger == "grad_norm":
-            self._lr.rate.collect(grad_norm=float(norm))
+        if self._lr is not None and self._lr.rate is not None and self._lr.config.trigger == "grad_norm":
+            self._lr.rate.collect({"grad_norm": float(norm)})
         return norm
 
     def _get_learning_rate(self) -> float:
-        """Return the rate that is applied; the parent reads the optimizer's own under some schedules."""
-        if self._lr is None or not self._lr.rate.attached:
-            return super()._get_learning_rate()
-        return self._lr.rate.rate
+        """Return the rate that the last step applied."""
+        scheduled = super()._get_learning_rate()
+        return scheduled if self._lr is None else scheduled * self._lr.applied

@@ -77,7 +77,7 @@ class LoggingMixin(SidesMixin):
             metrics |= self.accelerator.scaler.metrics()
         metrics |= self._further_metrics()
         if self._lr is not None:
-            metrics |= self._lr.rate.metrics()
+            metrics |= self._lr.metrics()
         return prefixed(metrics)
 
 

@@ -12,8 +12,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.accelerate.deepspeed import engine_of
-from mismatch_ext.adapters.transformers.lr import EngineLr, LrCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.trl.arrival import ArrivalCallback, sections_in_loss
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
@@ -126,9 +125,7 @@ class MismatchTrainerMixin(
             with self._rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
         if self._block.lr is not None:
-            section = self._block.lr
-            stepped = self.is_deepspeed_enabled
-            self._lr = EngineLr(section, lambda: engine_of(self.accelerator)) if stepped else LrCallback(section)
+            self._lr = LrCallback(self._block.lr)
             self.add_callback(self._lr)
         self._in_loss = sections_in_loss(self._block)
         self._around_loss = self._kl is not None or bool(self._in_loss)

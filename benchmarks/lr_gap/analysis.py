@@ -8,8 +8,9 @@ from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from mismatch_ext.config import LrConfig
 from mismatch_ext.log_reading import RunData
-from mismatch_ext.lr import LrConfig, LrController
+from mismatch_ext.lr import LrState, lr_step
 
 METRICS = {
     "k3": "mismatch/k3_kl",
@@ -136,8 +137,7 @@ def surge_step(data: RunData, config: LrConfig) -> int | None:
         data: A run without learning-rate control.
         config: The rule; its trigger is `response_length` or `mismatch_kl`.
     """
-    controller = LrController(config)
-    state = controller.initial_state()
+    state = LrState(trigger=config.trigger)
     for record in data.steps:
         if record.split != "train" or record.metrics.get(METRICS["reward"]) is None:
             continue
@@ -148,7 +148,7 @@ def surge_step(data: RunData, config: LrConfig) -> int | None:
         if config.trigger == "mismatch_kl":
             given = {"mismatch_kl": record.metrics.get(METRICS["k3"])}
         # The log numbers a step by the steps taken after it. Joining at the first keeps resumed records readable.
-        state, _ = controller.update(state, step=max(record.step - 1, 0), **given)
+        state, _ = lr_step(state, given, config, step=max(record.step - 1, 0))
         if state.surge_step is not None:
             return state.surge_step
     return None

@@ -19,8 +19,8 @@ from benchmarks.lr_gap.analysis import (
     spread,
     surge_step,
 )
+from mismatch_ext.config import LrConfig
 from mismatch_ext.log_reading import RunData, read_run
-from mismatch_ext.lr import LrConfig
 
 CONTROL = "trainer"
 TITLES = {"bf16": "vLLM bf16", "fp8_kv": "vLLM bf16, fp8 KV cache", CONTROL: "control: trainer samples"}

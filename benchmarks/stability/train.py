@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from mismatch_ext.correction import correct
 from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
 from mismatch_ext.gap import k3
 from mismatch_ext.kl import kl_estimate, kl_terms
-from mismatch_ext.lr import LrControl, LrController
+from mismatch_ext.lr import LrControl
 from mismatch_ext.precision.scaler import LossScaler
 
 STEPS, PROMPT, KL = 60, 4, 0.05
@@ -53,7 +54,7 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
     sides, first = Sides(master), Sides(copy.deepcopy(master))
     optimizer = torch.optim.Adam(master.parameters(), lr=arm.rate, betas=(0.9, 0.99))
     # Its own trigger is a growth of length, of which there is none here: the period is given.
-    control = LrControl(optimizer, LrController(LrConfig(period=arm.period))) if arm.period else None
+    control = LrControl(LrConfig(period=arm.period), optimizer) if arm.period else None
     scaler = LossScaler("cpu") if arm.trainer.dtype == torch.float16 else None
     kept: Curves = {name: [] for name in MEASURES}
     for _ in range(steps):
@@ -68,7 +69,8 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
                 reference, _ = _scored(first, arm.trainer, ids)
             loss = loss + kl_term(arm.kl, trainer, reference, mask, shape.samples)
         optimizer.zero_grad()
-        _step((loss * mask).sum() / mask.sum(), master, optimizer, scaler)
+        with nullcontext() if control is None else control.applied():
+            _step((loss * mask).sum() / mask.sum(), master, optimizer, scaler)
         trainer = trainer.detach()
         d, reinforced = (trainer - engine)[mask], mask & (ids[:, PROMPT:] == END) & (reward > 0)
         kept["length"].append(float(lengths.float().mean()))
@@ -80,8 +82,6 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
         kept["end_gap"].append(_end_gap(sides, arm.engine, ids, mask, ends))
         if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:
             break
-    if control is not None:
-        control.remove()
     return kept
 
 

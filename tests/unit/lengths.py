@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_ext.config import LrConfig
-from mismatch_ext.lr.surge import Measurement, SurgeDetector, SurgeState
+from mismatch_ext.lr import LrState, Measurement, lr_step
 
 Array = NDArray[np.float64]
 Curve = Callable[[np.random.Generator, int], Array]
@@ -82,10 +82,11 @@ def measurements(
 
 
 def first_surge(config: LrConfig, batches: list[Measurement]) -> tuple[int, int] | None:
-    """Return the step of the first surge and the step at which it was found; None if there is no surge."""
-    detector, state = SurgeDetector(config), SurgeState()
+    """Return the step of the surge and the step at which it was found; None if there is no surge."""
+    state = LrState(trigger=config.trigger)
     for batch in batches:
-        state, surge = detector.observe(state, batch)
-        if surge is not None:
-            return surge, batch.step
+        statistics = {config.trigger: batch.value, "truncated_fraction": batch.truncated}
+        state, _ = lr_step(state, statistics, config, step=batch.step)
+        if state.surge_step is not None:
+            return state.surge_step, batch.step
     return None

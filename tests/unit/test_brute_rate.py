@@ -17,7 +17,7 @@ from torch.optim import SGD, Optimizer
 from torch.optim import lr_scheduler as schedules
 
 from mismatch_ext.config import LrConfig
-from mismatch_ext.lr import LrControl, LrController
+from mismatch_ext.lr import LrControl
 from tests.oracles.brute.rate import Rule
 
 pytestmark = pytest.mark.filterwarnings(
@@ -119,7 +119,7 @@ def test_each_step_has_the_schedules_rate_times_the_rules_multiplier(seed: int) 
     plain, steered = Side(**kind), Side(**kind)
 
     def controlled(step: int) -> LrControl:
-        return LrControl(steered.optimizer, LrController(config, warmup), scheduler=steered.schedule, step=step)
+        return LrControl(config, steered.optimizer, warmup=warmup, step=step)
 
     control = controlled(0)
     rule = Rule(
@@ -138,15 +138,17 @@ def test_each_step_has_the_schedules_rate_times_the_rules_multiplier(seed: int) 
             highest = 1.0 if config.trigger == "f_tau" else 1e9
             statistic = min(TYPICAL[config.trigger] * level * (1 + 0.2 * rng.random()), highest)
             truncated = min(1.0, 0.1 * level) if says_truncated else None
-            control.update(**{config.trigger: statistic}, truncated_fraction=truncated)
+            control.collect({config.trigger: statistic, "truncated_fraction": truncated})
+            control.lead()
             if measured != step:
                 measured = step
                 rule.see(step, statistic, truncated)
             if rng.random() < 0.2:  # a second micro-batch of the step does not count
-                control.update(**{config.trigger: min(5 * statistic, highest)}, truncated_fraction=truncated)
+                control.collect({config.trigger: min(5 * statistic, highest), "truncated_fraction": truncated})
+                control.lead()
         if rng.random() < 0.15:
             state, others = json.loads(json.dumps(control.state_dict())), steered.state()
-            control.remove()
+            control.close()
             steered, control_first = steered.reborn(), rng.random() < 0.5
             if not control_first:
                 steered.load(others)
@@ -162,9 +164,11 @@ def test_each_step_has_the_schedules_rate_times_the_rules_multiplier(seed: int) 
             continue  # the step overflowed
         rates = plain.rates()
         plain.step()
-        assert steered.step() == pytest.approx([rate * want for rate in rates], rel=1e-9, abs=1e-12)
+        with control.applied():
+            moved = steered.step()
+        assert moved == pytest.approx([rate * want for rate in rates], rel=1e-9, abs=1e-12)
         if steered.schedule is not None and not steered.plateau:
-            logged = [float(rate) for rate in steered.schedule.get_last_lr()]
+            logged = [float(rate) * control.last_multiplier for rate in steered.schedule.get_last_lr()]
             assert logged == pytest.approx([rate * want for rate in rates], rel=1e-9, abs=1e-12)
         step += 1
         plain.scheduled()

@@ -23,7 +23,7 @@ from mismatch_ext.drift import (
 from mismatch_ext.errors import RecordError
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.log import RunLog
-from mismatch_ext.lr import RateControl, numerics_statistics
+from mismatch_ext.lr import LrControl, numerics_statistics
 from mismatch_ext.sums import Sums, merged
 from tests.watching import Watching
 
@@ -198,12 +198,10 @@ def test_the_rate_follows_numerics_and_waits_where_they_are_unknown() -> None:
     found = numerics_statistics(known.sums())
     assert found["mismatch_kl"] == known.metrics()["numerics/k3_kl"] < 1e-4
     config = LrConfig(trigger="mismatch_kl")
-    rate = RateControl(config, required="never")
-    weight = torch.zeros(1, requires_grad=True)
-    rate.attach(torch.optim.SGD([weight], lr=1.0))
-    rate.collect(**numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).sums()))
-    rate.before_step()  # an unknown figure is no measurement, and no error
-    assert rate.multiplier == 1
+    rate = LrControl(config, torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0), required="never")
+    rate.collect(numerics_statistics(stream(numerics=0.0, drift=5e-2, fresh=False).sums()))
+    with rate.applied():  # an unknown figure is no measurement, and no error
+        assert rate.multiplier == 1
 
 
 def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_replayed() -> None:

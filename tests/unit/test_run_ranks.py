@@ -39,7 +39,7 @@ def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path)
             assert mine[2] == batch.response_mask.sum()
             (entry,) = run._rate._collected  # type: ignore[union-attr]
             collected.append(entry)
-            kl, f_tau, tokens = (mine + 8.0).tolist()
+            f_tau, kl, tokens = (mine + 8.0).tolist()  # by name
             assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
     assert collected[0] != collected[1]
 
@@ -79,7 +79,7 @@ def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
                 run.measure(batch, run.score(batch))
             run.backward(run.score(batch).mean())
         run.step()
-        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        (entry,) = run._rate.state.history  # type: ignore[union-attr]
         assert entry.value == pytest.approx(sum(lengths) / len(lengths))
         assert run.log().metrics["length"] == pytest.approx(entry.value)
 
@@ -94,7 +94,7 @@ def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
                 run.measure(batch, run.score(batch))
             run.backward(run.score(batch).mean() / 2)
         run.step()
-        (entry,) = run._rate.control.state.surge.history  # type: ignore[union-attr]
+        (entry,) = run._rate.state.history  # type: ignore[union-attr]
         assert entry.truncated is None
 
 

@@ -85,7 +85,7 @@ def check_unsharded(block: MismatchConfig, *, deepspeed: bool, fsdp: bool) -> No
         )
     if deepspeed and block.lr is not None:
         raise ConfigError(
-            "mismatch.lr with AsyncGRPO and DeepSpeed: the steps of its engine are counted by MismatchGRPOTrainer alone; use "
+            "mismatch.lr with AsyncGRPO and DeepSpeed, whose engine steps before the statistics of the step are collected. Use "
             "DDP, MismatchGRPOTrainer, or remove mismatch.lr."
         )
     if (deepspeed or fsdp) and block.monitor.weight_sync != "off":

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from mismatch_ext.lr import length_statistics, numerics_statistics
+from mismatch_ext.lr import length_statistics, length_sums, numerics_statistics
 from mismatch_ext.sums import merged, over_ranks
 
 
@@ -33,12 +33,11 @@ class Leading(TrainerCallback):
             gap = merged(gap, trainer._fresh_gap)
             trainer._fresh_gap = None
         rate = trainer._lr.rate
-        if not rate.attached or not rate.config.watches:
+        if rate is None or not rate.config.watches:
             return
         if rate.config.trigger == "response_length":
             counted = torch.cat([part for part, _ in lengths])
             cut = torch.cat([part for _, part in lengths])
-            found = length_statistics(counted, cut, reduce=lambda values, reduction: trainer._ranks.sum(values))
-            rate.collect(**found.to_dict())
+            rate.collect(length_statistics(over_ranks(length_sums(counted, cut), trainer._ranks)))
         elif rate.config.trigger in ("mismatch_kl", "f_tau"):
-            rate.collect(**numerics_statistics(over_ranks(gap, trainer._ranks)))
+            rate.collect(numerics_statistics(over_ranks(gap, trainer._ranks)))

@@ -151,7 +151,7 @@ class MeasuringMixin(_Host):
     def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
         """Return the statistics of the batch measured last that lead the rate with a trigger."""
         found = self._measured
-        return {} if found is None else leading_statistics(trigger, found.lengths, found.truncated, found.gap)
+        return {} if found is None else {**leading_statistics(trigger, found.lengths, found.truncated, found.gap)}
 
 
 def _not_a_number(broken: Broken, key: str, step: int) -> NonFiniteLogprobError:

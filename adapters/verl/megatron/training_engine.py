@@ -13,13 +13,14 @@ from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
-from mismatch_ext.adapters.verl.worker.lr import MegatronRate
+from mismatch_ext.adapters.verl.worker.lr import REQUIRED
 from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
 from torch.optim import Optimizer
 from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.lr import LrControl
 from mismatch_ext.ranks import gathered
 from mismatch_ext.routing import OTHER_PASSES
 from mismatch_ext.routing.replay import RouteAgreement
@@ -72,8 +73,6 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
         block: The block; None takes the one of the run that this process belongs to, if there is one.
     """
 
-    _rate: MegatronRate | None = None
-
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block = active_block() if block is None else block
@@ -89,7 +88,7 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
         if self.block is None or self.engine_config.forward_only:
             return
         if self.block.lr is not None:
-            self._rate = MegatronRate(self.block.lr, torch_optimizers(self.optimizer), self.lr_scheduler)
+            self._rate = self._controlled()
         checks = registered()
         if self.block.routing is not None and checks is not None:
             rank = parallel_state.get_tensor_model_parallel_rank()
@@ -97,14 +96,30 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
             self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
             checks.guard.agreement = self.mismatch_routes
 
+    def _controlled(self) -> LrControl:
+        assert self.block is not None and self.block.lr is not None
+        schedule: Any = self.lr_scheduler
+        return LrControl(
+            self.block.lr,
+            *torch_optimizers(self.optimizer),
+            warmup=max(int(schedule.lr_warmup_steps), 0),
+            updates=lambda: int(schedule.num_steps),
+            required=REQUIRED,
+        )
+
     def lr_scheduler_step(self) -> Any:
         """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
         if self._rate is None:
             return super().lr_scheduler_step()
-        applied = self._rate.rate
+        applied = float(torch_optimizers(self.optimizer)[0].param_groups[0]["lr"]) * self._rate.last_multiplier
         super().lr_scheduler_step()
-        self._rate.moved()
         return applied
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does; the rate is not controlled meanwhile, as Megatron makes an optimizer's state by a step."""
+        if self._rate is not None and local_path is not None and self._resumes:
+            self._rate.close()
+        super().load_checkpoint(local_path, *args, **kwargs)
 
     def _kept(self) -> dict[str, Any] | None:
         """Return learning-rate control, and which batches' routes are compared."""
@@ -118,7 +133,7 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         if self._rate is not None:
-            self._rate.put_on()
+            self._rate = self._controlled()  # the checkpoint's schedule may have another warm-up
             self._rate.load_state_dict(state.get("lr"))
         if self.mismatch_routes is not None and state.get("routing") is not None:
             self.mismatch_routes.load_state_dict(state["routing"])

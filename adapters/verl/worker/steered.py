@@ -13,7 +13,7 @@ from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 
-from mismatch_ext.lr import RateControl
+from mismatch_ext.lr import LrControl
 
 if TYPE_CHECKING:
     from verl.workers.engine import BaseEngine as _Host
@@ -26,7 +26,7 @@ VENDOR = "mismatch"
 class SteeredMixin(_Host):
     """An engine of verl's, steered by the driver and resumed with what this package keeps of it."""
 
-    _rate: RateControl | None = None
+    _rate: LrControl | None = None
 
     def _kept(self) -> dict[str, Any] | None:
         """Return the state that lies beside verl's in a checkpoint; None where this engine has none."""
@@ -49,9 +49,9 @@ class SteeredMixin(_Host):
         """
         if self._rate is None:
             return super().optimizer_step()
-        self._rate.before_step()
-        norm = super().optimizer_step()
-        self._rate.after_step(float(norm))
+        with self._rate.applied():
+            norm = super().optimizer_step()
+        self._rate.note_grad_norm(float(norm))
         return norm
 
     def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
@@ -59,7 +59,7 @@ class SteeredMixin(_Host):
 
         Args:
             *earlier: Statistics of batches that no step of the rule has counted yet.
-            **statistics: Of the batch, as `LrController.update` takes them; none where `mismatch.lr` watches nothing.
+            **statistics: Of the batch, as `mismatch_ext.lr.Statistics` names them; none where `mismatch.lr` watches nothing.
 
         Raises:
             RecordError: The trigger's statistic is missing or not finite.
@@ -67,7 +67,7 @@ class SteeredMixin(_Host):
         if self._rate is None:
             return {}
         for found in (*earlier, statistics):
-            self._rate.collect(**found)
+            self._rate.collect(found)
         return self._rate.lead()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

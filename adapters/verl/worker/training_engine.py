@@ -15,7 +15,7 @@ import torch
 from mismatch_ext.adapters.verl.block import active_block, active_mode
 from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
-from mismatch_ext.adapters.verl.worker.lr import rate_of, warmup_steps
+from mismatch_ext.adapters.verl.worker.lr import REQUIRED, warmup_steps
 from mismatch_ext.adapters.verl.worker.masks import MaskMixin
 from mismatch_ext.adapters.verl.worker.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.scaler import (
@@ -31,6 +31,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.lr import LrControl, warn_of_short_training
 from mismatch_ext.patching import described
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.verdicts import Verdicts
@@ -112,15 +113,15 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             return
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
-            self._rate = rate_of(block.lr)
-            self._rate.attach(
+            self._rate = LrControl(
+                block.lr,
                 self.optimizer,
-                self.lr_scheduler,
                 warmup=math.ceil(warmup_steps(self.optimizer_config) / self._mode.updates),
-                steps=int(self.optimizer_config.total_training_steps),
                 # Local updates between two weight updates are one step of the rule, even if some of them were skipped.
                 updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
+                required=REQUIRED,
             )
+            warn_of_short_training(block.lr, int(self.optimizer_config.total_training_steps))
 
     def _build_fsdp_module(self, module: Any) -> Any:
         precision = None if self.block is None else self.block.precision
@@ -163,15 +164,15 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         self._updates += 1
         if self._rate is None and not self._scales:
             return super().lr_scheduler_step()  # type: ignore[no-any-return]
-        applied = self._rate.rate if self._rate is not None else float(self.lr_scheduler.get_last_lr()[0])
+        applied = float(self.lr_scheduler.get_last_lr()[0])
+        if self._rate is not None:
+            applied *= self._rate.last_multiplier
         if steps:
             super().lr_scheduler_step()
         self._of_step[bool(steps)] += 1
-        if step_over := self._updates % self._mode.updates == 0:
+        if self._updates % self._mode.updates == 0:
             skipped, taken = self._of_step
             self._behind, self._of_step = self._behind + (skipped if taken else 0), [0, 0]
-        if self._rate is not None:
-            self._rate.moved(step_over=step_over)
         return applied
 
     @property

@@ -31,7 +31,7 @@ def heard() -> Iterator[list[str]]:
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("mismatch_ext.lr.rate")
+    logger = logging.getLogger("mismatch_ext.lr")
     logger.addHandler(handler)
     try:
         yield said

@@ -29,7 +29,7 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.lr.control import innermost
+from mismatch_ext.lr import innermost
 from mismatch_ext.weights import fingerprint
 from tests.peers.trl.scenarios_training import arguments, graded, rows
 

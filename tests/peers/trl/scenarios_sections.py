@@ -81,7 +81,7 @@ class AtStep(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Read the statistics that the control has."""
         if (found := self.control()) is not None:
-            self.measured = found.state_dict()["surge"]["history"]
+            self.measured = [[m.step, m.value, m.truncated] for m in found.state.history]
 
 
 def build(kind: str, model: Any, out: str, block: Any, **overrides: Any) -> Any:
@@ -252,7 +252,7 @@ def precision(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
 
 def control_of(host: Any) -> Any:
     """Return the live control of a trainer or callback, if there is one."""
-    return host._lr.rate.control if host._lr is not None and host._lr.rate.attached else None
+    return None if host._lr is None else host._lr.rate
 
 
 def trained(kind: str, model: str, out: str, block: Any, watch: AtStep, **overrides: Any) -> tuple[Any, list[Any]]:

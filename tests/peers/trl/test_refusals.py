@@ -164,7 +164,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     # By the callback, in a trainer of TRL's own, before the engine.
     ("callback", SURGE, {"logging_steps": 2}, ["logging_steps=2", "set logging_steps=1"]),
     ("callback", SURGE, {"logging_strategy": "epoch"}, ["logging_strategy='epoch'"]),
-    ("callback", SURGE, {"lr_scheduler_type": "reduce_lr_on_plateau"}, ["lr_scheduler_type='reduce_lr_on_plateau'"]),
     ("callback", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
     ("callback", SURGE, {"number": 2}, ["2 MismatchCallbacks on one trainer"]),
     ("callback", R3, {}, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),

@@ -379,8 +379,6 @@ def rates_of(built: Any, size: int = 4, *, first: int = 0, save: str | None = No
 
 def surge(model: str) -> dict[str, Any]:
     """Lead the rate by statistics of the driver, which may be missing, and several optimizers at once; refuse others."""
-    from mismatch_ext.adapters.verl.worker.lr import MegatronRate
-
     section = {"warmup_steps": 0, "floor": 0.5, "baseline_window": 1}
     built = worker(model, {"lr": section, **OFF}, *CONSTANT)
     data, found = scored(built, batch()), {}
@@ -391,33 +389,34 @@ def surge(model: str) -> dict[str, Any]:
         found["logged"] += update(built, data)["lr"]
     found["metrics"] = built.mismatch_metrics()
     found["again"] = refused(update, built, data)
-    found["chained"] = chained(model, MegatronRate, section)
+    found["chained"] = chained(model, section)
     found["refused"] = unsteered(worker(model, OFF).actor.engine.optimizer)
     return found
 
 
-def chained(model: str, kind: Any, section: dict[str, Any]) -> list[list[float]]:
+def chained(model: str, section: dict[str, Any]) -> list[list[float]]:
     """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
     from mismatch_ext.adapters.verl.megatron.training_engine import torch_optimizers
 
     from mismatch_ext.config import MismatchConfig
+    from mismatch_ext.lr import LrControl
 
     engines = [worker(model, OFF, *CONSTANT).actor.engine for _ in range(2)]
     whole = ChainedOptimizer([part for engine in engines for part in engine.optimizer.chained_optimizers])
     inner, block = torch_optimizers(whole), MismatchConfig.parse({"lr": section})
     assert block is not None
     schedule = engines[0].lr_scheduler
-    led, seen = kind(block.lr, inner, schedule), [[] for _ in inner]
+    led = LrControl(block.lr, *inner, updates=lambda: int(schedule.num_steps))
+    seen: list[list[float]] = [[] for _ in inner]
     for one, rates in zip(inner, seen, strict=True):
         one.register_step_pre_hook(lambda optimizer, *_, rates=rates: rates.append(optimizer.param_groups[0]["lr"]))
     for length in (10.0, 30.0, 30.0, 30.0):
-        led.collect(response_length=length)
-        led.lead()
-        for one in inner:
-            one.step()
+        led.collect({"response_length": length})
+        with led.applied():
+            for one in inner:
+                one.step()
         schedule.step(1)
-        led.moved()
     return seen
 
 

@@ -182,7 +182,7 @@ def test_a_resumed_run_takes_the_same_rates(ran: dict[str, Any], schedule: str) 
 
 
 def test_the_state_of_another_trigger_is_refused(ran: dict[str, Any]) -> None:
-    words = "RecordError: mismatch.lr cannot go on from this checkpoint: the state is of trigger 'response_length'"
+    words = "RecordError: the state of mismatch.lr is of trigger 'response_length'"
     assert ran["rates"]["other_trigger"].startswith(words)
 
 

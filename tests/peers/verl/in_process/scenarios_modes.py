@@ -159,7 +159,7 @@ def statistics(model: str) -> dict[str, Any]:
         built.engine.mismatch_update_lr(*earlier, response_length=20.0)
         for _ in range(2):
             update(built, data)
-    history = [value for _, value, *_ in built.engine._rate.control.state_dict()["surge"]["history"]]
+    history = [measurement.value for measurement in built.engine._rate.state.history]
     try:
         update(built, data)
     except Exception as error:  # noqa: BLE001 - the test says which

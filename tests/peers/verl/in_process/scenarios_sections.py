@@ -245,7 +245,7 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
         given.append(found)
         built.engine.mismatch_update_lr(**found)
         norms.append(float(update(built, data)["grad_norm"][0]))
-    history = [value for _, value, *_ in built.engine._rate.control.state_dict()["surge"]["history"]]
+    history = [measurement.value for measurement in built.engine._rate.state.history]
     if "period" in keys:
         ratio = rates[1] / rates[0]
         return {

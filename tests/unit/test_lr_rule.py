@@ -1,0 +1,349 @@
+"""The rule of the learning rate: multipliers known by hand, surges of simulated lengths, statistics, and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mismatch_ext import lr
+from mismatch_ext.config import LrConfig
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.gap import gap_metrics, gap_sums
+from mismatch_ext.lr import Level, LrState, Measurement, lr_metrics, lr_multiplier, lr_period, lr_step
+from mismatch_ext.states import from_json, to_json
+from mismatch_ext.sums import merged
+from tests.unit import lengths as sim
+
+DEFAULT = LrConfig()
+SMALL = LrConfig(baseline_window=4)
+NEW = LrState(trigger="response_length")
+
+
+def run(config: LrConfig, lengths: Sequence[float]) -> tuple[LrState, list[float]]:
+    """Return the last state, and the multiplier of each step."""
+    current, multipliers = NEW, []
+    for step, length in enumerate(lengths):
+        current, multiplier = lr_step(current, {"response_length": length}, config, step=step)
+        multipliers.append(multiplier)
+    return current, multipliers
+
+
+def test_the_papers_sequence_reaches_the_floor_at_the_fourth_decay() -> None:
+    # 0.5^k against the floor 0.1: 1, .5, .25, .125, then .0625 < .1.
+    _, multipliers = run(LrConfig(period=10), [1.0] * 60)
+    assert multipliers == [m for m in (1.0, 0.5, 0.25, 0.125, 0.1, 0.1) for _ in range(10)]
+
+
+def test_a_surge_at_step_110_gives_a_period_of_198() -> None:
+    # The paper's Qwen3-4B: 1.8 * 110 = 198. The median of 5 sees the surge at step 112, and dates it back to 110.
+    current, multipliers = run(DEFAULT, [1000.0] * 110 + [3500.0] * 790)
+    assert multipliers == [max(0.5 ** (step // 198), 0.1) for step in range(900)]
+    assert lr_metrics(current, DEFAULT) == {
+        "lr_multiplier": 0.1,
+        "lr_surges": 1.0,
+        "lr_surge_step": 110.0,
+        "lr_period": 198.0,
+        "lr_surge_threshold": 2000.0,
+    }
+
+
+def test_the_period_is_rounded_and_at_least_1() -> None:
+    # 1.8 n = 9 n / 5 is never halfway between integers, and cutting it off is one less for two n in five.
+    periods = [lr_period(dataclasses.replace(NEW, surge_step=n), DEFAULT) for n in range(405)]
+    assert periods == [1, *((9 * n + 2) // 5 for n in range(1, 405))]
+
+
+def test_decays_are_counted_from_the_end_of_warmup() -> None:
+    # Surge at step 10: period 18. First decay 18 after the end of warm-up, the second 18 later.
+    for warmup, first in ((4, 22), (0, 18), (7, 25)):
+        _, got = run(LrConfig(baseline_window=4, warmup_steps=warmup), [100.0] * 10 + [400.0] * 50)
+        assert [step for step in range(1, 60) if got[step] != got[step - 1]][:2] == [first, first + 18]
+
+
+@pytest.mark.parametrize(
+    ("trigger", "low", "high", "nothing"),
+    [
+        ("response_length", 300.0, 900.0, 500.0),
+        ("mismatch_kl", 4e-4, 3e-3, 9e-4),  # more than doubles, but is healthy below 1e-3
+        ("grad_norm", 0.2, 0.9, 0.39),
+        ("f_tau", 0.0, 0.02, 0.009),
+    ],
+)
+def test_every_trigger_drives_the_rule(trigger: Any, low: float, high: float, nothing: float) -> None:
+    config = LrConfig(trigger=trigger, baseline_window=4)
+    for after, expected in ((high, 0.5), (nothing, 1.0)):  # period 18: step 29 is in the second
+        current = LrState(trigger=trigger)
+        for step in range(30):
+            current, multiplier = lr_step(current, {trigger: low if step < 10 else after}, config, step=step)
+        assert multiplier == expected
+
+
+def test_a_step_is_measured_once_and_an_empty_batch_not_at_all() -> None:
+    first, _ = lr_step(NEW, {"response_length": 100.0}, SMALL, step=0)
+    assert lr_step(first, {"response_length": 900.0}, SMALL, step=0)[0] == first
+    empty, _ = lr_step(first, {"responses": 0, "response_length": math.nan}, SMALL, step=1)
+    assert empty == lr_step(first, None, SMALL, step=1)[0] and empty.history == first.history
+    # An empty batch first and a full one later at the same step: the full one counts.
+    full, _ = lr_step(empty, {"responses": 8, "response_length": 100.0}, SMALL, step=1)
+    assert len(full.history) == 2
+
+
+def test_steps_may_be_left_out_but_never_go_back() -> None:
+    current = NEW
+    for step in range(0, 80, 4):  # four optimizer steps per batch
+        length = 100.0 if step < 40 else 400.0
+        current, multiplier = lr_step(current, {"response_length": length}, SMALL, step=step)
+    assert (current.surge_step, lr_period(current, SMALL), multiplier) == (40, 72, 0.5)
+    with pytest.raises(RecordError, match="step 75 comes after step 76; .* Load the state"):
+        lr_step(current, None, SMALL, step=75)
+    with pytest.raises(RecordError, match="first step of a new state of .* is 500; load the state"):
+        lr_step(NEW, None, SMALL, step=500)
+    assert lr_step(NEW, None, SMALL, step=1)[1] == 1.0  # hosts that count from 1
+
+
+@pytest.mark.parametrize("name", ["response_length", "truncated_fraction", "mismatch_kl", "grad_norm", "f_tau"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, -0.1])
+def test_a_broken_statistic_is_named_even_if_it_is_not_the_trigger(name: str, value: float) -> None:
+    with pytest.raises(RecordError, match=f"step 0: {name}="):
+        lr_step(NEW, {"response_length": 1.0, name: value}, DEFAULT, step=0)
+
+
+def test_a_missing_statistic_a_fraction_above_1_and_another_triggers_state_are_refused() -> None:
+    config, other = LrConfig(trigger="mismatch_kl"), LrState(trigger="mismatch_kl")
+    with pytest.raises(RecordError, match="step 0: mismatch_kl is missing"):
+        lr_step(other, {"response_length": 100.0}, config, step=0)
+    with pytest.raises(RecordError, match="f_tau=1.5 .* 0 <= x <= 1"):
+        lr_step(other, {"mismatch_kl": 0.1, "f_tau": 1.5}, config, step=0)
+    with pytest.raises(RecordError, match="trigger 'response_length', the section of 'mismatch_kl'"):
+        lr_step(NEW, None, config, step=0)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    config=st.sampled_from([SMALL, LrConfig(period=7)]),
+    lengths=st.lists(st.floats(1, 1000), min_size=2, max_size=80),
+    stops=st.sets(st.integers(0, 79)),
+    skipped=st.sets(st.integers(0, 79)),
+)
+def test_stopping_anywhere_changes_nothing(
+    config: LrConfig, lengths: list[float], stops: set[int], skipped: set[int]
+) -> None:
+    whole, resumed, step = NEW, NEW, 0
+    for k, length in enumerate(lengths):
+        statistics = {"response_length": length, "truncated_fraction": 1 / length}
+        whole, wanted = lr_step(whole, statistics, config, step=step)
+        if k in stops:  # killed before the step: the state of the last checkpoint, in a new process
+            resumed = from_json(LrState, json.loads(json.dumps(to_json(resumed), allow_nan=False)), "lr")
+        resumed, got = lr_step(resumed, statistics, config, step=step)
+        assert (resumed, got) == (whole, wanted)
+        step += k not in skipped  # float16 gradients overflowed
+    assert len(json.dumps(to_json(whole))) < 2000  # no growth with the run
+
+
+def test_a_damaged_state_is_refused_by_its_types_and_settings_may_change() -> None:
+    for key, value in (("step", -2), ("history", [{"step": 1}]), ("baseline", {"center": -1.0, "spread": 0.0})):
+        with pytest.raises(RecordError, match=rf"lr\.{key}"):
+            from_json(LrState, to_json(NEW) | {key: value}, "lr")
+    surged = dataclasses.replace(NEW, step=199, surge_step=100)
+    assert lr_multiplier(surged, LrConfig(decay=0.2)) == pytest.approx(0.2)
+
+
+@pytest.mark.parametrize(
+    ("block", "message"),
+    [
+        ({"period": 0}, "mismatch.lr.period: 0"),
+        ({"decay": 1.0}, "mismatch.lr.decay: 1.0"),
+        ({"floor": 0.0}, "mismatch.lr.floor: 0.0"),
+        ({"warmup_steps": -1}, "mismatch.lr.warmup_steps"),
+        ({"period": 3, "trigger": "f_tau"}, "trigger: 'f_tau' has no effect with period=3"),
+        ({"surge_ratio": 1.0}, "mismatch.lr.surge_ratio"),
+        ({"baseline_window": 0}, "mismatch.lr.baseline_window"),
+    ],
+)
+def test_the_section_refuses(block: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LrConfig(**block)
+
+
+# The detector.
+
+
+def hits(curve: sim.Curve, *, seeds: int, steps: int, responses: int = 64) -> list[int]:
+    """Return the steps of the surges that were found, one per run that fired."""
+    surges = []
+    for seed in range(seeds):
+        rng = np.random.default_rng(seed)
+        surge = sim.first_surge(DEFAULT, sim.measurements(curve(rng, steps), rng, responses=responses))
+        surges += [surge[0]] if surge else []
+    return surges
+
+
+def series(values: Sequence[float], truncated: Sequence[float | None] | None = None) -> list[Measurement]:
+    cut = truncated or [None] * len(values)
+    return [Measurement(step=k, value=v, truncated=f) for k, (v, f) in enumerate(zip(values, cut, strict=True))]
+
+
+@pytest.mark.parametrize(
+    ("curve", "responses"), [(sim.flat, 64), (sim.flat, 8), (sim.wandering, 64), (sim.spiking, 64)]
+)
+def test_stationary_lengths_do_not_fire(curve: sim.Curve, responses: int) -> None:
+    # 0 of 60 runs of 400 batches: below one false alarm in 8000 batches at 95 % confidence (rule of three).
+    assert hits(curve, seeds=60, steps=400, responses=responses) == []
+
+
+def test_the_rate_of_false_alarms_is_measured_where_it_is_not_zero() -> None:
+    # Batches of 4 responses are too noisy for the defaults: the test above would see it if the detector were as bad there.
+    assert 0 < len(hits(sim.flat, seeds=40, steps=1000, responses=4)) <= 8
+
+
+@pytest.mark.parametrize(
+    ("curve", "first", "last", "responses"),
+    [
+        (sim.stepping, 100, 100, 64),
+        (sim.surging, 105, 120, 64),
+        (sim.surging, 100, 125, 8),
+        (sim.saturating, 108, 128, 64),
+    ],
+)
+def test_a_surge_fires_in_every_run_while_it_lasts(curve: sim.Curve, first: int, last: int, responses: int) -> None:
+    surges = hits(curve, seeds=30, steps=200, responses=responses)
+    assert len(surges) == 30 and first <= min(surges) and max(surges) <= last, surges
+
+
+def test_a_surge_into_the_limit_is_only_seen_in_the_truncated_fraction(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The mean cannot double: it is near 5000 of 8192 at the start.
+    monkeypatch.setattr(lr, "TRUNCATED_RISE", 2.0)
+    assert hits(sim.saturating, seeds=10, steps=300) == []
+
+
+def test_slow_growth_fires_once_it_is_large() -> None:
+    # 1000 to 3000 over 1000 batches. The baseline is the level of step 25, 1050: twice that is passed at step 550; truncation
+    # and noise of a batch move it.
+    surges = hits(sim.growing, seeds=10, steps=1000)
+    assert len(surges) == 10 and 400 <= min(surges) and max(surges) <= 600
+
+
+@pytest.mark.parametrize(("spikes", "surge"), [(1, None), (2, None), (3, (60, 62))])
+def test_fewer_than_half_of_the_smoothed_batches_change_nothing(spikes: int, surge: tuple[int, int] | None) -> None:
+    assert sim.first_surge(DEFAULT, series([100.0] * 60 + [1e6] * spikes + [100.0] * 60)) == surge
+
+
+def test_a_surge_is_dated_back_to_its_first_large_measurement() -> None:
+    # The median of 1 1 9 9 9 is 9; of 1 1 1 9 9 it was 1.
+    assert sim.first_surge(LrConfig(baseline_window=5), series([9.0, 1.0, 1.0, 1.0, 9.0, 9.0, 9.0])) == (4, 6)
+
+
+def test_the_threshold_by_hand() -> None:
+    # Median of 1..9 is 5, median deviation 2, so spread 2.9652; 2 * 5 = 10, 5 + 4 * 2.9652 = 16.86, least 1.
+    current, _ = run(LrConfig(baseline_window=9), [float(k) for k in range(1, 10)])
+    assert current.baseline is not None
+    assert (current.baseline.center, current.baseline.spread) == (5.0, pytest.approx(2.9652))
+    assert lr.surge_threshold(current.baseline, DEFAULT) == pytest.approx(16.8608)
+    assert lr.surge_threshold(current.baseline, LrConfig(surge_ratio=4.0)) == 20.0
+    assert lr.surge_threshold(Level(center=0.1, spread=0.1), DEFAULT) == 1.0
+
+
+def test_a_baseline_of_zero_has_no_multiple() -> None:
+    values = series([0.0] * 5 + [1.0])
+    assert sim.first_surge(LrConfig(trigger="grad_norm", baseline_window=1), values) is None
+    assert sim.first_surge(LrConfig(baseline_window=1), values) == (5, 5)
+
+
+def test_a_surge_in_the_baseline_is_seen_from_its_second_half_on_only() -> None:
+    assert sim.first_surge(DEFAULT, series([100.0] * 30 + [400.0] * 50)) is not None
+    assert sim.first_surge(DEFAULT, series([100.0] * 20 + [400.0] * 80)) is None
+
+
+def test_truncated_responses_need_to_rise_over_their_own_baseline() -> None:
+    flat = [500.0] * 100
+    assert sim.first_surge(DEFAULT, series(flat, [0.45] * 100)) is None
+    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.59] * 40)) is None
+    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.6] * 40)) == (60, 62)
+    assert sim.first_surge(DEFAULT, series(flat, [0.1] * 60 + [0.9] * 2 + [0.1] * 38)) is None
+    # Batches with a response that was aborted, of which nobody knows whether it was cut off.
+    holes = [None if k in (3, 40) else 0.1 for k in range(60)]
+    assert sim.first_surge(DEFAULT, series(flat, [*holes, *[0.6] * 40])) == (60, 62)
+
+
+def test_one_long_batch_noise_and_a_ramp_deceive_other_detectors_but_not_ours() -> None:
+    spike = [1000.0] * 70 + [6000.0] + [1000.0] * 100
+    assert (fixed_baseline_raw(spike), ratio_to_moving_average(spike)) == (70, 70)
+    assert sim.first_surge(DEFAULT, series(spike)) is None
+    rng = np.random.default_rng(0)
+    noise = sim.measurements(sim.flat(rng, 400), rng, responses=64)
+    assert ratio_to_moving_average([m.value for m in noise]) is not None
+    assert sim.first_surge(DEFAULT, noise) is None
+    # 9 % a batch: the average is at most 9 % / alpha behind, 1.18 times. The lengths grow to 3.5 times in 15 batches.
+    ramp = [1000.0 * 1.09 ** min(max(k - 99, 0), 15) for k in range(200)]
+    assert ramp[-1] / ramp[0] > 3.5 and all(b / a < 1.1 for a, b in pairwise(ramp))
+    assert ratio_to_moving_average(ramp) is None
+    surge = sim.first_surge(DEFAULT, series(ramp))
+    assert surge is not None and surge[0] == 108  # the first above twice the baseline: 1.09^9 = 2.17, 1.09^8 = 1.99
+
+
+def fixed_baseline_raw(values: list[float]) -> int | None:
+    """Baseline: mean of the first 50; the surge is the first single value above 3 times that."""
+    baseline = sum(values[:50]) / 50
+    return next((k for k, v in enumerate(values) if k >= 50 and v > 3.0 * baseline), None)
+
+
+def ratio_to_moving_average(values: list[float], alpha: float = 0.5, ratio: float = 1.2) -> int | None:
+    """The surge is the first value above `ratio` times the moving average of those before, which follows it."""
+    average = values[0]
+    for k, value in enumerate(values[1:], 1):
+        if value / average >= ratio:
+            return k
+        average = alpha * value + (1 - alpha) * average
+    return None
+
+
+# Statistics.
+
+
+def test_the_mean_length_is_over_responses_not_over_ranks() -> None:
+    # Ranks with 1, 3 and 0 responses: (10 + 2 + 2 + 2) / 4 = 4, where the mean of means is 6.
+    ranks = [torch.tensor([10]), torch.tensor([2, 2, 2]), torch.tensor([], dtype=torch.long)]
+    sums = merged(*(lr.length_sums(lengths, lengths >= 10) for lengths in ranks))
+    assert lr.length_statistics(sums) == {"responses": 4, "response_length": 4.0, "truncated_fraction": 0.25}
+    assert lr.length_statistics(lr.length_sums(ranks[0])) == {"responses": 1, "response_length": 10.0}
+    assert lr.length_statistics(lr.length_sums(ranks[2], ranks[2] > 0)) == {"responses": 0}
+    # 2^24 + 1 is the first integer that float32 does not hold.
+    assert lr.length_statistics(lr.length_sums(torch.tensor([2**24 + 1])))["response_length"] == 2**24 + 1
+
+
+@pytest.mark.parametrize(
+    ("lengths", "truncated", "message"),
+    [
+        (torch.tensor([[1]]), None, r"shapes \[\(1, 1\)\]"),
+        (torch.tensor([1, 2]), torch.tensor([True]), r"shapes \[\(2,\), \(1,\)\]"),
+        (torch.tensor([1, -2]), None, r"lengths\[1\] is -2"),
+        (torch.tensor([1.0, math.nan]), None, r"lengths\[1\] is nan"),
+    ],
+)
+def test_what_is_no_length_is_refused(lengths: torch.Tensor, truncated: torch.Tensor | None, message: str) -> None:
+    with pytest.raises(RecordError, match=message):
+        lr.length_sums(lengths, truncated)
+
+
+def test_statistics_of_a_gap_and_of_a_batch_that_was_measured_elsewhere() -> None:
+    sums = gap_sums(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    # exp(1) - 1 - 1 on one of two tokens.
+    expected = {"mismatch_kl": pytest.approx((math.e - 2) / 2), "f_tau": 0.5}
+    assert lr.gap_statistics(sums) == expected
+    gap, lengths = gap_metrics(sums), torch.tensor([4, 6, 8])
+    truncated = torch.tensor([False, True, True])
+    assert lr.leading_statistics("f_tau", lengths, truncated, gap) == expected
+    assert lr.leading_statistics("f_tau", lengths, truncated, {}) == {}
+    assert lr.leading_statistics("grad_norm", lengths, truncated, gap) == {}
+    of_lengths = {"responses": 3, "response_length": 6.0, "truncated_fraction": 2 / 3}
+    assert lr.leading_statistics("response_length", lengths, truncated, {}) == of_lengths
