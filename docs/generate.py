@@ -16,10 +16,11 @@ from mismatch_ext.names import (
     MEANINGS,
     MEASURES,
     MITIGATION_MEASURES,
+    ROUTING_MEASURES,
     STALENESS_MEASURES,
     Measure,
 )
-from mismatch_ext.routing.agreement import OTHER_PASSES, ROUTING_MEASURES
+from mismatch_ext.routing.agreement import OTHER_PASSES
 
 HERE = Path(__file__).resolve().parent
 SECTIONS = {

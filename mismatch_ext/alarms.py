@@ -22,9 +22,9 @@ from mismatch_ext.names import (
     MEASURES,
     MITIGATION_MEASURES,
     PREFIX,
+    ROUTING_MEASURES,
     HostNames,
 )
-from mismatch_ext.routing.agreement import ROUTING_MEASURES
 from mismatch_ext.states import from_json, state
 
 if TYPE_CHECKING:

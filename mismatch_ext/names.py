@@ -37,6 +37,7 @@ CORRECTION_MEASURES = {name: Measure(**entry) for name, entry in _TABLES["correc
 GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
 MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
 STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
+ROUTING_MEASURES: dict[str, str] = _TABLES["routing"]
 
 
 class Role(StrEnum):

@@ -103,6 +103,55 @@ class TokenSupport:
         """Return positions without ids, at which nothing was sampled."""
         return cls.from_lists([()] * positions, vocabulary)
 
+    @classmethod
+    def from_top(
+        cls,
+        top_ids: Sequence[Sequence[int]],
+        top_logprobs: Sequence[Sequence[float | None]],
+        *,
+        asked: int,
+        vocabulary: int,
+        name: str = "",
+    ) -> TokenSupport:
+        """Return the support, from the engine's most likely tokens of each position and their log-probabilities.
+
+        After truncation, log-probabilities (vLLM's `logprobs_mode="processed_logprobs"`) are -inf for tokens that were cut off.
+        If one of the reported tokens was cut off, then all tokens that were kept are among the reported ones, and the support
+        is exactly the engine's.
+
+        Args:
+            top_ids: Ids of each position, including the sampled token's.
+            top_logprobs: Log-probabilities of these ids after truncation, in the same order.
+            asked: Number of most likely tokens that were asked for per position, the sampled one not counted.
+            vocabulary: Number of tokens that have logits in the engine.
+            name: The response's name.
+
+        Raises:
+            RecordError: None of the reported tokens was cut off, so the support may have more; or a position has none of them.
+        """
+        counts = torch.tensor([len(ids) for ids in top_ids], dtype=torch.int64)
+        ids = torch.tensor([token for position in top_ids for token in position], dtype=torch.int64)
+        values = [math.nan if value is None else value for position in top_logprobs for value in position]
+        left = torch.tensor(values, dtype=torch.float64) > -math.inf  # False for NaN
+        place = torch.repeat_interleave(counts)
+        cut = torch.bincount(place[~left], minlength=len(counts)) > 0
+        return _support_of_left(ids[left], place[left], cut, asked=asked, vocabulary=vocabulary, name=name)
+
+    @classmethod
+    def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
+        """Return the positions of several supports, one after the other.
+
+        Raises:
+            RecordError: `parts` is empty, or the supports have different vocabularies.
+        """
+        sizes = sorted({part.vocabulary for part in parts})
+        if len(sizes) != 1:
+            raise RecordError(
+                f"sampling masks over vocabularies of {sizes} tokens cannot be joined; allowed: one size."
+            )
+        counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.counts for part in parts)])
+        return cls(ids=torch.cat([part.ids for part in parts]), offsets=counts.cumsum(0), vocabulary=sizes[0])
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
@@ -121,7 +170,7 @@ class TokenSupport:
         """Return `length` positions: the first ones of this support, then empty ones if it has too few."""
         if length <= len(self):
             return self.slice(0, length)
-        return join([self, TokenSupport.empty(length - len(self), self.vocabulary)])
+        return TokenSupport.joined([self, TokenSupport.empty(length - len(self), self.vocabulary)])
 
     def rows(self, start: int, stop: int, device: torch.device) -> tuple[Tensor, Tensor]:
         """Return ids of some positions as a rectangle `[stop - start, K]`, int64, and True where it has an id, bool."""
@@ -162,57 +211,11 @@ class TokenSupport:
             )
 
 
-def join(parts: Sequence[TokenSupport]) -> TokenSupport:
-    """Return the positions of several supports, one after the other.
-
-    Raises:
-        RecordError: `parts` is empty, or the supports have different vocabularies.
-    """
-    sizes = sorted({part.vocabulary for part in parts})
-    if len(sizes) != 1:
-        raise RecordError(f"sampling masks over vocabularies of {sizes} tokens cannot be joined; allowed: one size.")
-    counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.counts for part in parts)])
-    return TokenSupport(ids=torch.cat([part.ids for part in parts]), offsets=counts.cumsum(0), vocabulary=sizes[0])
-
-
 def _narrow(vocabulary: int) -> torch.dtype:
     return torch.int16 if vocabulary <= 1 << 15 else torch.int32
 
 
 # What an engine's most likely tokens tell of them.
-
-
-def support_of_top(
-    top_ids: Sequence[Sequence[int]],
-    top_logprobs: Sequence[Sequence[float | None]],
-    *,
-    asked: int,
-    vocabulary: int,
-    name: str = "",
-) -> TokenSupport:
-    """Return the support, from the engine's most likely tokens of each position and their log-probabilities.
-
-    After truncation, log-probabilities (vLLM's `logprobs_mode="processed_logprobs"`) are -inf for tokens that were cut off. If
-    one of the reported tokens was cut off, then all tokens that were kept are among the reported ones, and the support is
-    exactly the engine's.
-
-    Args:
-        top_ids: Ids of each position, including the sampled token's.
-        top_logprobs: Log-probabilities of these ids after truncation, in the same order.
-        asked: Number of most likely tokens that were asked for per position, the sampled one not counted.
-        vocabulary: Number of tokens that have logits in the engine.
-        name: The response's name.
-
-    Raises:
-        RecordError: None of the reported tokens was cut off, so the support may have more; or a position has no log-probability.
-    """
-    counts = torch.tensor([len(ids) for ids in top_ids], dtype=torch.int64)
-    ids = torch.tensor([token for position in top_ids for token in position], dtype=torch.int64)
-    values = [math.nan if value is None else value for position in top_logprobs for value in position]
-    left = torch.tensor(values, dtype=torch.float64) > -math.inf  # False for NaN
-    place = torch.repeat_interleave(counts)
-    cut = torch.bincount(place[~left], minlength=len(counts)) > 0
-    return _support_of_left(ids[left], place[left], cut, asked=asked, vocabulary=vocabulary, name=name)
 
 
 class LeftTokens:
@@ -252,10 +255,10 @@ class LeftTokens:
         """Return the support of the positions so far.
 
         Args:
-            asked, vocabulary, name: As for `support_of_top`.
+            asked, vocabulary, name: As for `TokenSupport.from_top`.
 
         Raises:
-            RecordError: As `support_of_top`.
+            RecordError: As `TokenSupport.from_top`.
         """
         self._settle()
         if not self._read:

@@ -15,7 +15,7 @@ from itertools import chain, takewhile
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.rollout import RolloutRecord, one_provenance
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.sampling_mask import TokenSupport, join
+from mismatch_ext.sampling_mask import TokenSupport
 
 TOLERANCE = 1e-5
 """Allowed difference, in nats, between the engine's log-probability of a token and the trained one: room for a float32 cast."""
@@ -341,7 +341,7 @@ def _support(row: _Row) -> TokenSupport | None:
             raise RecordError(f"completion {row.name}: a turn has no sampling masks; all turns need them.")
         parts += [TokenSupport.empty(len(turn.prompt_ids) - at, support.vocabulary), support.slice(0, count)]
         at = len(turn.prompt_ids) + count
-    return join([*parts, TokenSupport.empty(len(row.tokens) - at, parts[0].vocabulary)])
+    return TokenSupport.joined([*parts, TokenSupport.empty(len(row.tokens) - at, parts[0].vocabulary)])
 
 
 # Sampling masks of rows whose calls have no records.
@@ -422,7 +422,7 @@ def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
             f"completion {name}: no call of the engine has sampled its tokens, so that they have no sampling masks."
         )
     vocabulary = parts[0].vocabulary if parts else 1
-    joined = join([*parts, TokenSupport.empty(len(tokens) - at, vocabulary)])
+    joined = TokenSupport.joined([*parts, TokenSupport.empty(len(tokens) - at, vocabulary)])
     joined.check_sampled(row.response_ids, row.response_mask, name)
     return joined
 

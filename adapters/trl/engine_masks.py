@@ -10,7 +10,7 @@ from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.patching import Patch
-from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, support_of_top
+from mismatch_ext.sampling_mask import LeftTokens, TokenSupport
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class EngineMasks:
             return [self._of_completion(row, tokens, kept) for row, tokens in enumerate(completions)], result
         supports, sampled = [], []
         for row, (tokens, values, names) in enumerate(zip(completions, tops, ids, strict=True)):
-            found = support_of_top(names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row))
+            found = TokenSupport.from_top(names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row))
             supports.append(found)
             sampled.append([[top[of.index(token)]] for token, top, of in zip(tokens, values, names, strict=True)])
         return supports, (prompts, completions, sampled, [[[token] for token in tokens] for tokens in completions])

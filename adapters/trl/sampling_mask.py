@@ -22,7 +22,7 @@ from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, join
+from mismatch_ext.sampling_mask import TokenSupport, head_logprobs
 
 KEY = "sampling_mask"
 
@@ -109,7 +109,7 @@ class MaskedPass:
         self._ends = wanted.sum(1).cumsum(0).tolist()
         kept = wanted.any(1).tolist()
         parts = [mask.support if keep else mask.support.slice(0, 0) for mask, keep in zip(masks, kept, strict=True)]
-        self._support = join(parts)
+        self._support = TokenSupport.joined(parts)
         self._row = self._token = self.done = 0
 
     def __call__(

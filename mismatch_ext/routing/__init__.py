@@ -2,7 +2,6 @@
 
 from mismatch_ext.routing.agreement import (
     OTHER_PASSES,
-    ROUTING_MEASURES,
     agreement,
     agreement_metrics,
     check_plausible,
@@ -14,7 +13,6 @@ from mismatch_ext.routing.trace import RoutingShape, RoutingTrace, Shared, share
 
 __all__ = [
     "OTHER_PASSES",
-    "ROUTING_MEASURES",
     "RoutingShape",
     "RoutingTrace",
     "Shared",

@@ -16,16 +16,6 @@ from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing.trace import RoutingTrace
 from mismatch_ext.sums import Sums
 
-ROUTING_MEASURES: dict[str, str] = {
-    "routing/compared_tokens": "tokens whose recorded and native routing were compared",
-    "routing/native_rows_frac": "share of tokens without a recorded route, which the model routes natively",
-    "routing/set_mismatch_frac": "share of (token, layer) pairs whose sets of experts differ",
-    "routing/layer_set_mismatch_max": "share of tokens whose sets of experts differ, in the worst layer",
-    "routing/token_mismatch_frac": "share of tokens whose set of experts differs in any layer",
-    "routing/order_agreement_frac": "share of (token, layer) pairs with equal experts in equal slots",
-}
-"""Names and meanings of what `agreement_metrics` returns, besides a `LAYER` share for each layer."""
-
 OTHER_PASSES = "routing/other_passes"
 """Name of the count of forward passes over other tokens than were recorded, which the model routed itself."""
 
@@ -103,7 +93,7 @@ _PER_LAYER = ("set_mismatches", "order_agreements")
 
 
 def agreement_metrics(sums: Sums, layers: Sequence[int]) -> dict[str, float]:
-    """Return what a run logs of agreement: `ROUTING_MEASURES`, and a `LAYER` share for each layer.
+    """Return what a run logs of agreement: `names.ROUTING_MEASURES`, and a `LAYER` share for each layer.
 
     Without a pass there is nothing to log. If no token was compared, only the first two measures are returned, because a
     mismatch of 0 would look like agreement.

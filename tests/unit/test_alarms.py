@@ -19,9 +19,16 @@ from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.names import CORRECTION_MEASURES, GROWTH_MEASURES, MEASURES, MITIGATION_MEASURES, PREFIX, Role
+from mismatch_ext.names import (
+    CORRECTION_MEASURES,
+    GROWTH_MEASURES,
+    MEASURES,
+    MITIGATION_MEASURES,
+    PREFIX,
+    ROUTING_MEASURES,
+    Role,
+)
 from mismatch_ext.report import closing_lines
-from mismatch_ext.routing.agreement import ROUTING_MEASURES
 from mismatch_ext.states import to_json
 from tests.unit import synthetic_runs
 from tests.watching import Watching

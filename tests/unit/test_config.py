@@ -270,10 +270,15 @@ def test_the_block_has_at_most_48_keys() -> None:
     assert len(keys) - len(SECTIONS) <= 48  # seven keys of the block are sections
 
 
-def test_a_block_is_read_without_torch() -> None:
+def test_a_block_with_every_section_is_read_without_torch() -> None:
+    block = {
+        **{"precision": {"dtype": "float16"}, "correction": {"preset": "token_truncate"}, "kl": {"estimator": "k3"}},
+        **{"routing": {"mode": "R3"}, "lr": {}, "sampling_mask": {}},
+        "monitor": {"alarms": {"k3_kl": {"above": 0.1}, "my/reward": {"below": 0.0}}, "doctor": "on_alarm"},
+    }
+    assert {name for name, section in MismatchConfig(**block).to_dict().items() if section is not None} >= block.keys()
     code = (
-        "import sys, mismatch_ext\n"
-        "mismatch_ext.MismatchConfig(precision={'dtype': 'float16'}, correction={'preset': 'token_truncate'}, lr={})\n"
+        f"import sys, mismatch_ext\nmismatch_ext.MismatchConfig(**{block})\n"
         "print({'torch', 'numpy'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -12,7 +12,7 @@ from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.sampling_mask import PENDING, LeftTokens, support_of_top
+from mismatch_ext.sampling_mask import PENDING, LeftTokens, TokenSupport
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
 
@@ -39,7 +39,7 @@ def outcome(of_lists: bool, columns: Columns, asked: int, vocabulary: int) -> ob
         if of_lists:  # as vLLM and TRL hand them on: each id once, None for NaN
             rows = [dict(zip(*row, strict=True)) for row in zip(*(one.tolist() for one in columns), strict=True)]
             values = [[None if math.isnan(value) else value for value in row.values()] for row in rows]
-            found = support_of_top([list(row) for row in rows], values, **given)  # type: ignore[arg-type]
+            found = TokenSupport.from_top([list(row) for row in rows], values, **given)  # type: ignore[arg-type]
         else:
             left = LeftTokens()
             for row in range(len(columns[0])):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.names import ROUTING_MEASURES
 from mismatch_ext.routing import (
-    ROUTING_MEASURES,
     RoutingTrace,
     agreement,
     agreement_metrics,

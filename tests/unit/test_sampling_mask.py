@@ -17,13 +17,7 @@ from mismatch_ext import sampling_mask
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.rollout import Provenance, SamplingSettings, to_records
-from mismatch_ext.sampling_mask import (
-    TokenSupport,
-    head_logprobs,
-    join,
-    support_logprobs,
-    support_of_top,
-)
+from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, support_logprobs
 
 pytestmark = pytest.mark.numeric
 ALL_THREE = SamplingSettings(temperature=0.8, top_p=0.9, top_k=8, min_p=0.05)
@@ -86,7 +80,7 @@ def test_storage_keeps_every_position(rows: list[list[int]], data: st.DataObject
     stop = data.draw(st.integers(start, len(rows)))
     ids, held = support.rows(start, stop, torch.device("cpu"))
     assert [sorted(row) for row in rows[start:stop]] == [i[h].tolist() for i, h in zip(ids, held, strict=True)]
-    whole = join([support.slice(0, start), support.slice(start, stop), support.slice(stop, len(rows))])
+    whole = TokenSupport.joined([support.slice(0, start), support.slice(start, stop), support.slice(stop, len(rows))])
     assert dense(whole).equal(dense(support))
     assert (
         dense(support.padded(9))[: len(rows)].equal(dense(support)) and not dense(support.padded(9))[len(rows) :].any()
@@ -107,7 +101,7 @@ def test_ids_and_tokens_that_cannot_be_are_named() -> None:
     with pytest.raises(RecordError, match="2 response tokens and sampling masks of 3 positions"):
         support.check_sampled([2, 6], [True, True], "b")
     with pytest.raises(RecordError, match="vocabularies of"):
-        join([support, TokenSupport.from_lists([[0]], 8)])
+        TokenSupport.joined([support, TokenSupport.from_lists([[0]], 8)])
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -217,19 +211,21 @@ def test_the_ratio_is_one_only_over_the_support(sampling: SamplingSettings) -> N
 
 def test_the_support_of_top_logprobs_is_exact_or_refused() -> None:
     cut = -math.inf
-    found = support_of_top([[5, 2, 9], [1, 0, 2]], [[-0.1, -2.0, cut], [0.0, cut, cut]], asked=3, vocabulary=10)
+    found = TokenSupport.from_top([[5, 2, 9], [1, 0, 2]], [[-0.1, -2.0, cut], [0.0, cut, cut]], asked=3, vocabulary=10)
     assert dense(found).nonzero().tolist() == [[0, 2], [0, 5], [1, 1]]
     with pytest.raises(
         RecordError, match=r"rollout 4, token 1: at least 3 tokens .* asked for 3: .*max_support above 3"
     ):
-        support_of_top([[1, 2, 3], [4, 5, 6]], [[0.0, cut, cut], [-1.0, -1.0, -1.1]], asked=3, vocabulary=10, name="4")
+        TokenSupport.from_top(
+            [[1, 2, 3], [4, 5, 6]], [[0.0, cut, cut], [-1.0, -1.0, -1.1]], asked=3, vocabulary=10, name="4"
+        )
     # Fewer than were asked for, and none that is cut off: the engine was asked for fewer.
     with pytest.raises(RecordError, match="token 0: at least 1 tokens"):
-        support_of_top([[5]], [[-0.3]], asked=3, vocabulary=10)
-    whole = support_of_top([[0, 1, 2]], [[-1.0, -1.1, -1.2]], asked=3, vocabulary=3)
+        TokenSupport.from_top([[5]], [[-0.3]], asked=3, vocabulary=10)
+    whole = TokenSupport.from_top([[0, 1, 2]], [[-1.0, -1.1, -1.2]], asked=3, vocabulary=3)
     assert whole.counts.tolist() == [3]
     with pytest.raises(RecordError, match="no token that could be sampled"):
-        support_of_top([[1, 2]], [[cut, None]], asked=2, vocabulary=10)
+        TokenSupport.from_top([[1, 2]], [[cut, None]], asked=2, vocabulary=10)
 
 
 # The bias of the policy gradient, by enumeration of all responses.

@@ -18,7 +18,7 @@ from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
-from mismatch_ext.sampling_mask import TokenSupport, join
+from mismatch_ext.sampling_mask import TokenSupport
 from mismatch_ext.turns import Calls
 
 FIELD = "weight_versions"
@@ -127,7 +127,7 @@ def _together(pieces: Sequence[TokenSupport | str], tokens: int) -> TokenSupport
         return next(piece for piece in pieces if isinstance(piece, str))
     if not known:
         return None
-    found = join(known)
+    found = TokenSupport.joined(known)
     if len(found) != tokens:
         return f"an answer of {tokens} tokens has sampling masks of {len(found)}: a server sent some of its tokens without them."
     return found

@@ -19,7 +19,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.sampling_mask import TokenSupport, support_of_top
+from mismatch_ext.sampling_mask import TokenSupport
 
 FIELD = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
@@ -67,7 +67,7 @@ def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSup
             return logprobs.left.support(asked=asked, vocabulary=vocabulary, name=name)
         ids = [list(one) for one in logprobs or ()]
         values = [[entry.logprob for entry in one.values()] for one in logprobs or ()]
-        return support_of_top(ids, values, asked=asked, vocabulary=vocabulary, name=name)
+        return TokenSupport.from_top(ids, values, asked=asked, vocabulary=vocabulary, name=name)
     except MismatchError as error:
         return f"{type(error).__name__}: {error}"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.ranks import WORLD, together
-from mismatch_ext.sampling_mask import TokenSupport, join, support_logprobs
+from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
 
 if TYPE_CHECKING:
     from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead as _Host
@@ -90,7 +90,7 @@ class MaskMixin(_Host):
         """
         if self._of_samples is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
-        rows = join([self._of_samples[row] for row in micro_batch[ROW].tolist()])
+        rows = TokenSupport.joined([self._of_samples[row] for row in micro_batch[ROW].tolist()])
         before, self._of_rows = self._scored, rows
         try:
             found = super().forward_step(micro_batch, loss_function, forward_only)
@@ -144,4 +144,4 @@ def _of_sample(
         raise RecordError(
             f"mismatch.sampling_mask: {error} Give a pass the tokens that were sampled, with {IDS!r} and {SIZES!r} of their rows."
         ) from error
-    return join([TokenSupport.empty(given - 1, vocabulary), support, TokenSupport.empty(1, vocabulary)])
+    return TokenSupport.joined([TokenSupport.empty(given - 1, vocabulary), support, TokenSupport.empty(1, vocabulary)])
