@@ -5,6 +5,7 @@ from mismatch_ext.versions import present
 present("trl", "transformers", "accelerate")
 
 from mismatch_ext.adapters.transformers.callback import MismatchCallback
+from mismatch_ext.adapters.trl.attach import attach
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin, MismatchGRPOConfig, MismatchRLOOConfig
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer, MismatchRLOOTrainer, MismatchTrainerMixin
 
@@ -16,4 +17,5 @@ __all__ = [
     "MismatchRLOOConfig",
     "MismatchRLOOTrainer",
     "MismatchTrainerMixin",
+    "attach",
 ]

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models import tiny_model
 from tests.peers.conformance import readiness
@@ -69,6 +71,15 @@ def run() -> Iterator[Run]:
 def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return a tiny dense checkpoint in float32."""
     return tiny_model("dense", tmp_path_factory.mktemp("models") / "dense")
+
+
+@pytest.fixture(scope="session")
+def dense_fp16(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tiny checkpoint in float16: where the CPU has no float16 products, stock TRL can update its engine."""
+    out = tmp_path_factory.mktemp("models") / "dense-fp16"
+    AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float16).save_pretrained(out)
+    AutoTokenizer.from_pretrained(dense).save_pretrained(out)
+    return out
 
 
 @pytest.fixture(scope="session")

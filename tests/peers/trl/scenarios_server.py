@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import trl.generation.vllm_generation as generation
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
 from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from transformers import AutoModelForCausalLM, TrainerCallback
@@ -60,15 +60,16 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
 
 
 def stock(model: str, out: str, url: str) -> dict[str, Any]:
-    """Train with stock GRPOTrainer, then with ours: without a block, and with one that observes.
+    """Train with stock GRPOTrainer, the same measured by `attach`, then with ours: without a block, and with one that observes.
 
-    TRL's client reaches no CPU, so all three have our transport; what else ours does, it does with a block alone.
+    TRL's client reaches no CPU, so all of them have our transport; what else ours does, it does with a block alone.
     """
     found: dict[str, Any] = {}
     observed = {"mismatch": {"level": "observe", "precision": {"dtype": "float16"}}}
     generation.VLLMClient = ClientOf(lambda remote, device: None)(generation.VLLMClient)  # type: ignore[misc]
     for name, trainer_class, config_class, block in (
         ("stock", GRPOTrainer, GRPOConfig, {}),
+        ("attached", GRPOTrainer, GRPOConfig, {}),
         ("ours", MismatchGRPOTrainer, MismatchGRPOConfig, {}),
         ("observed", MismatchGRPOTrainer, MismatchGRPOConfig, observed),
     ):
@@ -79,10 +80,13 @@ def stock(model: str, out: str, url: str) -> dict[str, Any]:
             )
         )  # fmt: skip
         trainer: Any = trainer_class(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+        measured = attach(trainer) if name == "attached" else None
         trainer.train()
         found[name] = history(trainer)
-    events = read_run(Path(out, "observed", "mismatch")).events
-    found["findings"] = [event.message for event in events if event.name == "observed"]
+        if measured is not None:
+            found["verdict"] = measured.verdict and measured.verdict.status
+    runs = [read_run(Path(out, name, "mismatch")) for name in ("attached", "observed")]
+    found["findings"] = [event.message for run in runs for event in run.events if event.name == "observed"]
     return found
 
 

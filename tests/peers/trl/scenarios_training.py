@@ -27,6 +27,7 @@ from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.report import load_runs, summarise, tables
 from tests.oracle import watch_float32_error
 from tests.peers.engines.kept_decode import keep_decode
+from tests.peers.engines.sleeping import note_updates, sleepy
 from tests.peers.trl.ends import watch_ends
 
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
@@ -244,41 +245,11 @@ def stale(model: str, out: str, dtype: str) -> dict[str, Any]:
 
 
 def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
-    """Train with an engine that sleeps between generations, where sleep takes its weights, and buffers of a name for good.
-
-    vLLM's CPU worker sleeps not at all. What its sleep of level 2 does on a GPU is done to its model here.
-    """
-    from vllm import LLM
-    from vllm.platforms import current_platform
-
-    slept: list[str] = []
-
-    def sleep(llm: Any, level: int = 1) -> None:
-        slept.append("asleep")
-        inside = engine.runner(llm).model
-        with torch.no_grad():
-            for parameter in inside.parameters():
-                parameter.zero_()
-            for name, buffer in inside.named_buffers():
-                if loses and loses in name:
-                    buffer.zero_()
-
-    def wake_up(llm: Any, tags: list[str] | None = None) -> None:
-        slept.extend(tags or ["all"])
-
-    may = mock.patch.object(type(current_platform), "is_sleep_mode_available", lambda *_: True)
-    with may, mock.patch.object(LLM, "sleep", sleep), mock.patch.object(LLM, "wake_up", wake_up):
+    """Train with an engine that sleeps between generations, where sleep takes its weights, and buffers of a name for good."""
+    with sleepy(loses) as slept:
         trainer = build(model, out, {}, vllm_enable_sleep_mode=True)
-        update, error = trainer._engine.update, ""
-
-        def noted_update(*args: Any) -> None:
-            update(*args)
-            slept.append("loaded")
-            trainer.vllm_generation.inner._llm_weights_sleeping = (
-                False  # as in TRL's own update, which no CPU engine takes
-            )
-
-        trainer._engine.update = noted_update
+        error = ""
+        note_updates(trainer._engine, trainer.vllm_generation.inner, slept)
         try:
             trainer.train()
         except WeightSyncError as raised:

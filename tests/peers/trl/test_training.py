@@ -31,15 +31,6 @@ pytestmark = pytest.mark.engine
 FP16 = {"precision": {"dtype": "float16"}}
 
 
-@pytest.fixture(scope="session")
-def dense_fp16(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tiny checkpoint in float16: where the CPU has no float16 products, stock TRL can update its engine."""
-    out = tmp_path_factory.mktemp("models") / "dense-fp16"
-    AutoModelForCausalLM.from_pretrained(dense, dtype=torch.float16).save_pretrained(out)
-    AutoTokenizer.from_pretrained(dense).save_pretrained(out)
-    return out
-
-
 @pytest.mark.numeric
 @pytest.mark.parametrize(
     "overrides",

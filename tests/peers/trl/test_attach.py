@@ -1,0 +1,141 @@
+"""`attach`: stock trainers of the real TRL, measured, and what they compute left as it is."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.commands import ROOT
+from tests.cpu import without_float16_packing
+from tests.peers.scenarios import Run, named
+from tests.peers.trl.ranks import check_ranks, launch, of, series
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_attach as scenarios
+    from tests.peers.trl import scenarios_attach_ranks as ranks
+else:
+    scenarios = named("tests.peers.trl.scenarios_attach")
+    ranks = named("tests.peers.trl.scenarios_attach_ranks")
+
+pytestmark = pytest.mark.engine
+OURS = ("host", "measured", "verdict", "events", "told", "report")
+
+
+def pair(run: Run, model: Path, out: Path, **given: Any) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a run leaves alone and measured, where stock TRL can update its engine."""
+    limits = without_float16_packing()
+    stock, measured = (
+        run(
+            scenarios.train, model=model, out=out / str(attached), attached=attached, env=limits, fresh=bool(limits), **given
+        ).expect()
+        for attached in (False, True)
+    )  # fmt: skip
+    return stock, measured
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "given",
+    [
+        {},
+        {"cls": "mine", "vllm_importance_sampling_correction": False, "gradient_checkpointing": True},
+    ],
+    ids=["stock", "subclass-without-correction"],
+)
+def test_measuring_changes_no_bit(run: Run, dense_fp16: Path, tmp_path: Path, given: dict[str, Any]) -> None:
+    stock, measured = pair(run, dense_fp16, tmp_path, **given)
+    of_ours = {name: measured.pop(name) for name in OURS}
+    counts = [found.pop("passes and calls") for found in (stock, measured)]
+    assert measured == stock
+    assert len(stock["logged"]) == 4 and any(entry.get("grad_norm") for entry in stock["logged"])
+
+    *logged, evaluated = of_ours["measured"]
+    gaps = [entry["mismatch/logp_abs_diff_mean"] for entry in logged if "mismatch/logp_abs_diff_mean" in entry]
+    assert len(gaps) == 3 and 0 < min(gaps) <= max(gaps) < 0.01
+    assert evaluated["eval_mismatch/tokens"] > 0 and logged[-1]["mismatch/weight_sync_gap"] > 0
+    assert of_ours["verdict"] in ("in_sync", "unchanged") and of_ours["report"] > 10_000
+    assert [name for name, _ in of_ours["events"] if name not in ("alarm", "vocabulary")] == []
+    assert of_ours["host"].startswith("trl ") and of_ours["host"].endswith(
+        "Trainer, attached" if not given else "Mine, attached"
+    )
+
+    # A weight update costs one pass of the trainer over probes and two calls of the engine, the first one twice as much; a batch
+    # costs one pass where TRL takes none.
+    extra = [[mine - theirs for theirs, mine in zip(*step, strict=True)] for step in zip(*counts, strict=True)]
+    own = 1 if given else 0
+    assert extra == [[2 + own, 4], [1 + own, 2], [1 + own, 2]]
+
+
+def test_a_lost_weight_update_shows(run: Run, dense: Path, tmp_path: Path) -> None:
+    healthy, lost = (
+        run(scenarios.train, model=dense, out=tmp_path / str(lost), attached=True, lost=lost).expect()
+        for lost in (False, True)
+    )
+    # Both have sampled with the weights of the same first update; from the second one on the engine is behind.
+    first, *later = (
+        [found["measured"][step]["mismatch/logp_abs_diff_mean"] for found in (healthy, lost)] for step in range(3)
+    )
+    assert first[0] == first[1]
+    assert all(stale > 4 * fresh for fresh, stale in later), later
+    assert healthy["verdict"] == "in_sync" and lost["verdict"] == "stale"
+    assert not any(name == "observed" for name, _ in healthy["events"])
+    events = [message for name, message in lost["events"] if name == "observed"]
+    # Two of training's, and one before the evaluation.
+    assert len(events) == 3 and all("weight_sync failed" in message and "stale" in message for message in events), (
+        events
+    )
+    assert sum("weight_sync failed" in message for message in lost["told"]) == 1
+
+
+def test_an_engine_that_sleeps_is_asked_awake(run: Run, dense: Path, tmp_path: Path) -> None:
+    whole, lost = (
+        run(scenarios.sleeping, model=dense, out=tmp_path / f"run{loses}", loses=loses).expect()
+        for loses in ("", "cos_sin_cache")
+    )
+    each = ["kv_cache", "loaded", "kv_cache", "asleep"]
+    assert whole["slept"] == ["asleep", *each * whole["steps"]]
+    assert whole["verdict"] == "in_sync" and whole["findings"] == []
+    assert lost["verdict"] == "garbled" and any("weight_sync failed" in message for message in lost["findings"])
+
+
+def test_what_it_cannot_serve_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
+    said = run(scenarios.refused, model=dense, out=tmp_path).expect()
+    words = {
+        "rloo": "RLOOTrainer",
+        "no engine": "use_vllm=False",
+        "block": "measured already",
+        "twice": "measured already",
+    }
+    assert said.keys() == words.keys() and all(word in said[name] for name, word in words.items()), said
+
+
+def test_the_first_block_of_the_page_on_trl(run: Run, dense: Path, tmp_path: Path) -> None:
+    (block, *_) = re.findall(r"```python\n(.*?)```", (ROOT / "docs/trl.md").read_text(encoding="utf-8"), flags=re.S)
+    for stands_there, here in (('"Qwen/Qwen3-0.6B"', f'"{dense}"'), ('"run"', f'"{tmp_path}"')):
+        assert stands_there in block
+        block = block.replace(stands_there, here)
+    found = run(scenarios.documented, model=dense, out=tmp_path, block=block).expect()
+    assert found["steps"] == 1 and {"loss", "mismatch/k3_kl", "mismatch/weight_sync_gap"} <= set(found["metrics"])
+
+
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_two_ranks(kind: str, dense_fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in without_float16_packing().items():
+        monkeypatch.setenv(name, value)
+    found = launch(kind, ranks.attached, tmp_path, model=dense_fp16).expect()
+    stock, measured, nan = (of(found, name) for name in ("stock", "measured", "nan"))
+    for runs in (stock, measured):
+        check_ranks(kind, runs)
+    assert len({rank["parameters"] for rank in [*stock, *measured]}) == 1
+    for name in stock[0]["logged"][0]:
+        assert series(measured[0], name) == series(stock[0], name)
+    assert [rank["verdict"] for rank in [*measured, *nan]] == ["in_sync"] * 4
+    assert 0 < max(series(measured[0], "mismatch/logp_abs_diff_mean")) < 0.01 and measured[0]["findings"] == []
+    # Of the batch with a NaN the other rank's half is measured, and neither waits.
+    (whole, both), (_, half) = (series(runs[0], "mismatch/tokens") for runs in (measured, nan))
+    assert series(nan[1], "mismatch/tokens") == [whole, half] and 0 < half < both
+    assert len(nan[0]["findings"]) == 2  # each rank's, and the main process has written both
+    assert all("gap failed at step 1" in one and "rollout_logprobs[3, 1]" in one for one in nan[0]["findings"])
