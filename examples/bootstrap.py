@@ -13,8 +13,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from mismatch_ext.errors import RecordError
-
 Array = NDArray[np.float64]
 # Resamples that are held at once: the drawn indices of 64 x 10,000 sequences are 5 MB.
 CHUNK = 64
@@ -76,7 +74,7 @@ def bootstrap_ratio(
         The ratio, and the percentiles (1 - level) / 2 and (1 + level) / 2 of the resampled ratios.
 
     Raises:
-        RecordError: Fewer than 2 sequences, lengths differ, a value is not finite, the denominator is not above 0, or an option
+        ValueError: Fewer than 2 sequences, lengths differ, a value is not finite, the denominator is not above 0, or an option
             is out of range.
     """
     top, bottom = _checked(numerator, denominator, level, resamples)
@@ -102,11 +100,11 @@ def bootstrap_quotient(
         (sum / tokens of the first) / (sum / tokens of the second), with its percentile interval.
 
     Raises:
-        RecordError: As for `bootstrap_ratio`, or the second mean is 0.
+        ValueError: As for `bootstrap_ratio`, or the second mean is 0.
     """
     checked = [_checked(*sample, level, resamples) for sample in (first, second)]
     if not checked[1][0].sum():
-        raise RecordError("the second mean is 0; there is no ratio to it.")
+        raise ValueError("the second mean is 0; there is no ratio to it.")
     values = [_ratio(*sample) for sample in checked]
     drawn = [_resampled(*sample, resamples, seed + at) for at, sample in enumerate(checked)]
     with np.errstate(divide="ignore"):
@@ -117,19 +115,19 @@ def bootstrap_quotient(
 def _checked(numerator: Any, denominator: Any, level: float, resamples: int) -> tuple[Array, Array]:
     top, bottom = (np.asarray(values, dtype=np.float64) for values in (numerator, denominator))
     if top.ndim != 1 or top.shape != bottom.shape or len(top) < 2:
-        raise RecordError(
+        raise ValueError(
             f"numerator {top.shape} and denominator {bottom.shape} must have one length: a value for each of 2 or more sequences."
         )
     for name, values in (("numerator", top), ("denominator", bottom)):
         if not np.isfinite(values).all():
             row = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise RecordError(f"{name}[{row}] is {values[row]}; every value must be finite.")
+            raise ValueError(f"{name}[{row}] is {values[row]}; every value must be finite.")
     if bottom.sum() <= 0:
-        raise RecordError(f"the denominator's sum is {bottom.sum()}; it must be above 0.")
+        raise ValueError(f"the denominator's sum is {bottom.sum()}; it must be above 0.")
     if not 0 < level < 1:
-        raise RecordError(f"level={level} must lie between 0 and 1.")
+        raise ValueError(f"level={level} must lie between 0 and 1.")
     if resamples < 100:
-        raise RecordError(f"resamples={resamples} must be at least 100.")
+        raise ValueError(f"resamples={resamples} must be at least 100.")
     return top, bottom
 
 

@@ -31,10 +31,9 @@ from rich.table import Table
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.bootstrap import Interval
+from examples.script import pooled
 from examples.sequences import MEASURES, Sums, left_by_replay, of_float32_rounding, read_sequences, times_larger
-from mismatch_ext.log_reading import RunData
-from mismatch_ext.report import Summary, build, load_runs, summarise
-from mismatch_ext.report.summary import pooled
+from mismatch_ext import read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
 
@@ -113,21 +112,40 @@ def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int
     return time.perf_counter() - start
 
 
-def print_table(summary: Summary, title: str, console: Console) -> None:
+def summarised(runs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return what each run measured in each split, and its mean reward over the first and last five steps."""
+    rows = []
+    for name, data in runs.items():
+        for split in data.splits:
+            rewards = [reward for reward in data.series("reward", split)[1] if reward is not None]
+            window = max(1, min(5, len(rewards) // 2))
+            rows.append(
+                {
+                    "run": name,
+                    "split": split,
+                    "steps": len([record for record in data.steps if record.split == split]),
+                    "values": {key: pooled(data, key, split) for _, (key, _) in COLUMNS},
+                    "reward_first": sum(rewards[:window]) / window,
+                    "reward_last": sum(rewards[-window:]) / window,
+                }
+            )
+    return rows
+
+
+def print_table(rows: list[dict[str, Any]], title: str, console: Console) -> None:
     """Print the rows for a person, evaluation sets first."""
     table = Table(title=f"Gap between rollout engine (vLLM) and trainer (TRL), in nats: {title}")
     for heading in ("run", "on", *(heading for heading, _ in COLUMNS), "reward"):
         table.add_column(heading, justify="left" if heading in ("run", "on") else "right", no_wrap=True)
     for split, label in SPLITS:
-        rows = [row for row in summary.rows if row.split == split]
-        for row in rows:
-            reward = f"{row.reward_last:.2f}"
+        of_split = [row for row in rows if row["split"] == split]
+        for row in of_split:
+            reward = f"{row['reward_last']:.2f}"
             if split == "train":
-                reward = f"{row.reward_first:.2f} → {row.reward_last:.2f} in {row.steps} steps"
-            figures = [
-                "-" if row.values[key] is None else f"{row.values[key]:.{digits}}" for _, (key, digits) in COLUMNS
-            ]
-            table.add_row(row.run, label, *figures, reward, end_section=row is rows[-1])
+                reward = f"{row['reward_first']:.2f} → {row['reward_last']:.2f} in {row['steps']} steps"
+            values = row["values"]
+            figures = ["-" if values[key] is None else f"{values[key]:.{digits}}" for _, (key, digits) in COLUMNS]
+            table.add_row(row["run"], label, *figures, reward, end_section=row is of_split[-1])
     console.print(table)
 
 
@@ -166,7 +184,7 @@ def print_intervals(intervals: Intervals, console: Console) -> None:
     console.print(table)
 
 
-def replay_rows(runs: dict[str, RunData]) -> list[dict[str, Any]]:
+def replay_rows(runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what replay changed on the same tokens: the gap under the trainer's own routes, and under vLLM's."""
     rows = []
     for name, data in runs.items():
@@ -194,7 +212,7 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
     console.print(table)
 
 
-def measured_tokens(data: RunData) -> dict[str, float]:
+def measured_tokens(data: Any) -> dict[str, float]:
     """Return the number of tokens behind each split's figures."""
     tokens: dict[str, float] = {}
     for record in data.steps:
@@ -211,8 +229,8 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int |
     for number, setting in enumerate(SETTINGS[kind], start=1):
         console.rule(f"{TITLES[kind]} [{number}/{len(SETTINGS[kind])}] {setting.name}: {setting.title}")
         seconds[setting.name] = train(setting, model, run_dir, setting.steps if steps is None else steps, args.prompts)
-    runs = load_runs(run_dir)
-    summary, replay = summarise(runs), replay_rows(runs)
+    runs = {setting.name: read_run(run_dir / setting.name) for setting in SETTINGS[kind]}
+    rows, replay = summarised(runs), replay_rows(runs)
     intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in SETTINGS[kind]})
     header = runs["bf16"].header
     document = {
@@ -227,16 +245,15 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int |
             for name, splits in intervals.items()
         },
         "tokens": {name: measured_tokens(data) for name, data in runs.items()},
-        **summary.to_dict(),
+        "rows": rows,
     }
     (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
-    report = build(run_dir)
-    print_table(summary, TITLES[kind], console)
+    print_table(rows, TITLES[kind], console)
     print_replay(replay, console)
     print_intervals(intervals, console)
-    console.print(report.verdict)
     console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
-    console.print(f"report: {report.path}", soft_wrap=True)
+    console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
+    subprocess.run([sys.executable, "-m", "mismatch_ext", "report", str(run_dir)], check=True)
 
 
 def main() -> None:

@@ -24,7 +24,6 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer  #
 
 from examples.arithmetic.task import reward
 from examples.sequences import SequenceSums, read_sequences, times_larger
-from mismatch_ext.report.summary import pooled
 
 DEFAULTS: dict[str, Any] = {
     "output_dir": "runs/dense_fp16",
@@ -84,10 +83,12 @@ def report(stock: Path, fp16: Path, steps: int) -> None:
     rows = []
     for split, label in shared.SPLITS:
         for name, run in runs.items():
-            gap = [pooled(run, metric, split) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+            gap = [shared.pooled(run, metric, split) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
             rows.append((label, name, *(f"{value:.2e}" for value in gap)))
     if steps != 0:
-        gap = [pooled(runs["float16"], metric) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+        gap = [
+            shared.pooled(runs["float16"], metric) for metric in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")
+        ]
         rows.append(("in training", "float16", *(f"{value:.2e}" for value in gap)))
     headings = ("prompts", "dtypes", "mean|Δlogp|", "max|Δlogp|", "k3")
     sums = read_sequences(stock), read_sequences(fp16)

@@ -8,8 +8,6 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from mismatch_ext.errors import ConfigError
-
 INSIDE = 0.98
 """Part of a cell that noise fills, because a value on the border may be rounded into the next cell."""
 
@@ -86,10 +84,10 @@ def dither(weight: Tensor, cells: Cells, generator: torch.Generator | None = Non
         A new tensor of the same shape and dtype. Weights that are not on a grid point stay as they are.
 
     Raises:
-        ConfigError: The dtype of the master weights is too coarse for noise.
+        ValueError: The dtype of the master weights is too coarse for noise.
     """
     if weight.dtype not in (torch.float32, torch.float64):
-        raise ConfigError(
+        raise ValueError(
             f"dither: masters of {weight.dtype} have no values between those that an engine stores; keep masters in float32."
         )
     held = cells.held(weight)

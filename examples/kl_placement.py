@@ -33,6 +33,7 @@ import math
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import plotly.graph_objects as go
 import torch
@@ -42,8 +43,7 @@ from rich.table import Table
 from torch import Tensor
 from tqdm import tqdm
 
-from mismatch_ext import kl_terms
-from mismatch_ext.config import KlConfig
+from mismatch_ext import MismatchConfig, kl_terms
 
 TOKENS, LENGTH, BATCH, LEARNING_RATE = 4, 8, 32, 0.05
 # The spread of the gradient is measured over this many batches.
@@ -154,7 +154,7 @@ class Setting:
     """One configuration; `config` is None for no KL term."""
 
     name: str
-    config: KlConfig | None
+    config: Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -193,18 +193,19 @@ class Result:
 def settings() -> list[Setting]:
     """Return every estimator at every placement, two variants of K1 in the reward, and no KL term."""
 
-    def config(estimator: str, placement: str, *, baseline: str = "none", path: str = "surrogate") -> KlConfig:
+    def config(estimator: str, placement: str, *, baseline: str = "none", path: str = "surrogate") -> Any:
         # Name every field, so that a change of defaults does not change what is compared here.
-        return KlConfig(
-            estimator=estimator,  # type: ignore[arg-type]
-            placement=placement,  # type: ignore[arg-type]
-            target="sequence",
-            ratio="none",
-            coef=None,
-            reward_path=path,  # type: ignore[arg-type]
-            baseline=baseline,  # type: ignore[arg-type]
-            target_kl=None,
-        )
+        section = {
+            "estimator": estimator,
+            "placement": placement,
+            "target": "sequence",
+            "ratio": "none",
+            "coef": None,
+            "reward_path": path,
+            "baseline": baseline,
+            "target_kl": None,
+        }
+        return MismatchConfig.parse({"kl": section}).kl
 
     found = [
         Setting(name=f"{estimator.upper()} {placement}", config=config(estimator, placement))
@@ -218,9 +219,7 @@ def settings() -> list[Setting]:
     return [found[0], *variants, *found[1:], Setting(name="none", config=None)]
 
 
-def loss_of(
-    toy: Toy, logits: Tensor, config: KlConfig | None, beta: float, batch: int, generator: torch.Generator
-) -> Tensor:
+def loss_of(toy: Toy, logits: Tensor, config: Any, beta: float, batch: int, generator: torch.Generator) -> Tensor:
     """Sample responses of every policy and return the sum of their losses, whose gradient estimates that of -J."""
     logp, ref, reward = toy.sample(logits, batch, generator)
     terms = torch.zeros_like(logp)
@@ -236,7 +235,7 @@ def loss_of(
     return (terms - advantage[..., None] * logp).sum() / batch
 
 
-def gradient_std(toy: Toy, policy: Tensor, config: KlConfig | None, beta: float) -> float:
+def gradient_std(toy: Toy, policy: Tensor, config: Any, beta: float) -> float:
     """Return the spread of the gradient of one batch, the policy `[T, V, V]` held fixed."""
     logits = policy.repeat(REPLICAS, 1, 1, 1).requires_grad_()
     loss = loss_of(toy, logits, config, beta, BATCH, torch.Generator().manual_seed(2))

@@ -36,7 +36,6 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_sched
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset, reward
 from mismatch_ext import MismatchConfig, Run, SamplingSettings
-from mismatch_ext.weights import SyncVerdict
 
 BLOCK = {
     "routing": {"mode": "R3", "measured": 1.0},
@@ -57,10 +56,10 @@ SHOWN = (
 )
 
 
-def said(step: int, metrics: dict[str, float], verdict: SyncVerdict | None) -> str:
+def said(step: int, metrics: dict[str, float], weights: str) -> str:
     """Return a line about a step."""
     shown = ", ".join(f"{name.removeprefix('mismatch/')} {metrics[name]:.3g}" for name in SHOWN if name in metrics)
-    return f"step {step}: {shown}, weights {'not checked' if verdict is None else verdict.status}"
+    return f"step {step}: {shown}, weights {weights}"
 
 
 def main() -> None:
@@ -114,7 +113,7 @@ def main() -> None:
             run.step(loss, max_norm=1.0)
             verdict = run.send()
             log = run.log(reward=rewards)
-            tqdm.write(said(run.steps, log.metrics, verdict))
+            tqdm.write(said(run.steps, log.metrics, "not checked" if verdict is None else verdict.status))
             if log.stop:
                 break
     # end of loop

@@ -23,7 +23,6 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer  #
 
 from examples.arithmetic.task import reward
 from examples.sequences import SequenceSums, left_by_replay, read_sequences
-from mismatch_ext.report.summary import pooled
 
 DEFAULTS: dict[str, Any] = {
     "model_name_or_path": "moe",
@@ -75,9 +74,12 @@ def report(output_dir: Path) -> None:
     rows = []
     for split, label in (*shared.SPLITS, ("train", "in training")):
         for routing, prefix in (("the trainer's own", "native/"), ("replayed", "")):
-            gap = [pooled(run, prefix + name, split) for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")]
+            gap = [
+                shared.pooled(run, prefix + name, split)
+                for name in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")
+            ]
             rows.append((label, routing, *(f"{value:.2e}" for value in gap)))
-    flips = pooled(run, "routing/set_mismatch_frac", "eval/familiar")
+    flips = shared.pooled(run, "routing/set_mismatch_frac", "eval/familiar")
     headings = ("prompts", "routing", "mean|Δlogp|", "max|Δlogp|", "k3")
     sums = read_sequences(output_dir)
     familiar, unfamiliar = (left_by_replay(sums, split, "k3") for split, _ in shared.SPLITS)

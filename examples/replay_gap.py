@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from examples.sequences import MEASURES, left_by_replay, read_sequences
-from mismatch_ext.log_reading import RunData, read_run
+from mismatch_ext import read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
 MEASURED = {"mode": "R3", "measured": 1.0}
@@ -40,7 +40,7 @@ COLUMNS = (
 SPLITS = (("eval/familiar", "trained distribution"), ("eval/unfamiliar", "unfamiliar and longer"))
 
 
-def run(out: Path, model: str, block: dict[str, Any], *, steps: int = 0, prompts: int) -> RunData:
+def run(out: Path, model: str, block: dict[str, Any], *, steps: int = 0, prompts: int) -> Any:
     """Train and evaluate in a process of its own, and return what it measured."""
     shutil.rmtree(out, ignore_errors=True)
     command = [
@@ -53,7 +53,7 @@ def run(out: Path, model: str, block: dict[str, Any], *, steps: int = 0, prompts
     return read_run(out)
 
 
-def measured(data: RunData, split: str) -> dict[str, Any]:
+def measured(data: Any, split: str) -> dict[str, Any]:
     """Return a split's figures, with and without replay."""
     metrics = [record.metrics for record in data.steps if record.split == split][-1]
     return {name.removeprefix("mismatch/"): value for name, value in metrics.items() if name.startswith("mismatch/")}

@@ -29,7 +29,7 @@ from trl import TrlParser
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
-from mismatch_ext.log_reading import RunData, read_run
+from mismatch_ext import read_run
 
 # On two CPU cores, a run of these models takes a minute or two.
 SMALL_MODELS = ("dense", "moe")
@@ -112,7 +112,7 @@ def end_engine(trainer: Any) -> None:
         shutdown(trainer.vllm_generation.llm)
 
 
-def recorded(output_dir: str | Path) -> RunData:
+def recorded(output_dir: str | Path) -> Any:
     """Read what the latest run with this output folder measured; an earlier one is left out."""
     run = read_run(Path(output_dir, "mismatch"))
     latest = run.header["segment"]
@@ -121,6 +121,21 @@ def recorded(output_dir: str | Path) -> RunData:
         steps=tuple(record for record in run.steps if record.segment >= latest),
         events=tuple(record for record in run.events if record.segment >= latest),
     )
+
+
+def pooled(run: Any, metric: str, split: str = "train") -> float | None:
+    """Return a metric of our own over the steps of a split: the maximum, or the mean weighted by tokens; None without a value."""
+    steps = [record.metrics for record in run.steps if record.split == split]
+    values = [
+        (step["mismatch/" + metric], step["mismatch/tokens"])
+        for step in steps
+        if step.get("mismatch/" + metric) is not None
+    ]
+    if not values:
+        return None
+    if metric.endswith("_max"):
+        return max(value for value, _ in values)
+    return sum(value * tokens for value, tokens in values) / sum(tokens for _, tokens in values)
 
 
 def conclude(

@@ -26,9 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedModel
 
 from examples.bootstrap import Interval, bootstrap_quotient, bootstrap_ratio
-from mismatch_ext.gap import k3
-from mismatch_ext.routing import RoutingTrace, agreement
-from mismatch_ext.routing.replay import REFERENCE
+from mismatch_ext import RoutingTrace, kl_estimate
 
 FILE = "sequences.json"
 # Split -> name -> one value per response.
@@ -117,7 +115,7 @@ class SequenceSums:
         if routing is not None:
             mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
             length = output["completion_ids"].size(1)
-            replayed = routing.over_rows(trainer.model, mask, length, output["routing"], REFERENCE)
+            replayed = routing.over_rows(trainer.model, mask, length, output["routing"], "reference")
         with in_float64(trainer.model), replayed, overridden(trainer, _routing=None):
             found = self._score(output)
         assert found.dtype == torch.float64
@@ -127,7 +125,11 @@ class SequenceSums:
         gap = torch.where(mask.bool(), ours.double() - theirs.double(), 0.0)
         kept = self.sums.setdefault(split, {})
         doubled = (gap.abs() > math.log(2)).double()
-        found = {f"{prefix}abs": gap.abs(), f"{prefix}k3": k3(gap), f"{prefix}f2": doubled}
+        found = {
+            f"{prefix}abs": gap.abs(),
+            f"{prefix}k3": kl_estimate(-gap, torch.zeros_like(gap), "k3"),
+            f"{prefix}f2": doubled,
+        }
         found |= {} if prefix else {"tokens": mask.double()}
         for name, values in found.items():
             kept.setdefault(name, []).extend(values.sum(1).tolist())
@@ -145,7 +147,8 @@ def flips_of(recorded: RoutingTrace, native: RoutingTrace) -> float:
         native: The trainer's own, of every token.
     """
     own = native.slice(recorded.start, recorded.start + recorded.rows)
-    return float(agreement(recorded, own)["set_mismatches"].sum())
+    ours, theirs = (trace.experts.int().sort(-1).values for trace in (own, recorded))
+    return float((ours != theirs).any(-1).sum())
 
 
 def read_sequences(folder: Path) -> Sums:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mismatch_ext.presets import PRESETS
     from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
     from mismatch_ext.routing import RoutingTrace
+    from mismatch_ext.routing.align import align
     from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
     from mismatch_ext.weights import WeightVerifier
 
@@ -40,6 +41,7 @@ _MODULES = {
     "SamplingSettings": "rollout",
     "TokenSupport": "sampling_mask",
     "WeightVerifier": "weights",
+    "align": "routing.align",
     "audit": "precision.audit",
     "correct": "correction",
     "drift_metrics": "drift",
@@ -68,7 +70,7 @@ __all__ = [
     "SamplingSettings",
     "TokenSupport",
     "WeightVerifier",
-    "__version__",
+    "align",
     "audit",
     "correct",
     "drift_metrics",

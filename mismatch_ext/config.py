@@ -340,7 +340,11 @@ class MonitorConfig:
 
 @_section("mismatch")
 class MismatchConfig:
-    """The whole `mismatch:` block."""
+    """The whole `mismatch:` block.
+
+    A section that is absent leaves the host's numbers as they are, bit for bit. An unknown key, a wrong type, a value out of
+    range and a contradiction raise ConfigError. `MismatchConfig.parse` reads text, files and mappings.
+    """
 
     level: Level = "enforce"
     """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies no section, measures as an empty block

@@ -165,12 +165,18 @@ def numerics_metrics(
 
 
 def drift_metrics(sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH) -> dict[str, float]:
-    """Return the metrics of stale rollouts by name, as `mismatch_ext.names` lists them; unknown values are left out.
+    """Return the metrics of stale rollouts by name; docs/metrics.md has the formula and unit of each.
+
+    With rollouts of version v and a trainer of version w, rollout(v) - train(w) is numerics, rollout(v) - train(v), and drift,
+    train(v) - train(w). Only tokens of the present version speak of numerics.
 
     Args:
         sums: Sums from `drift_sums`, or several of them merged.
         support_truncated: As in `gap_metrics`.
         enough: Tokens that a source of numerics needs.
+
+    Returns:
+        Metrics without prefix; values that are unknown are left out.
     """
     tokens, known = float(sums["tokens"]), float(sums["known"])
     metrics = {"staleness_mean": float(sums["staleness"]) / known} if known else {}

@@ -38,7 +38,7 @@ _Chunk = tuple[slice, Tensor, Tensor, Tensor]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenSupport:
-    """The token ids from which each position was sampled.
+    """The token ids from which each position was sampled, after top-p, top-k and min-p (DeepSeek-V3.2, arXiv 2512.02556).
 
     An id takes 2 bytes for a vocabulary of up to 32,768 tokens and 4 bytes above; a position takes 8 more. A bitmask would take
     V/8 bytes per position: 19 kB for 152,000 tokens, where 64 ids take 264 bytes.
@@ -294,7 +294,9 @@ def _support_of_left(
 
 
 def support_logprobs(logits: Tensor, tokens: Tensor, support: TokenSupport, *, temperature: float = 1.0) -> Tensor:
-    """Return log pi_S of sampled tokens from a model's logits.
+    """Return log pi_S of sampled tokens from a model's logits: the policy over the ids that were left to sample from.
+
+        log pi_S(t) = z_t - log sum_{s in S_t} exp(z_s),   z = logits / temperature       (DeepSeek-V3.2, arXiv 2512.02556)
 
     Args:
         logits: `[N, V]` or `[B, T, V]`, any float dtype, with gradient; a slice is read in place.

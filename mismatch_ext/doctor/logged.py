@@ -287,7 +287,7 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
 
 
 def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool = True) -> None:
-    """Write records as `read_rollouts` reads them.
+    """Write records as JSON lines, for `mismatch-ext doctor --rollouts`.
 
     Args:
         records: The rollouts.

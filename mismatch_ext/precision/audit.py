@@ -134,7 +134,7 @@ def audit(
         fixes: Advice on what to change in the trainer, in the host's terms; None for a training loop of your own.
 
     Returns:
-        All checks; `findings` are those that failed.
+        All checks; `findings` are those that failed. `raise_for_findings` raises PrecisionError for them.
     """
     checks = _trainer_checks(policy, trainer, fixes or TrainerFixes())
     checks += [] if sync is None else _sync_checks(policy, sync)

@@ -58,7 +58,9 @@ class RoutingShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingTrace:
-    """Expert ids of consecutive tokens, in the engine's slot order; `ingest` makes one of an engine's answer, and checks it.
+    """Expert ids of consecutive tokens, in the engine's slot order, for routing replay (R3, arXiv 2510.11370).
+
+    `RolloutRecord` carries one of each response. `ingest` makes one of an engine's answer, and checks it.
 
     Args:
         parts: Blocks of rows `[rows, L, K]` in `storage_dtype(num_experts)`, at least one; the trace is their concatenation. A

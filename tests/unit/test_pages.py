@@ -13,10 +13,12 @@ import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
+import mismatch_ext
 from mismatch_ext.config import MismatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
+MAINTAINERS_PAGES = ("architecture.md", "development.md")
 PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
 
 
@@ -100,3 +102,35 @@ def test_every_block_and_override_is_taken(path: Path) -> None:
 def test_examples_have_blocks() -> None:
     assert sum(bool(blocks_of(path)) for path in EXAMPLES) > 8
     assert sum(bool(blocks_of(path)) for path in PAGES) > 4
+
+
+USERS_TEXTS = [
+    ROOT / "README.md",
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in MAINTAINERS_PAGES),
+    *sorted((ROOT / "examples").rglob("*.py")),
+]
+
+
+def core_names(text: str) -> set[str]:
+    """Return what a page or an example names of the core: `module.name`s that it imports or mentions."""
+    named = set(re.findall(r"(?<![\w./-])mismatch_ext\.([A-Za-z_][\w.]*)", text))
+    for module, names in re.findall(r"^ *from mismatch_ext(\.[\w.]+)? import (\([^)]*\)|[^\n#]*)", text, re.M):
+        listed = [name.split(" as ")[0].strip() for name in names.strip("()").split(",")]
+        named |= {f"{module[1:]}.{name}".lstrip(".") for name in listed if name}
+    return {name.rstrip(".") for name in named if not name.startswith(("adapters", "patches"))}
+
+
+def test_users_need_no_other_name_of_the_core_than_the_public_ones() -> None:
+    others = {
+        f"{text.relative_to(ROOT)}: mismatch_ext.{name}"
+        for text in USERS_TEXTS
+        for name in core_names(text.read_text(encoding="utf-8"))
+        if name.split(".")[0] not in mismatch_ext.__all__
+    }
+    assert not others, "\n".join(sorted(others))
+    assert core_names("from mismatch_ext.gap import (\n    k3,\n    gap_sums,\n)\n") == {
+        "gap.k3",
+        "gap.gap_sums",
+        "gap",
+    }
+    assert len(mismatch_ext.__all__) <= 25
