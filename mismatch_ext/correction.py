@@ -21,6 +21,7 @@ from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.gap import SATURATION, as_bool, output_dtype
 from mismatch_ext.presets import COMPAT, PRESETS, RULES, ResolvedCorrection, Rule, parse_rules, resolve
 from mismatch_ext.ranks import Ranks
+from mismatch_ext.sums import Sums, over_ranks
 
 if TYPE_CHECKING:
     from mismatch_ext.config import CorrectionConfig
@@ -429,7 +430,7 @@ def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
 def metrics_over_ranks(
     metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the metrics of `LOGGED` over all ranks' tokens, by one collective call in which every rank must take part.
+    """Return the metrics of `LOGGED` over all ranks' tokens, by one all-reduce in which every rank must take part.
 
     Args:
         metrics: Metrics from `correct` on this rank; empty if it has no token.
@@ -437,28 +438,35 @@ def metrics_over_ranks(
         settings: The correction, the same on all ranks.
         ranks: The processes.
     """
-    chosen = mask.bool()
-    mine = {name: metrics[name] for name in LOGGED if name in metrics}
-    parts = ranks.gather((float(chosen.sum()), float(chosen.any(-1).sum()), mine))
-    merged: dict[str, float] = {}
-
-    def mean(values: list[tuple[float, float]]) -> float:
-        return sum(weight * value for weight, value in values) / sum(weight for weight, _ in values)
-
+    sums = over_ranks(_logged_sums(metrics, mask.bool(), settings), ranks)
+    merged = {}
     for name, over in LOGGED.items():
-        known = [(tokens, sequences, found[name]) for tokens, sequences, found in parts if name in found]
-        if not known:
-            continue
         if over in ("max", "min"):
-            merged[name] = (max if over == "max" else min)(value for _, _, value in known)
+            value = float(sums[f"max:{name}"])
+            known = math.isfinite(value)
+            merged |= {name: value if over == "max" else -value} if known else {}
+        elif over != "moments" and (weight := float(sums[f"weight/{name}"])):
+            merged[name] = float(sums[name]) / weight
+    count, mean, squares = sums["moments:weight"].tolist()
+    if settings.level != "none" and count:
+        variance = squares / count
+        merged["rollout_is_std"] = variance**0.5
+        merged["rollout_is_eff_sample_size"] = mean * mean / (variance + mean * mean) if variance + mean else 0.0
+    return {name: merged[name] for name in LOGGED if name in merged}
+
+
+def _logged_sums(metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection) -> Sums:
+    """Return one rank's part of the metrics of `LOGGED`; the names are the same on a rank without tokens."""
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    values: dict[str, float] = {}
+    for name, over in LOGGED.items():
+        if over in ("max", "min"):
+            values[f"max:{name}"] = metrics.get(name, -math.inf) if over == "max" else -metrics.get(name, math.inf)
         elif over != "moments":
             by_sequence = over == "sequences" or (over == "weights" and settings.level != "token")
-            merged[name] = mean([(sequences if by_sequence else tokens, value) for tokens, sequences, value in known])
-    if settings.level != "none" and "rollout_is_mean" in merged:
-        # These follow from the variance over all tokens, because means of the ranks' values would be wrong.
-        first = merged["rollout_is_mean"]
-        spread = [(n, f["rollout_is_std"] ** 2 + (f["rollout_is_mean"] - first) ** 2) for n, _, f in parts if f]
-        variance = mean(spread)
-        merged["rollout_is_std"] = variance**0.5
-        merged["rollout_is_eff_sample_size"] = first * first / (variance + first * first) if variance + first else 0.0
-    return merged
+            weight = (sequences if by_sequence else tokens) if name in metrics else 0.0
+            values |= {name: weight * metrics.get(name, 0.0), f"weight/{name}": weight}
+    sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
+    weighted = "rollout_is_std" in metrics
+    moments = [tokens, metrics["rollout_is_mean"], tokens * metrics["rollout_is_std"] ** 2] if weighted else [0.0] * 3
+    return sums | {"moments:weight": torch.tensor(moments, dtype=torch.float64)}
