@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple
+from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
 
 import torch
 from pydantic import Field
@@ -22,7 +22,8 @@ from mismatch_ext.gap import k3 as exact_k3
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
+ESTIMATORS = tuple(name for name in get_args(get_type_hints(KlConfig)["estimator"]) if name != "full")
+"""Estimators from the log-probabilities of the sampled tokens alone: all that the section has but `full`."""
 # Largest exponent in a loss. The square of e^30 = 1e13, summed over a million tokens, still fits a float32 gradient norm. A
 # token that the policy samples exceeds it with a probability below 1e-13.
 LARGEST_EXPONENT = 30.0
@@ -228,8 +229,8 @@ def kl_terms(
     if settings.estimator == "full":
         if logits is None or baseline is not None:
             raise ConfigError(
-                "mismatch.kl.estimator='full' needs the logits of policy and reference, and no baseline; use k1, k2, k3 or abs "
-                "where you have log-probabilities alone."
+                "mismatch.kl.estimator='full' needs the logits of policy and reference, and no baseline; use "
+                f"{', '.join(ESTIMATORS)} where you have log-probabilities alone."
             )
         estimate = kl_full(*logits, mask=tokens.mask, temperature=temperature).double()
         value = _prefix_weights(weight, settings) * estimate

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from mismatch_ext.correction import PRESETS
+from mismatch_ext.kl import ESTIMATORS
 
 HOSTS = ("TRL GRPO", "TRL RLOO", "verl", "MismatchCallback")
 TRIGGERS = ("response_length", "grad_norm", "mismatch_kl", "f_tau")
@@ -12,7 +13,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "precision": {f"dtype: {name}": {"dtype": name} for name in ("float16", "bfloat16", "float32")},
     "correction": {f"preset: {name}": {"preset": name} for name in PRESETS},
     "kl": {
-        **{f"estimator: {name}": {"estimator": name, "coef": 0.3} for name in ("k1", "k2", "k3", "abs", "full")},
+        **{f"estimator: {name}": {"estimator": name, "coef": 0.3} for name in (*ESTIMATORS, "full")},
         "reward_path: rewards": {"reward_path": "rewards", "coef": 0.3},
     },
     "routing": {f"mode: {name}": {"mode": name, "measured": 1.0} for name in ("R2", "R3")},

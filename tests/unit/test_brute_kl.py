@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import kl_baseline, kl_full, kl_terms
+from mismatch_ext.kl import ESTIMATORS, kl_baseline, kl_full, kl_terms
 from tests.oracles.brute import kl as brute
 
 pytestmark = pytest.mark.numeric
@@ -27,7 +27,7 @@ class Case:
         self.generator = torch.Generator().manual_seed(seed)
         pick = self.rng.choice
         self.asked = brute.Asked(
-            estimator="full" if full else pick(["k1", "k2", "k3", "abs"]),
+            estimator="full" if full else pick(list(ESTIMATORS)),
             placement=pick(["loss", "reward", "both"]),
             target=pick(["token", "sequence"]),
             ratio=pick(["none", "token", "sequence"]),

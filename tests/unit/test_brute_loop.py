@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from mismatch_ext import PRESETS, Run
 from mismatch_ext.config import CorrectionConfig
+from mismatch_ext.kl import ESTIMATORS
 from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rollout import Batch
 from tests.oracles.brute import kl as brute_kl
@@ -37,7 +38,7 @@ class Case:
         self.correction = ResolvedCorrection()
         if rng.random() < 0.8:
             self.kl = brute_kl.Asked(
-                estimator=rng.choice(["k1", "k2", "k3", "abs"]),
+                estimator=rng.choice(ESTIMATORS),
                 placement=rng.choice(["loss", "reward", "both"]),
                 target=rng.choice(["token", "sequence"]),
                 ratio=rng.choice(["none", "token", "sequence"]),

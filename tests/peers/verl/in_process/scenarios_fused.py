@@ -16,13 +16,13 @@ from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.kl import ESTIMATORS
 from tests.peers.verl.in_process.losses import actor_config
 from tests.peers.verl.in_process.routes import nested, other, refused
 from tests.peers.verl.in_process.scenarios_losses import number
 from tests.peers.verl.in_process.scenarios_replay import own_routes
 from tests.peers.verl.in_process.workers import R3, batch, logprobs, scored, strategy, update, worker
 
-ESTIMATORS = ("k1", "k2", "k3", "abs")
 FP16 = {"precision": {"dtype": "float16", "init_scale": 64.0}}
 # Of each: which model, block, dtype, temperature of the rollouts, and whether batches are packed.
 CASES: dict[str, tuple[str, dict[str, Any], str, float, bool]] = {
