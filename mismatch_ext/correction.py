@@ -439,7 +439,7 @@ def metrics_over_ranks(
         ranks: The processes.
     """
     sums = over_ranks(_logged_sums(metrics, mask.bool(), settings), ranks)
-    merged = {}
+    merged: dict[str, float] = {}
     for name, over in LOGGED.items():
         if over in ("max", "min"):
             value = float(sums[f"max:{name}"])
