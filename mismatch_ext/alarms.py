@@ -175,6 +175,21 @@ DEFAULTS = {
             advice="clip on the trainer's own ratio, by correction.preset: decoupled_token_is, or give both sides one precision",
         ),
         Rule(
+            metric=PREFIX + "masked_token_frac",
+            above=0.1,
+            source="A choice. TRL issues #4772 and #5231: runs whose sequence mask left nothing to learn from.",
+            meaning="the correction throws away a good part of what was sampled",
+            advice="find why the two sides differ (mismatch-ext doctor), and truncate weights of tokens in the place of masking "
+            "responses (TRL: vllm_importance_sampling_mode='token_truncate'; verl: rollout_is: token)",
+        ),
+        Rule(
+            metric=PREFIX + "masked_long_ratio_low",
+            above=2.0,
+            source="A choice. Log-ratios add up over a response, so that one threshold masks long ones first.",
+            meaning="long responses are thrown away more than twice as often as short ones",
+            advice="correct tokens, or a response by its geometric mean, in the place of whole responses by their product",
+        ),
+        Rule(
             metric=PREFIX + "routing/set_mismatch_frac",
             above=0.2,
             source="A choice.",

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
 from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.correction import masked_metrics, masked_sums
 from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
@@ -384,6 +385,7 @@ class RunLog:
         self._early_events: list[tuple[Any, ...]] = []
         self._sampling = SamplingSettings()
         self._gaps: dict[tuple[str, bool], Sums] = {}
+        self._masked: dict[str, Sums] = {}
         self._drift: Sums | None = None
         self._flushes: dict[str, int] = {}
         self._created = 0
@@ -502,6 +504,11 @@ class RunLog:
         before = self._gaps.get((split, native))
         self._gaps[split, native] = sums if before is None else merged(before, sums)
 
+    def mask(self, split: str, kept: Tensor, response_mask: Tensor) -> None:
+        """Add what a correction leaves of a batch; arguments as for `masked_sums`."""
+        sums = masked_sums(kept, response_mask)
+        self._masked[split] = merged(self._masked[split], sums) if split in self._masked else sums
+
     def part(self) -> dict[str, int]:
         """Return the arguments `sample` and `seed` of `gap_sums` in other processes; each adds its number to the seed."""
         self._created += 1
@@ -541,6 +548,7 @@ class RunLog:
             scatter = gap_sample(part(sums, "gap"))
             self._file().scatter(step, scatter["rollout_logprobs"], scatter["old_logprobs"], split)
         scalars |= {f"native/{name}": value for name, value in native.items()}
+        scalars |= masked_metrics(part(sums, "masked"))
         if drift := part(sums, "drift"):
             scalars |= drift_metrics(drift, support_truncated=truncated)
         # Where versions are followed, only the numerics part is asked whether it grows.
@@ -559,6 +567,8 @@ class RunLog:
             if gap is None:
                 gap = gap_sums(nothing, nothing, nothing, sample=SCATTER_SAMPLES)
             sums |= prefixed(name, gap)
+        masked = self._masked.pop(split, None)
+        sums |= prefixed("masked", masked_sums(nothing, nothing) if masked is None else masked)
         if split == "train" and self._drift is not None:
             sums |= prefixed("drift", self._drift)
             self.follow_versions()

@@ -457,6 +457,7 @@ class Run:
             correction = replace(correction, weights=correction.weights * (correction.metrics[mean] / metrics[mean]))
         for name, value in metrics.items() if batch.split == "train" else ():
             self._pending.note(PREFIX + name, value)
+        self._log.mask(batch.split, correction.as_multiplier(), mask)
         return correction
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:

@@ -221,6 +221,8 @@ class Attached:
             old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
             mask = output["completion_mask"] * output.get("tool_mask", 1)
             self.log.observe(split, old, output[ROLLOUT], mask.bool())
+            if (ratio := output.get("importance_sampling_ratio")) is not None:
+                self.log.mask(split, ratio, mask)
         return output
 
     def _score_batch(self, output: dict[str, Any]) -> Tensor:

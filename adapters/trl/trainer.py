@@ -235,6 +235,9 @@ class MismatchTrainerMixin(
                     figures = figures | {"rejected_adv_shift": shift}
                 for name, value in figures.items():
                     self._metrics[mode][PREFIX + name].append(value)
+            if (ratio := output.get("importance_sampling_ratio")) is not None:
+                with self._verdicts.checking("correction"):
+                    self._log.mask(split, ratio, mask)
             if training and gap is not None and isinstance(self, GRPOTrainer):
                 clips = clips_engine_ratio(
                     None if self._correction is None else self._correction.settings, self.loss_type

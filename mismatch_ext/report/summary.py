@@ -29,12 +29,16 @@ KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buff
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 # Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
 ROUTING_WEIGHT = "routing/compared_tokens"
-WEIGHTS = {"seq_kl": "sequences", "seq_k3_kl": "sequences", "ess_token": None, "ess_seq": None, "source": None}
+WEIGHTS = {
+    "seq_kl": "sequences", "seq_k3_kl": "sequences", "masked_seq_frac": "sequences", "ess_token": None, "ess_seq": None,
+    "source": None,
+}  # fmt: skip
 
 ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
-COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq")
+MASKED = ("masked_token_frac", "masked_seq_frac")
+COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq", *MASKED)
 STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl")
 """Columns of runs whose rollouts may have been sampled with older weights."""
 RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")

@@ -93,11 +93,14 @@ def train(
 ) -> dict[str, Any]:
     """Train and evaluate; return all that training has left, and what was measured if something measured."""
     trainer, count, sampled = build(model, out, cls, **overrides), Counted(), []
+    dropped: list[float] = []
     score = trainer._generate_and_score_completions
 
     def noted(inputs: Any) -> Any:
         output = score(inputs)
         sampled.append(output["completion_ids"].tolist())
+        if "importance_sampling_ratio" in output:
+            dropped.append(float((output["importance_sampling_ratio"] == 0).double().mean()))
         return output
 
     trainer._generate_and_score_completions = noted
@@ -130,6 +133,7 @@ def train(
             )
         ).hexdigest(),
         "sampled": sampled,
+        "dropped": dropped,
         "random": torch.get_rng_state().sum().item(),
         "training": trainer.model.training,
         "checkpointing": trainer.model.is_gradient_checkpointing,

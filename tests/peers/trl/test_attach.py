@@ -60,6 +60,9 @@ def test_measuring_changes_no_bit(run: Run, dense_fp16: Path, tmp_path: Path, gi
     *logged, evaluated = of_ours["measured"]
     gaps = [entry["mismatch/logp_abs_diff_mean"] for entry in logged if "mismatch/logp_abs_diff_mean" in entry]
     assert len(gaps) == 3 and 0 < min(gaps) <= max(gaps) < 0.01
+    # TRL's default correction, here a truncation of tokens, masks nothing; without it there is nothing to count.
+    masked = [entry.get("mismatch/masked_token_frac") for entry in logged]
+    assert masked == ([None] * 3 if given else [0.0] * 3)
     assert evaluated["eval_mismatch/tokens"] > 0 and logged[-1]["mismatch/weight_sync_gap"] > 0
     assert of_ours["verdict"] in ("in_sync", "unchanged") and of_ours["report"] > 10_000
     assert [name for name, _ in of_ours["events"] if name not in ("alarm", "vocabulary")] == []
@@ -75,8 +78,9 @@ def test_measuring_changes_no_bit(run: Run, dense_fp16: Path, tmp_path: Path, gi
 
 
 def test_a_lost_weight_update_shows(run: Run, dense: Path, tmp_path: Path) -> None:
+    mask = {"vllm_importance_sampling_mode": "sequence_mask", "vllm_importance_sampling_clip_max": 1.2}
     healthy, lost = (
-        run(scenarios.train, model=dense, out=tmp_path / str(lost), attached=True, lost=lost).expect()
+        run(scenarios.train, model=dense, out=tmp_path / str(lost), attached=True, lost=lost, **mask).expect()
         for lost in (False, True)
     )
     # Both have sampled with the weights of the same first update; from the second one on the engine is behind.
@@ -85,6 +89,9 @@ def test_a_lost_weight_update_shows(run: Run, dense: Path, tmp_path: Path) -> No
     )
     assert first[0] == first[1]
     assert all(stale > 4 * fresh for fresh, stale in later), later
+    # TRL's mask drops whole responses, more of them the further the engine is behind.
+    dropped = [[entry["mismatch/masked_seq_frac"] for entry in found["measured"][:3]] for found in (healthy, lost)]
+    assert dropped == [found["dropped"][:3] for found in (healthy, lost)] and sum(dropped[1]) > sum(dropped[0])
     assert healthy["verdict"] == "in_sync" and lost["verdict"] == "stale"
     assert not any(name == "observed" for name, _ in healthy["events"])
     events = [message for name, message in lost["events"] if name == "observed"]
