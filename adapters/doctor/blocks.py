@@ -15,7 +15,8 @@ from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
 
 from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.diagnose import Block
+from mismatch_ext.doctor.diagnose import STANDS_OUT, Block
+from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 # Names of a layer's blocks, in engines and in transformers.
 KINDS = {"self_attn": "attention", "mlp": "mlp"}
 At = tuple[int, str]
-# A block stands out if the engine's error is this many times the error of the trainer's block in the engine's dtype.
-STANDS_OUT = 2.0
+# A fault of a few tokens, such as one expert's, shows in this quantile over tokens and not in the median.
+QUANTILES = (0.5, 0.95)
 # Limits over all sequences together, because two hidden states per token and block are held in memory.
 MOST_TOKENS, MOST_ROWS = 1_024, 12
 
@@ -62,21 +63,20 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
     return HiddenStates(rows=rows, blocks=blocks)
 
 
-def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer, *, always: bool) -> Diagnosis:
-    """Return a diagnosis with a comparison block by block if a part of the gap is unexplained, or always."""
-    if diagnosis.verdict not in ("partly", "unexplained") and not always:
-        return diagnosis
+def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
+    """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
     blocks = () if states.missing else tuple(compared(scorer, states.rows, states.blocks))
     missing = states.missing or "the trainer's layers are named otherwise"
-    note = f"block by block, {summary(blocks)}" if blocks else f"not compared block by block: {missing}"
-    return replace(diagnosis, blocks=blocks, notes=(*diagnosis.notes, note))
+    if not blocks:
+        return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
+    return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {summary(blocks)}")), blocks)
 
 
 def summary(blocks: Sequence[Block]) -> str:
     """Return one line that sums up the blocks."""
     most = max(blocks, key=lambda block: block.ratio)
     if most.ratio < STANDS_OUT:
-        return "no block stands out: what differs is outside of attention and mlp, or in the decode"
+        return f"no block stands out of rounding: the largest is {most.ratio:.1f} of it"
     ratios = {kind: [block.ratio for block in blocks if block.kind == kind] for kind in KINDS.values()}
     whole = [kind for kind, values in ratios.items() if len(values) > 1 and min(values) >= STANDS_OUT]
     count = sum(block.ratio >= STANDS_OUT for block in blocks)
@@ -100,10 +100,15 @@ def compared(
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
                 errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
                 rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
-    return [
-        Block(layer=at[0], kind=at[1], error=float(torch.cat(parts).median()), own=float(torch.cat(rounding[at]).median()))
-        for at, parts in sorted(errors.items())
-    ]  # fmt: skip
+    found = []
+    for at, parts in sorted(errors.items()):
+        error, own = torch.cat(parts), torch.cat(rounding[at])
+        sizes = [
+            Block(layer=at[0], kind=at[1], error=float(error.quantile(q)), own=float(own.quantile(q)))
+            for q in QUANTILES
+        ]
+        found.append(max(sizes, key=lambda block: block.ratio))
+    return found
 
 
 def _outputs(

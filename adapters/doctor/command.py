@@ -44,7 +44,8 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         prompts = _prompts(arguments, host, sides.model)
         _writable(arguments.out)
-        limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens}
+        longest = 0 if host is None or arguments.max_tokens is not None else host.max_tokens
+        limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens, "longest": longest}
         if sides.server is not None:
             server = connect(sides.server)
             sides = _as_served(sides, arguments, server, host)

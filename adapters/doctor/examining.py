@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
-from mismatch_ext.adapters.doctor.sides import Run
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
@@ -31,6 +31,8 @@ MENDED = {
     "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
 # Fields of the engine's configuration whose values are tried in the trainer's model.
+# Responses that are sampled to the run's whole length.
+FAR_ROWS = 4
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
 
@@ -40,6 +42,7 @@ def examine(
     *,
     responses: int = 256,
     max_tokens: int = 128,
+    longest: int = 0,
     seed: int = 0,
     seen: Sequence[Sequence[int]] | None = None,
     quick: bool = False,
@@ -51,6 +54,7 @@ def examine(
         prompts: Token ids of each prompt, as the trainer has them.
         responses: Number of responses to sample; only so many prompts are used, the first ones.
         max_tokens: Largest number of tokens of a response.
+        longest: The run's own limit; where it is larger, a few responses of that length are looked at, too. 0 if unknown.
         seed: Seed of the bootstrap intervals.
         seen: Token ids of each prompt as the engine gets them; None if these are the trainer's.
         quick: Leave out the causes that need a forward pass each.
@@ -60,7 +64,7 @@ def examine(
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
-    from mismatch_ext.doctor.diagnose import distance, other_model
+    from mismatch_ext.doctor.diagnose import distance, farther, other_model
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
@@ -78,6 +82,7 @@ def examine(
             rung("engine's own noise")
             own = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
             states = hidden_states(engine, sample)
+            far = _far(engine, asked, longest)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
@@ -92,7 +97,14 @@ def examine(
             # The diagnosis is valid without the remedy.
             found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
         rung("blocks")
-        return rung.ended(with_configs(with_blocks(found, states, scorer, always=sides.blocks), sides))
+        found = with_blocks(found, states, scorer)
+        if not isinstance(far, str):
+            found = farther(found, far, scorer.rescored(far), longest)
+        notes = (
+            (f"responses of up to {longest} tokens were not looked at: {far}",) if isinstance(far, str) and far else ()
+        )
+        found = replace(found, notes=(*found.notes, *notes), longest=longest)
+        return rung.ended(with_configs(found, sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -178,12 +190,13 @@ def _diagnosed(
     quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
-    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, is_recurrent
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import diagnose
 
     rung("trainer")
+    left_out = sides.layout == "packed" and is_recurrent(model)
     scorer = Scorer(
         model,
         sample,
@@ -192,13 +205,28 @@ def _diagnosed(
         temperature=sides.temperature,
         trainer_weights=sides.trainer_weights,
         replays=sides.replays,
-        layout=sides.layout,
+        layout="right" if left_out else sides.layout,
         head=sides.head,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
-    return diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung), scorer
+    found = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
+    note = "packed rows were not rebuilt: layers with a recurrent state need the boundaries that the host gives"
+    return replace(found, notes=(*found.notes, note)) if left_out else found, scorer
+
+
+def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
+    """Return a few responses of the run's whole length, scored as prompts; or why there are none, "" if none are needed."""
+    if longest <= asked.max_tokens:
+        return ""
+    prompts, seen = asked.prompts[:FAR_ROWS], None if asked.seen is None else asked.seen[:FAR_ROWS]
+    try:
+        return engine.score(
+            engine.sample(replace(asked, prompts=prompts, seen=seen, responses=FAR_ROWS, max_tokens=longest))
+        )
+    except MismatchError as error:
+        return str(error)
 
 
 def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:

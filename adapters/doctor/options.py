@@ -91,7 +91,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="weights that the engine may have kept: an earlier step or adapter; repeatable")  # fmt: skip
     parser.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
-    parser.add_argument("--blocks", action="store_true", help="compare block by block where nothing is left, too")
     parser.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
     parser.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
     parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
@@ -170,8 +169,6 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         found["layout"] = arguments.trainer_layout
     if arguments.trainer_head is not None:
         found["head"] = arguments.trainer_head
-    if arguments.blocks:
-        found["blocks"] = True
     return found
 
 

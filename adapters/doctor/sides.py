@@ -51,7 +51,6 @@ class Run:
         server: A server to ask; None starts an engine instead.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
         head: Compute dtype of the trainer's head if it differs from the rest: float32; "" if it does not.
-        blocks: Whether engine and trainer are compared block by block even if nothing is left unexplained.
     """
 
     model: str
@@ -69,7 +68,6 @@ class Run:
     server: Address | None = None
     layout: str = "right"
     head: str = ""
-    blocks: bool = False
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
         """Start the engine of this run, or connect to its server.

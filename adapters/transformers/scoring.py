@@ -16,10 +16,10 @@ Autocast = Callable[[], AbstractContextManager[Any]]
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Switch every module to evaluation mode, and afterwards back to the mode that it was in."""
+def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
+    """Switch every module to evaluation mode, or all to training mode, and afterwards back to the mode that it was in."""
     modes = {module: module.training for module in model.modules()}
-    model.eval()
+    model.train(training)
     try:
         yield
     finally:

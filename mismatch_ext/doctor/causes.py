@@ -42,7 +42,11 @@ REMEDIES = {
     ),
     "layout": Remedy(
         trl="give the model position_ids beside the attention mask, or pad prompts on the right",
-        verl="actor_rollout_ref.model.use_remove_padding=true",
+    ),
+    "packed": Remedy(verl="actor_rollout_ref.model.use_remove_padding=false"),
+    "dropout": Remedy(
+        trl="disable_dropout: true, and lora_dropout: 0.0",
+        verl="+actor_rollout_ref.model.override_config.attention_dropout=0",
     ),
     "head_dtype": Remedy(
         trl="cast_lm_head_to_fp32: true",
@@ -60,6 +64,10 @@ REMEDIES = {
         verl="+mismatch.routing.mode=R3",
         vllm="--enable-return-routed-experts",
         sglang="--enable-return-routed-experts",
+    ),
+    "router": Remedy(
+        vllm="keep the router's gate and its correction bias in float32; R3 hides this in the loss and does not mend it",
+        sglang="keep the router's gate and its correction bias in float32; R3 hides this in the loss and does not mend it",
     ),
     "temperature": Remedy(
         trl="temperature: 1.0",

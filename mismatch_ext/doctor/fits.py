@@ -28,8 +28,8 @@ ROOM = 1.2
 IMPOSSIBLE = -30.0
 # The tail begins at this quantile.
 TAIL = 0.99
-# An error up to this size is rounding, in units of the trainer's own arithmetic: of medians, then of the largest hundredth.
-ROUNDING, ROUNDING_TAIL = 1.3, 3.0
+# An error up to this size is rounding, in units of the trainer's own arithmetic, by its median and by its mean.
+ROUNDING = 1.3
 
 DRAWS = 400
 # To be named, a cause needs this gain in likelihood (nats) and this z-score, on the responses that it was not fitted on.
@@ -86,15 +86,21 @@ class Noise:
         """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
         return float(np.median(np.abs(errors / self.weight))) / NORMAL / self.scale
 
+    def size(self, errors: Floats) -> float:
+        """Return the larger of the ratios of medians and of means; a median does not see what hits under half of the tokens."""
+        return max(self.ratio(errors), float(np.abs(errors).mean()) / max(self.mean, FLOOR))
+
     def tail_ratio(self, errors: Floats) -> float:
         """Return the same ratio at the 99th percentile, which shows faults that hit few tokens."""
         return float(np.quantile(np.abs(errors / self.weight), TAIL)) / self.scale / self.tail
 
     def is_rounding(self, errors: Floats) -> bool:
-        """Whether errors are only rounding. A heavy tail (the largest hundredth) counts only if the mean is larger too."""
-        mean = float(np.abs(errors).mean())
-        tail = self.tail_ratio(errors) <= ROUNDING_TAIL or mean <= ROUNDING * self.mean
-        return (self.ratio(errors) <= ROUNDING and tail) or mean <= FLOAT32
+        """Whether errors are only rounding, by their median and their mean."""
+        return self.size(errors) <= ROUNDING or float(np.abs(errors).mean()) <= FLOAT32
+
+    def excess(self, errors: Floats) -> float:
+        """Return the square of what is in errors besides rounding, in units of rounding: independent errors add in squares."""
+        return max(0.0, (float(np.abs(errors).mean()) / max(self.mean, FLOOR)) ** 2 - 1)
 
     def likelihood(self, errors: Floats) -> Floats:
         """Return the log-likelihood of each error as rounding, up to a constant `[N]`."""

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mismatch_ext.doctor.causes import HOSTS, Remedy, remedy
-from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES, Diagnosis, Largest, NamedCause, Rung
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES, STANDS_OUT, Diagnosis, Largest, NamedCause, Rung
 from mismatch_ext.doctor.tokens import SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
 """How sure a cause is, in words: every status that a `NamedCause` may have."""
 VERDICTS = {
-    "clean": "Clean: what is left is rounding, and no cause on the list fits.",
-    "explained": "Explained: the causes above and rounding make the gap.",
+    "clean": "Clean{upto}: what is left is rounding, and no cause on the list fits.",
+    "explained": "Explained{upto}: the causes above and rounding make the gap.",
     "partly": "Partly explained: {unexplained:.1e} nats per token are neither the causes above nor rounding.",
     "unexplained": "Unexplained: {unexplained:.1e} nats per token are not rounding, and no cause on the list fits.",
 }
@@ -72,10 +72,22 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
     yield CANNOT
-    if diagnosis.verdict == "unexplained" and diagnosis.unexplained == 0:
-        yield "Unexplained: the tokens, or a few of the errors, are not as rounding leaves them, and no cause on the list fits."
-    else:
-        yield VERDICTS[diagnosis.verdict].format(unexplained=diagnosis.unexplained)
+    out = [block for block in diagnosis.blocks if block.ratio >= STANDS_OUT]
+    if out and diagnosis.verdict in ("partly", "unexplained"):
+        most = max(out, key=lambda block: block.ratio)
+        count = f"{len(out)} of {len(diagnosis.blocks)} blocks"
+        yield f"where: layer {most.layer}, {most.kind}, {most.ratio:.1f} of rounding's; {count}"
+    if diagnosis.begins is not None:
+        yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
+    yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest)
+
+
+def conclusion(verdict: str, unexplained: float, seen: int, longest: int) -> str:
+    """Return the last line: the verdict, bounded by how far responses were looked at."""
+    if verdict == "unexplained" and unexplained == 0:
+        return "Unexplained: tokens or blocks are not as rounding leaves them, and no cause on the list fits."
+    upto = f" up to token {seen} of {longest}" if seen < longest else ""
+    return VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
 
 
 def _changes(lines: Remedy) -> list[str]:
@@ -105,7 +117,7 @@ def _evidence(cause: NamedCause) -> str:
 
 def _tokens(test: TokensTest, named: Sequence[NamedCause]) -> str:
     z = f"(z {test.z:.1f})"
-    if named:
+    if named and (test.truncated is None or any(cause.family == "sampling" for cause in named)):
         return f"tokens: held against the trainer's distribution alone, without the causes above {z}"
     if test.finding is not None:
         return f"tokens: {test.finding[2]} {z}"

@@ -10,7 +10,7 @@ from typing import Any
 
 from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.text import STATUS, VERDICTS
+from mismatch_ext.doctor.text import STATUS, conclusion
 from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.summary import quantity
 
@@ -77,7 +77,6 @@ def why_of(data: Mapping[str, Any], name: str) -> Why:
     """
     gap, causes = data["gap"], data["causes"]
     said = {cause["key"]: cause["said"] for cause in causes}
-    hidden = data["verdict"] == "unexplained" and data["unexplained"] == 0
     return Why(
         name=name,
         gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
@@ -94,9 +93,7 @@ def why_of(data: Mapping[str, Any], name: str) -> Why:
         ),
         notes=(*data["notes"], *data["hints"]),
         verdict=data["verdict"],
-        sentence="Unexplained: the tokens, or a few of the errors, are not as rounding leaves them."
-        if hidden
-        else VERDICTS[data["verdict"]].format(unexplained=data["unexplained"]),
+        sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)),
     )
 
 

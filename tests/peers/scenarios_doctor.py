@@ -25,7 +25,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 
 RUNS: dict[str, list[str]] = {
-    "clean": ["--blocks"],
+    "clean": [],
     "fault": ["--sampling", "temperature=0.9"],
     "stale_decode": [],
     "wrong_layer": [],

@@ -25,7 +25,7 @@ OWN = {"model", "enable_sleep_mode", "distributed_executor_backend", "seed", "ma
 # TRL passes a quantisation only of weights that bitsandbytes holds, which the doctor refuses.
 OF_TRL = {"quantization"}
 
-UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments", "blocks"}
+UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments"}
 """Fields of a run that no file of TRL sets, and those that are told setting by setting."""
 
 

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
+from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, dropouts, is_recurrent
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 
-from mismatch_ext.doctor import Diagnosis, Sample, diagnose, rescored
-from mismatch_ext.doctor.diagnose import SAMPLED
+from mismatch_ext.doctor import Diagnosis, Sample, diagnose, remedy, rescored
+from mismatch_ext.doctor.diagnose import SAMPLED, taken_apart
 from mismatch_ext.errors import MismatchError, RecordError
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.routing import RoutingTrace
@@ -22,6 +22,8 @@ from mismatch_ext.routing import RoutingTrace
 # An accelerator must have so many times the copy's size free, beside the run: for the copy in float32, for half as much again in
 # another dtype, and for activations.
 ROOM = 2.0
+# Dropout is what a run's own pass has if it moves the copy's by as much, up to this factor: no two passes drop the same.
+ALIKE = 2.0
 SHARDED = "DeepSpeed ZeRO-3, under which transformers builds no model on one rank alone"
 LIMITS = (
     "examined in a run: causes that need a forward pass each were not tried (weights, configuration, cache, prompts); for those "
@@ -165,6 +167,8 @@ def examine_batch(
     )
     scorer = Scorer(model, sample, **vars(computing), computed=computed)
     found = diagnose(sample, scorer.scores)
+    if any(cause.key == "layout" for cause in found.causes):
+        found = _taken_apart(found, scorer, computed, computing.replays)
     found = replace(found, notes=(*found.notes, LIMITS))
     families = {cause.family for cause in found.mendable if cause.family in SAMPLED}
     if again is None or not families:
@@ -175,3 +179,34 @@ def examine_batch(
         return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
     left, after = rescored(scored, scorer.rescored(scored))
     return found.confirmed(families, left, after)
+
+
+def _taken_apart(found: Diagnosis, scorer: Scorer, computed: np.ndarray, replays: bool) -> Diagnosis:
+    """Try what a run's pass may do that a plain one does not: other layouts of the batch, and dropout."""
+    routes = scorer.sample.routes if replays else None
+
+    def scored(layout: str) -> np.ndarray:
+        return scorer.in_layout(scorer.sample, layout, routes=routes)
+
+    plain = scored("right")
+    active = dropouts(scorer.model)
+    if active:
+        with forked_rng(next(scorer.model.parameters()).device):
+            dropped = scorer.in_layout(scorer.sample, "right", routes=routes, training=True)
+        moved, gap = float(np.abs(dropped - plain).mean()), float(np.abs(computed - plain).mean())
+        if gap / ALIKE <= moved <= gap * ALIKE:
+            said = (
+                f"dropout is active in the run's own pass ({', '.join(active)}): it moves this model by {moved:.1e}, and the "
+                f"pass is off by {gap:.1e}"
+            )
+            causes = tuple(
+                replace(cause, key="dropout", said=said, remedy=remedy("dropout")) if cause.key == "layout" else cause
+                for cause in found.causes
+            )
+            return replace(found, causes=causes)
+    names = {"left": "layout", "left-positions": "", "packed": "packed"}
+    if is_recurrent(scorer.model):
+        del names["packed"]
+    return taken_apart(
+        found, computed, plain, {LAYOUTS[layout]: (name, scored(layout)) for layout, name in names.items()}
+    )

@@ -21,7 +21,7 @@ from mismatch_ext.doctor.diagnose import Rung
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
-from mismatch_ext.routing import RoutingShape, RoutingTrace, align, align_packed
+from mismatch_ext.routing import RoutingShape, RoutingTrace, agreement, align, align_packed
 
 # Most rows of logits that are in float64 at once.
 PICKED = 512
@@ -109,6 +109,7 @@ class Scorer:
             logits=self._logits(sample),
             headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
+            flips=self._flips(),
             straight=straight if said else None,
             layout=said,
             rungs=rungs,
@@ -152,12 +153,16 @@ class Scorer:
         routes: tuple[RoutingTrace, ...] | None = None,
         most_rows: int = MOST_ROWS,
         exact: bool = False,
+        training: bool = False,
     ) -> Floats:
-        """Return log-probabilities `[N]` of a sample's tokens under another layout, in the trainer's dtype unless `exact`."""
+        """Return log-probabilities `[N]` of a sample's tokens under another layout, in the trainer's dtype unless `exact`.
+
+        With `training`, dropout is active.
+        """
         with nullcontext() if exact else self._as_trainer():
             found = [
                 self._picked(row, logits, sample)
-                for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows)
+                for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows, training=training)
             ]
         return self._joined(found)
 
@@ -181,6 +186,16 @@ class Scorer:
         taken: dict[int, RoutingTrace] = {}
         found = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
         return self._joined(found), tuple(taken[row] for row in sorted(taken)) or None
+
+    def _flips(self) -> tuple[float, float] | None:
+        """Return the shares of (token, layer) at which the model's own routes are not the engine's, or not its dtype's."""
+        if self.shape is None or self.sample.routes is None:
+            return None
+        _, exact = self._native()
+        with self.cast(self.engine_dtype):
+            _, rounded = self._native()
+        assert exact is not None and rounded is not None  # a model with experts has routes
+        return differing(self.sample.routes, exact), differing(rounded, exact)
 
     def _logits(self, sample: Sample) -> Tensor | Projected:
         """Return the tokens' logits `[N, V]`: kept if they are few, otherwise projected whenever they are read."""
@@ -247,6 +262,16 @@ class Scorer:
         return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
 
 
+def differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> float:
+    """Return the share of (token, layer) with other sets of experts."""
+    count = total = 0.0
+    for one, other in zip(routes, others, strict=True):
+        rows = min(one.rows, other.rows)
+        sums = agreement(one.slice(0, rows), other.slice(0, rows))
+        count, total = count + float(sums["set_mismatches"].sum()), total + rows * len(one.layers)
+    return count / total
+
+
 @dataclass(frozen=True, kw_only=True)
 class Laid:
     """Sequences as a model is given them, and for each response its row, the column of its first token, and its whole length."""
@@ -282,6 +307,24 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
     return Laid(ids=ids, mask=mask, positions=positions, places=places, lengths=tuple(map(len, rows)))
 
 
+def dropouts(model: nn.Module) -> list[str]:
+    """Return every setting of a model's configuration by which dropout acts while it trains."""
+    values = getattr(model, "config", None)
+    own = {} if values is None else values.get_text_config().to_dict()
+    return [
+        f"{name} {value}"
+        for name, value in own.items()
+        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float) and value > 0
+    ]
+
+
+def is_recurrent(model: nn.Module) -> bool:
+    """Tell whether layers carry a state along a row, so that packed sequences need boundaries, which only the host gives."""
+    config = getattr(model, "config", None)
+    kinds = () if config is None else getattr(config.get_text_config(), "layer_types", None) or ()
+    return any("linear" in kind or "mamba" in kind for kind in kinds)
+
+
 def own_noise(scorer: Scorer) -> Iterator[Rung]:
     """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses."""
     sample = scorer.sample
@@ -295,7 +338,7 @@ def own_noise(scorer: Scorer) -> Iterator[Rung]:
     straight, exact = scored("right"), scored("right", exact=True)
     yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
     for layout, name in LAYOUTS.items():
-        if layout != "right":
+        if layout != "right" and not (layout == "packed" and is_recurrent(scorer.model)):
             yield Rung.of("trainer", name, scored(layout) - straight, scored(layout, exact=True) - exact)
 
 
@@ -310,6 +353,7 @@ def passes(
     only: list[int] | None = None,
     layout: str = "right",
     most_rows: int = MOST_ROWS,
+    training: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
@@ -324,7 +368,8 @@ def passes(
         count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
         batch, order = order[:count], order[count:]
         made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
-        with torch.no_grad(), evaluating(model), _routed(model, shape, batch, made, routes, taken):
+        mode = evaluating(model, training=training)
+        with torch.no_grad(), mode, _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)
         for row, (place, start) in zip(batch, made.places, strict=True):
             yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]

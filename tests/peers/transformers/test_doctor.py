@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.doctor.blocks import STANDS_OUT, compared
+from mismatch_ext.adapters.doctor.blocks import compared
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
@@ -26,6 +26,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 
 from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.doctor import Sample, diagnose
+from mismatch_ext.doctor.diagnose import STANDS_OUT
 from mismatch_ext.errors import RecordError
 from tests.models import tiny_model
 

@@ -1,0 +1,121 @@
+"""Verdicts that a mean, a block, a route or a position can refute; and a run's own pass, taken apart by trying."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from mismatch_ext.doctor import Sample, Scores, diagnose, report
+from mismatch_ext.doctor.diagnose import Block, farther, taken_apart, with_blocks
+from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, drawn, drift
+
+NAMES = {"padding on the left": "layout", "packing": "packed"}
+
+
+def late(z: Tensor, first: int = 20) -> Tensor:
+    """Return logits that are wrong from a place of each response on."""
+    return torch.where((torch.arange(len(z)) % LENGTH >= first)[:, None], drift(z, 0.3), z)
+
+
+def test_a_trainer_that_errs_on_a_few_tokens_is_not_clean() -> None:
+    sample, scores = drawn()
+    moved = np.where(np.arange(len(scores.trainer)) % 12 == 0, 0.05, 0.0)
+    found = diagnose(sample, replace(scores, trainer=scores.trainer + moved))
+    assert found.verdict != "clean" and found.exit_status(1e-4) > 0, report(found)
+
+
+def test_a_run_whose_pass_lost_its_mask_on_few_tokens_is_named_by_the_mean() -> None:
+    sample, scores = drawn()
+    moved = np.where(np.arange(len(scores.trainer)) % 25 == 0, 0.5, 0.0)
+    found = diagnose(
+        sample, replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout="own pass")
+    )
+    assert [cause.key for cause in found.causes] == ["layout"], report(found)
+    assert "use_remove_padding" not in report(found) and "position_ids" not in report(found)
+
+
+def test_what_explains_less_than_half_is_a_hint() -> None:
+    found = diagnose(*drawn(lambda z: z * 1.04, extra=lambda z: drift(z, 0.1)))
+    assert not found.causes and found.verdict == "unexplained" and found.hints, report(found)
+
+
+def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> None:
+    def cut(z: Tensor) -> Tensor:
+        best, at = (z / 0.7).softmax(-1).sort(-1, descending=True)
+        out = torch.zeros_like(z, dtype=torch.bool).scatter(-1, at, best.cumsum(-1) - best >= 0.8)
+        return (z / 0.7).masked_fill(out, -torch.inf)
+
+    found = diagnose(*drawn(cut, reported=lambda z: z, temperature=0.7))
+    assert [cause.key for cause in found.causes][0] == "raw_logprobs", report(found)
+    assert "without the tail" in report(found)
+
+
+@pytest.mark.parametrize(("engine", "rounding", "named"), [(0.17, 0.0, True), (0.05, 0.04, False), (0.2, 0.05, True)])
+def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: float, named: bool) -> None:
+    sample, scores = drawn()
+    found = diagnose(sample, replace(scores, flips=(engine, rounding)))
+    assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
+
+
+def test_an_error_that_begins_at_a_place_is_told_with_the_place() -> None:
+    found = diagnose(*drawn(extra=late))
+    assert found.verdict == "unexplained" and found.begins is not None and abs(found.begins - 20) <= 1, report(found)
+    assert f"begins at token {found.begins}" in report(found)
+    assert diagnose(*drawn(extra=lambda z: drift(z, 0.3))).begins is None
+
+
+def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Scores]:
+    kept = np.tile(np.arange(LENGTH) < count, RESPONSES)
+    part = replace(
+        sample, responses=tuple(row[:count] for row in sample.responses), masks=tuple(row[:count] for row in sample.masks),
+        logprobs=tuple(row[:count] for row in sample.logprobs),
+    )  # fmt: skip
+    return part, Scores(
+        trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+    )
+
+
+def test_clean_is_bounded_by_the_length_that_was_seen_and_refuted_behind_it() -> None:
+    whole, scores = drawn(extra=late)
+    short = diagnose(*first_tokens(whole, scores, 15))
+    assert short.verdict == "clean"
+    assert f"Clean up to token 15 of {LENGTH}" in report(replace(short, longest=LENGTH))
+    found = farther(short, whole, scores, LENGTH)
+    assert found.verdict == "unexplained" and found.begins is not None and abs(found.begins - 20) <= 1
+    sound = farther(short, *drawn(), LENGTH)
+    assert sound.verdict == "clean" and (sound.seen, sound.longest) == (LENGTH, LENGTH) and "Clean:" in report(sound)
+
+
+def test_a_block_that_stands_out_forbids_clean_and_is_the_place() -> None:
+    clean = diagnose(*drawn())
+    fine, wrong = (Block(layer=1, kind="mlp", error=error, own=1e-3) for error in (1.1e-3, 9e-3))
+    assert with_blocks(clean, [fine]).verdict == "clean"
+    found = with_blocks(clean, [fine, wrong])
+    assert found.verdict == "unexplained" and found.exit_status(1e-4) == 2
+    assert "where: layer 1, mlp, 9.0 of rounding's; 1 of 2 blocks" in report(found)
+
+
+def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
+    sample, scores = drawn()
+    made = np.random.default_rng(0)
+    moved = 20 * ROUNDING * made.normal(size=len(scores.trainer))
+    run = replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout="the run's own pass")
+    found = diagnose(sample, run)
+
+    def tried(right: str) -> dict[str, tuple[str, np.ndarray]]:
+        return {said: (name, run.trainer if said == right else scores.own) for said, name in NAMES.items()}
+
+    padded = taken_apart(found, run.trainer, scores.trainer, tried("padding on the left"))
+    assert (
+        padded.verdict == "explained" and "padding on the left" in report(padded) and "position_ids" in report(padded)
+    )
+    packed = taken_apart(found, run.trainer, scores.trainer, tried("packing"))
+    assert "use_remove_padding=false" in report(packed) and "position_ids" not in report(packed)
+    neither = taken_apart(found, run.trainer, scores.trainer, tried(""))
+    assert neither.verdict == "partly" and neither.exit_status(1e-4) == 2 and "use_remove" not in report(neither)
+    clean = diagnose(sample, scores)
+    assert taken_apart(clean, run.trainer, scores.trainer, {}) is clean
