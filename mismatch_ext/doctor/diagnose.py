@@ -451,8 +451,10 @@ def diagnose(
     if trainer_ratio > COARSER and parts[TRAINERS].mean > FLOAT32:
         named.append(_by_trainer(trainer_ratio, parts[TRAINERS], scores))
     if complete and not named and scores.headed is not None and noise.measured:
-        sizes = (noise.ratio(errors) for errors in (explained.rest, terms[TRAINERS], scores.headed - table.logprob))
-        named += _by_head(sample, scores, *sizes, parts)
+        engines, trainers, headed = (
+            noise.ratio(errors) for errors in (explained.rest, terms[TRAINERS], scores.headed - table.logprob)
+        )
+        named += _by_head(sample, scores, engines, trainers, headed, parts)
     if scores.straight is not None:
         named += _by_layout(scores, noise.size(terms[LAYOUT]), parts[LAYOUT])
     # Behind an error of arithmetic, a router sees other hidden states and chooses otherwise for that reason.
