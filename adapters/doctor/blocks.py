@@ -101,8 +101,8 @@ def compared(
                 errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
                 rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
     found = []
-    for at, parts in sorted(errors.items()):
-        error, own = torch.cat(parts), torch.cat(rounding[at])
+    for at, several in sorted(errors.items()):
+        error, own = torch.cat(several), torch.cat(rounding[at])
         sizes = [
             Block(layer=at[0], kind=at[1], error=float(error.quantile(q)), own=float(own.quantile(q)))
             for q in QUANTILES
