@@ -44,8 +44,10 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         prompts = _prompts(arguments, host, sides.model)
         _writable(arguments.out)
-        longest = 0 if host is None or arguments.max_tokens is not None else host.max_tokens
+        longest = 0 if host is None else host.max_tokens
         limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens, "longest": longest}
+        # Who asks for a length gets that length alone, and a verdict that says so.
+        limits["far"] = not arguments.quick and arguments.max_tokens is None
         if sides.server is not None:
             server = connect(sides.server)
             sides = _as_served(sides, arguments, server, host)

@@ -43,6 +43,7 @@ def examine(
     responses: int = 256,
     max_tokens: int = 128,
     longest: int = 0,
+    far: bool = True,
     seed: int = 0,
     seen: Sequence[Sequence[int]] | None = None,
     quick: bool = False,
@@ -54,7 +55,8 @@ def examine(
         prompts: Token ids of each prompt, as the trainer has them.
         responses: Number of responses to sample; only so many prompts are used, the first ones.
         max_tokens: Largest number of tokens of a response.
-        longest: The run's own limit; where it is larger, a few responses of that length are looked at, too. 0 if unknown.
+        longest: The run's own limit, by which the verdict is bounded; 0 if unknown.
+        far: Look at a few responses of the run's own limit, too, if it is larger.
         seed: Seed of the bootstrap intervals.
         seen: Token ids of each prompt as the engine gets them; None if these are the trainer's.
         quick: Leave out the causes that need a forward pass each.
@@ -64,7 +66,8 @@ def examine(
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
-    from mismatch_ext.doctor.diagnose import distance, farther, other_model
+    from mismatch_ext.doctor import Sample, rescored
+    from mismatch_ext.doctor.diagnose import distance, farther, other_model, request_or_engine
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
@@ -82,7 +85,7 @@ def examine(
             rung("engine's own noise")
             own = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
             states = hidden_states(engine, sample)
-            far = _far(engine, asked, longest)
+            long = _far(engine, asked, longest if far else 0)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
@@ -96,15 +99,17 @@ def examine(
         except MismatchError as error:
             # The diagnosis is valid without the remedy.
             found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+        if found.verdict in ("partly", "unexplained"):
+            found = request_or_engine(found, *rescored(again, scorer.rescored(again)))
         rung("blocks")
         found = with_blocks(found, states, scorer)
-        if not isinstance(far, str):
-            found = farther(found, far, scorer.rescored(far), longest)
-        notes = (
-            (f"responses of up to {longest} tokens were not looked at: {far}",) if isinstance(far, str) and far else ()
-        )
-        found = replace(found, notes=(*found.notes, *notes), longest=longest)
-        return rung.ended(with_configs(found, sides))
+        if isinstance(long, Sample):
+            found = farther(found, long, scorer.rescored(long), longest)
+        elif long:
+            found = replace(
+                found, notes=(*found.notes, f"responses of up to {longest} tokens were not looked at: {long}")
+            )
+        return rung.ended(with_configs(replace(found, longest=longest), sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:

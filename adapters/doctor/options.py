@@ -19,6 +19,8 @@ from mismatch_ext.errors import ConfigError, suggestion
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")
 THRESHOLD = 1e-4
+# Settings of requests by which a grammar takes tokens out, of vLLM and SGLang.
+GRAMMARS = {"structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf", "structural_tag"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +127,11 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
         sampling={**asked.sampling, **heat, **seed, **sampling},
         arguments={**asked.arguments, **own},
     )
+    for name in GRAMMARS & set(asked.sampling):
+        raise ConfigError(
+            f"--sampling: {name} restricts the engine's tokens, and the gap is then the log of the mass that it allows, whatever "
+            "else differs; leave it out."
+        )
     origin = {} if host is None else dict(host.origin)
     if asked.server is not None:
         # The server was started with arguments of its own.

@@ -602,6 +602,22 @@ def with_blocks(diagnosis: Diagnosis, blocks: Sequence[Block]) -> Diagnosis:
     return replace(found, verdict="unexplained")
 
 
+def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagnosis:
+    """Return a diagnosis that is not complete with which half of the engine's side differs, by its score of the same tokens.
+
+    Args:
+        diagnosis: The diagnosis.
+        left: The error of the engine's score of the same tokens in the trainer's prompts, in units of rounding.
+        error: That error of each token `[N]`, nats.
+    """
+    if left <= ROUNDING or float(np.abs(error).mean()) <= FLOAT32:
+        said = "its weights, configuration and cache are sound, and prompts, sampling or what it reports differ"
+    else:
+        said = "its weights, configuration or arithmetic differ, whatever is asked of it"
+    note = f"where: scored as a prompt, the engine is at {left:.2f} of rounding's: {said}"
+    return replace(diagnosis, notes=(*diagnosis.notes, note))
+
+
 def taken_apart(
     diagnosis: Diagnosis, computed: Floats, plain: Floats, tries: Mapping[str, tuple[str, Floats]]
 ) -> Diagnosis:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
+import pytest
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.sides import Run
 
+from mismatch_ext.errors import ConfigError
 from tests.unit.synthetic_runs import write_run
 
 
@@ -44,6 +47,13 @@ def test_options_come_before_the_hosts_settings_and_say_so() -> None:
     assert given.max_tokens == 500 and given.origin["max_tokens"] == "--max-tokens"
     assert given.origin["dtype"] == "--dtype" and given.origin["sampling.top_p"] == "c"
     assert asked_of(parsed("--model", "m", "--dtype", "float16"), None).run.trainer_dtype == "float16"
+
+
+@pytest.mark.parametrize("sampling", [{"structured_outputs": {"json": {}}}, {"regex": "[0-9]+"}])
+def test_a_grammar_is_refused_by_name(sampling: dict[str, Any]) -> None:
+    host = HostRun(sides={"model": "run", "sampling": sampling}, max_tokens=9, dataset=None, origin={}, left_out={})
+    with pytest.raises(ConfigError, match=f"{next(iter(sampling))} restricts the engine's tokens.*leave it out"):
+        asked_of(parsed(), host)
 
 
 def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Sample, Scores, diagnose, report
-from mismatch_ext.doctor.diagnose import Block, farther, taken_apart, with_blocks
+from mismatch_ext.doctor.diagnose import Block, farther, request_or_engine, taken_apart, with_blocks
 from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, drawn, drift
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
@@ -97,6 +97,13 @@ def test_a_block_that_stands_out_forbids_clean_and_is_the_place() -> None:
     found = with_blocks(clean, [fine, wrong])
     assert found.verdict == "unexplained" and found.exit_status(1e-4) == 2
     assert "where: layer 1, mlp, 9.0 of rounding's; 1 of 2 blocks" in report(found)
+
+
+def test_the_request_is_told_from_the_engine_by_its_score_of_a_prompt() -> None:
+    found = diagnose(*drawn(extra=lambda z: drift(z, 0.3)))
+    assert "sampling or what it reports differ" in report(request_or_engine(found, 0.98, np.full(9, 1e-3)))
+    assert "configuration or arithmetic differ" in report(request_or_engine(found, 9.0, np.full(9, 1e-2)))
+    assert "are sound" in report(request_or_engine(found, 9.0, np.full(9, 1e-6))), "two float32 programs"
 
 
 def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:

@@ -202,7 +202,7 @@ class Scorer:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         counts = [sum(mask) for mask in sample.masks]
         starts = np.cumsum([0, *counts])
-        width = int(getattr(getattr(self.model, "config", None), "vocab_size", 0) or 0)
+        width = vocabulary(self.model) or 0
         if starts[-1] * width <= KEPT or not self._projects(head, sample):
             head = None
         kept = None
@@ -307,6 +307,12 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
     return Laid(ids=ids, mask=mask, positions=positions, places=places, lengths=tuple(map(len, rows)))
 
 
+def vocabulary(model: nn.Module) -> int | None:
+    """Return the number of tokens of a model, of the text part if its configuration is composite; None if it is not known."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+
+
 def dropouts(model: nn.Module) -> list[str]:
     """Return every setting of a model's configuration by which dropout acts while it trains."""
     values = getattr(model, "config", None)
@@ -362,7 +368,7 @@ def passes(
     prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
     lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
     order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
-    width = int(getattr(getattr(model, "config", None), "vocab_size", 0) or 2**17)
+    width = vocabulary(model) or 2**17
     device = next(model.parameters()).device
     while order:
         count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
