@@ -227,7 +227,7 @@ class Scorer:
     def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
         """Return the log-probabilities of the same weights in the engine's dtype, but for a head that has to be exact."""
         with self.cast(self.engine_dtype), in_float32(exact):
-            found = [self._picked(row, logits) for row, logits in self._passes(sample, sample.routes)]
+            found = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
 
     def _round(self, dtype: torch.dtype) -> None:

@@ -306,3 +306,19 @@ def test_a_block_that_computes_otherwise_is_found_on_its_own_input(kind: str, tm
     blocks = compared(scorer, rows, seen())
     (out,) = [block for block in blocks if block.ratio > STANDS_OUT]
     assert (out.layer, out.kind) == (0, "mlp") and out.error == pytest.approx(0.1, rel=0.1)
+
+
+def test_another_sample_is_scored_by_its_own_tokens(tmp_path: Path) -> None:
+    scorer = Scorer(
+        load_model(tiny_model("dense", tmp_path / "model")), sample(), trainer_dtype="float32", engine_dtype="float32"
+    )
+    other = sample(4)
+    long = replace(
+        other,
+        responses=tuple(row[::-1] for row in other.responses),
+        masks=tuple((True,) * len(row) for row in other.masks),
+    )
+    found = scorer.rescored(long)
+    oracle = torch.log_softmax(torch.as_tensor(found.logits[:]).double(), -1)
+    picked = oracle.gather(-1, torch.from_numpy(long.tokens)[:, None])[:, 0].numpy()
+    assert found.own == pytest.approx(picked, abs=1e-5)
