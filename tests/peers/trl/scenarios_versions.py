@@ -7,9 +7,12 @@ from typing import Any
 from unittest import mock
 
 import trl
+from mismatch_ext.adapters.trl import attach
+from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import SeamError, UntestedVersionWarning
-from tests.peers.trl.scenarios_training import build, digest_of
+from tests.peers.trl.scenarios_attach import eager
+from tests.peers.trl.scenarios_training import arguments, build, digest_of, graded, rows
 
 WITH_ENGINE: tuple[dict[str, Any], ...] = (
     {"kl": {"coef": 0.1}, "correction": {"preset": "decoupled_token_is"}},
@@ -23,10 +26,22 @@ class Reached(Exception):
     """TRL has come to start its engine: nothing was refused."""
 
 
-def newer(model: str, out: str) -> dict[str, Any]:
-    """Construct a trainer with each section, train two of them a step, and return what was warned of and refused."""
+def newer(model: str, out: str, engine: bool) -> dict[str, Any]:
+    """Construct a trainer with each section, train two of them a step, and return what was warned of and refused.
+
+    Args:
+        model: A mixture of experts.
+        out: Where runs go.
+        engine: Whether to train with a vLLM engine too, with a block and by `attach`.
+    """
     plain = {"use_vllm": False, "max_steps": 1, "bf16": False, "per_device_train_batch_size": 4}
-    refused = []
+    refused, moved = [], []
+
+    def trained(trainer: Any) -> bool:
+        before = digest_of(trainer.model)
+        trainer.train()
+        return before != digest_of(trainer.model)
+
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always", UntestedVersionWarning)
         with mock.patch("vllm.LLM.__init__", side_effect=Reached):
@@ -37,11 +52,21 @@ def newer(model: str, out: str) -> dict[str, Any]:
                     pass
                 except SeamError as error:
                     refused.append(str(error))
-        moved = []
         for block in ({"kl": {"coef": 0.1}}, {"routing": {"mode": "R2"}}):
-            trainer = build(model, out, block, **plain)
-            before = digest_of(trainer.model)
-            trainer.train()
-            moved.append(before != digest_of(trainer.model))
+            try:
+                moved.append(trained(build(model, out, block, **plain)))
+            except SeamError as error:
+                refused.append(str(error))
+        if engine:
+            moved.append(
+                trained(
+                    build(model, out, {**WITH_ENGINE[0], "precision": {"dtype": "float32"}}, max_steps=1, bf16=None)
+                )
+            )
+            args = GRPOConfig(**arguments(f"{out}/attached", max_steps=1))
+            with eager():
+                stock = GRPOTrainer(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+            measured = attach(stock)
+            moved.append(trained(stock) and measured.verdict is not None and measured.verdict.ok)
     untested = [str(warning.message) for warning in told if warning.category is UntestedVersionWarning]
     return {"trl": trl.__file__, "untested": untested, "refused": refused, "moved": moved}

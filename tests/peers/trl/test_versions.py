@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import shutil
 import textwrap
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,6 +13,7 @@ import pytest
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import SeamError
 from tests.peers.scenarios import Run, named
+from tests.peers.trl.copies import HARMFUL, HARMLESS, copied
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_versions as scenarios
@@ -89,28 +89,43 @@ def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
         check("coef_1 * advantages", "advantages", ONE, "", "RLOOTrainer")
 
 
-@pytest.fixture
-def copied(tmp_path: Path) -> Path:
-    """Return a folder with TRL as version 1.18.2, whose loss has one more comment."""
-    package = Path(importlib.import_module("trl").__file__ or "").parent
-    shutil.copytree(package, tmp_path / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    info = tmp_path / "trl-1.18.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.2\n")
-    module = tmp_path / "trl/trainer/grpo_trainer.py"
-    head = "    def _compute_loss(self, model, inputs):\n"
-    text = module.read_text(encoding="utf-8")
-    assert head in text
-    module.write_text(text.replace(head, f"{head}        # A comment\n"), encoding="utf-8")
-    return tmp_path
+WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 
 
 @pytest.mark.engine
-def test_a_newer_version_with_one_more_comment_runs_every_section_with_one_warning(
-    run: Run, moe: Path, copied: Path, tmp_path: Path
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in WITH_ENGINE else pytest.mark.nightly) for n in HARMLESS]
+)
+def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warning(
+    run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
+    copy = copied(tmp_path / "copy", HARMLESS[name])
     found = run(
-        scenarios.newer, fresh=True, env={"PYTHONPATH": str(copied)}, model=moe, out=tmp_path / "run", timeout=300
+        scenarios.newer, fresh=True, env={"PYTHONPATH": str(copy)}, model=moe, out=tmp_path / "run", timeout=300,
+        engine=name in WITH_ENGINE,
+    ).expect()  # fmt: skip
+    assert found["trl"].startswith(str(copy)) and found["refused"] == []
+    assert all(found["moved"]) and len(found["moved"]) == (4 if name in WITH_ENGINE else 2)
+    assert len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_newer_version_whose_loss_computes_something_else_is_refused(
+    run: Run, moe: Path, tmp_path: Path, name: str
+) -> None:
+    change, words = HARMFUL[name]
+    copy = copied(tmp_path / "copy", change)
+    found = run(
+        scenarios.newer,
+        fresh=True,
+        env={"PYTHONPATH": str(copy)},
+        model=moe,
+        out=tmp_path / "run",
+        timeout=300,
+        engine=False,
     ).expect()
-    assert found["trl"].startswith(str(copied)) and found["refused"] == []
-    assert all(found["moved"]) and len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
+    assert found["trl"].startswith(str(copy))
+    refused = [message for message in found["refused"] if "mismatch.correction" in message]
+    assert refused and all(words in message for message in refused), found["refused"]

@@ -1,0 +1,140 @@
+"""Copies of the installed TRL, changed as a release would change it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+TRAINER, ENGINE = "trl/trainer/grpo_trainer.py", "trl/generation/vllm_generation.py"
+TOUCHED = {
+    TRAINER: (
+        "_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards", "_prepare_inputs",
+        "_get_per_token_logps_and_entropies", "compute_loss", "_compute_loss", "training_step", "log",
+    ),
+    ENGINE: ("sync_weights", "generate", "_iter_named_params", "_init_vllm"),
+}  # fmt: skip
+"""Methods of TRL that we override, wrap or call, by file."""
+
+Change = Callable[[Path], None]
+
+
+def _replaced(file: str, *pairs: tuple[str, str]) -> Change:
+    def change(root: Path) -> None:
+        text = (root / file).read_text(encoding="utf-8")
+        for old, new in pairs:
+            assert old in text, f"{file} has no {old!r}"
+            text = text.replace(old, new)
+        (root / file).write_text(text, encoding="utf-8")
+
+    return change
+
+
+def _methods(text: str, names: tuple[str, ...]) -> Iterator[ast.FunctionDef]:
+    """Yield the methods of these names, the last one of the file first, so that edits leave the others where they are."""
+    found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in names]
+    yield from sorted(found, key=lambda node: -node.lineno)
+
+
+def _documented(root: Path) -> None:
+    """Give each touched method a new docstring and a comment."""
+    for file, names in TOUCHED.items():
+        text = (root / file).read_text(encoding="utf-8")
+        for node in _methods(text, names):
+            lines, first = text.splitlines(keepends=True), node.body[0]
+            if ast.get_docstring(node) is not None:
+                del lines[first.lineno - 1 : first.end_lineno]
+            lines.insert(
+                first.lineno - 1, '        """Do what it did before."""\n        # A comment of a later release.\n'
+            )
+            text = "".join(lines)
+        (root / file).write_text(text, encoding="utf-8")
+
+
+def _with_argument(root: Path) -> None:
+    """Give each touched method one more keyword argument."""
+    for file, names in TOUCHED.items():
+        text = (root / file).read_text(encoding="utf-8")
+        for node in _methods(text, names):
+            lines = text.splitlines(keepends=True)
+            last = max((*node.args.args, *node.args.defaults), key=lambda part: (part.end_lineno, part.end_col_offset))
+            assert last.end_lineno is not None and last.end_col_offset is not None
+            line = lines[last.end_lineno - 1].encode()  # ast counts bytes
+            at = last.end_col_offset
+            lines[last.end_lineno - 1] = (line[:at] + b", of_a_later_release=None" + line[at:]).decode()
+            text = "".join(lines)
+        (root / file).write_text(text, encoding="utf-8")
+
+
+def _moved(root: Path) -> None:
+    """Move `_compute_loss` into a base class of its own."""
+    text = (root / TRAINER).read_text(encoding="utf-8")
+    (node,) = _methods(text, ("_compute_loss",))
+    lines = text.splitlines(keepends=True)
+    method = lines[node.lineno - 1 : node.end_lineno]
+    del lines[node.lineno - 1 : node.end_lineno]
+    text = "".join(lines)
+    head = "class GRPOTrainer(_BaseTrainer):"
+    assert head in text
+    (root / TRAINER).write_text(
+        text.replace(head, f"class _Loss:\n{''.join(method)}\n\nclass GRPOTrainer(_Loss, _BaseTrainer):"),
+        encoding="utf-8",
+    )
+
+
+CLIP = "            coef_2 = torch.clamp(coef_1, 1 - self.epsilon_low, 1 + self.epsilon_high)\n"
+HEAD = "    def _compute_loss(self, model, inputs):\n"
+HELPER = (
+    "    def _clipped(self, ratio):\n        return torch.clamp(ratio, 1 - self.epsilon_low, 1 + self.epsilon_high)\n\n"
+)
+OUTPUT = '            "num_items_in_batch": num_items_in_batch,\n'
+SYNC = "    def sync_weights(self):\n"
+RATIO = 'token_loss * inputs["importance_sampling_ratio"]'
+
+HARMLESS: dict[str, Change] = {
+    "docstrings and comments": _documented,
+    "a keyword argument in each method": _with_argument,
+    "a helper out of the loss": _replaced(
+        TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)
+    ),
+    "metrics renamed": _replaced(
+        TRAINER,
+        ('"clip_ratio/', '"clipped/'),
+        ('"sampling/importance_sampling_ratio/', '"rollout/ratio/'),
+        ('"entropy"]', '"policy_entropy"]'),
+    ),
+    "the loss in a base class": _moved,
+    "local names": _replaced(TRAINER, ("per_token_loss", "token_losses"), ("log_importance_weights", "log_weights")),
+    "one more output of a batch": _replaced(
+        TRAINER, (OUTPUT, OUTPUT + '            "release": torch.zeros(len(prompt_ids)),\n')
+    ),
+    "an update in two methods": _replaced(
+        ENGINE, (SYNC, f"{SYNC}        self._send_all()\n\n    def _send_all(self):\n")
+    ),
+}
+"""By name, what changes nothing that we depend on."""
+
+HARMFUL: dict[str, tuple[Change, str]] = {
+    "a new normalizer": (
+        _replaced(
+            TRAINER, ('normalizer = inputs["num_items_in_batch"]', 'normalizer = 2 * inputs["num_items_in_batch"]')
+        ),
+        "comes to",
+    ),
+    "a factor on the ratio": (_replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "comes to"),
+    "another input": (_replaced(TRAINER, (RATIO, 'token_loss * inputs["is_ratio"]')), "'is_ratio'"),
+}
+"""What changes the loss, and what the refusal says of it."""
+
+
+def copied(root: Path, change: Change) -> Path:
+    """Return a folder with the installed TRL as version 1.18.2, changed."""
+    package = Path(importlib.import_module("trl").__file__ or "").parent
+    shutil.copytree(package, root / "trl", ignore=shutil.ignore_patterns("__pycache__"))
+    info = root / "trl-1.18.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.2\n", encoding="utf-8")
+    change(root)
+    return root
