@@ -457,8 +457,9 @@ def diagnose(
         named += _by_head(sample, scores, engines, trainers, headed, parts)
     if scores.straight is not None:
         named += _by_layout(scores, noise.size(terms[LAYOUT]), parts[LAYOUT])
-    # Behind an error of arithmetic, a router sees other hidden states and chooses otherwise for that reason.
-    if complete and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
+    # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
+    plain = complete and all(fit.cause.family in ("sampling", "reporting") for fit in explained.named)
+    if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
         named.append(_by_router(scores.flips, parts.get(ROUTES)))
     if apart is not None:
         named.insert(0, _by_decode(apart, parts.get(DECODED)))

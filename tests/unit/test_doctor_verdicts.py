@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mismatch_ext.doctor import Sample, Scores, diagnose, report
 from mismatch_ext.doctor.diagnose import Block, farther, request_or_engine, taken_apart, with_blocks
-from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, drawn, drift
+from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
 
@@ -59,6 +59,15 @@ def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: floa
     sample, scores = drawn()
     found = diagnose(sample, replace(scores, flips=(engine, rounding)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
+
+
+def test_experts_that_a_named_cause_moves_are_no_cause_of_their_own() -> None:
+    sample, scores = drawn(extra=lambda z: drift(z, 0.05))
+    cause = changed_model(sample, scores, 0.05)
+    named = diagnose(sample, scores, [cause])
+    assert [found.family for found in named.causes] == [cause.family] and named.verdict == "explained", report(named)
+    found = diagnose(sample, replace(scores, flips=(0.2, 0.01)), [cause])
+    assert [found.key for found in found.causes] == [cause.key]
 
 
 def test_an_error_that_begins_at_a_place_is_told_with_the_place() -> None:
