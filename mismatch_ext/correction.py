@@ -45,6 +45,8 @@ __all__ = [
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0
+# Positions that are gathered together, because a batch of indices and of copies would take more memory than the result.
+BLOCK = 1 << 18
 
 LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {
     "rollout_is_mean": "tokens",
@@ -142,7 +144,9 @@ def correct(
             metrics["rollout_is_batch_norm_factor"] = divisor = float(factor) if factor > 1e-8 else 1.0
             weight = weight / divisor
         if settings.level == "token":
-            weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_scatter_(mask, weight.to(dtype))
+            weights = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+            for rows, part in tokens.blocks(weight):
+                weights[rows].masked_scatter_(mask[rows], part.to(dtype))
         else:
             weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
     keep_token, keep_row = tokens.rejected(metrics)
@@ -174,10 +178,17 @@ class _Tokens:
         self.present, self.length = count > 0, count.clamp(min=1).double()
         # Rows that count in means over sequences.
         self.averaged = torch.ones_like(self.present) if "verl_empty_rows" in settings.compat else self.present
-        places = mask.flatten().nonzero()[:, 0]
-        trained, sampled = (_at_least_float32(x.detach().flatten().index_select(0, places)) for x in (old, rollout))
-        self.d = (trained - sampled).double()
-        self.old_row, self.d_row = self.by_row(trained.double()), self.by_row(self.d)
+        self.d = torch.empty(int(count.sum()), dtype=torch.float64, device=mask.device)
+        ends, step = [0, *count.cumsum(0).tolist()], max(1, BLOCK // mask.shape[1])
+        starts = range(0, len(mask), step)
+        self._blocks = [
+            (slice(start, start + step), slice(ends[start], ends[min(start + step, len(mask))])) for start in starts
+        ]
+        by_block = [
+            _of_block(old.detach()[rows], rollout.detach()[rows], mask[rows], d) for rows, d in self.blocks(self.d)
+        ]
+        self.old_row, self.d_row, self.excess_row = (torch.cat(sums) for sums in list(zip(*by_block, strict=True))[:3])
+        self.k3, self.chi2 = torch.stack([sums[3] for sums in by_block]).sum(0).tolist()
         if not bool((self.d_row.isfinite() & self.old_row.isfinite()).all()):
             raise (
                 _not_finite("rollout_logprobs", rollout, mask)
@@ -188,9 +199,10 @@ class _Tokens:
         beyond = max(self.largest, -self.smallest) > LOG_RATIO_BOUND
         self.c = self.d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) if beyond else self.d
         self.c_row = self.by_row(self.c) if beyond else self.d_row
-        self.excess = torch.expm1(self.c)  # rho - 1
-        self.excess_row = self.by_row(self.excess)
-        self.k3 = float((torch.expm1(self.d.clamp(max=SATURATION)) if beyond else self.excess).sum() - self.d.sum())
+
+    def blocks(self, values: Tensor) -> list[tuple[slice, Tensor]]:
+        """Return blocks of rows, each with its part of the tokens' values `[n]`."""
+        return [(rows, values[tokens]) for rows, tokens in self._blocks]
 
     def by_row(self, values: Tensor) -> Tensor:
         """Return the sum of each row `[B]`."""
@@ -221,8 +233,7 @@ class _Tokens:
             "log_ppl_diff_max": float(difference.max()),
             "log_ppl_diff_min": float(difference.min()),
             "ppl_ratio": float(difference.clamp(max=SATURATION).exp().mean()),
-            # rho^2 - 1 = x^2 + 2 x with x = rho - 1.
-            "chi2_token": float(self.excess @ self.excess + 2 * self.excess_row.sum()) / self.total,
+            "chi2_token": self.chi2 / self.total,
             "chi2_seq": float((2 * sequence).exp().mean()) - 1.0,
         }
 
@@ -233,18 +244,17 @@ class _Tokens:
         low = s.lower if s.lower is not None else 1 / high
         rows = self.averaged
         if s.level == "token":
-            ratio = self.excess + 1.0
-            weight = _bounded(ratio, s)
+            ratio = torch.expm1(self.c).add_(1.0)
+            above, below = (float(x.count_nonzero()) / self.total for x in (ratio > high, ratio < low))
+            weight = _bound(ratio, s)
             row_weight, row_ratio = self.by_row(weight) / self.length, (self.excess_row + self.count) / self.length
-            mean = float(weight.sum()) / self.total
-            variance = float((weight - mean).square().sum()) / self.total
-            above, below = (float(x.sum()) / self.total for x in (ratio > high, ratio < low))
+            mean, variance = float(weight.sum()) / self.total, float(weight.var(correction=0))
             smallest, largest = (float(x) for x in torch.aminmax(weight))
             outside = above + below
         else:
             log_weight = self.d_row if s.level == "sequence" else self.d_row / self.length
             ratio = log_weight.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND).exp()
-            weight = torch.where(self.present, _bounded(ratio, s), 0.0)
+            weight = torch.where(self.present, _bound(ratio.clone(), s), 0.0)
             row_weight, row_ratio = weight, torch.where(self.present, ratio, 0.0)
             mean = float((weight * self.count).sum()) / self.total
             variance = float(((weight - mean).square() * self.count).sum()) / self.total
@@ -298,7 +308,7 @@ class _Tokens:
         forms: dict[str, Callable[[], Tensor]] = {
             "k1": lambda: -self.c,
             "k2": lambda: self.c.square() / 2,
-            "k3": lambda: self.excess - self.c,
+            "k3": lambda: torch.expm1(self.c).sub_(self.c),
         }
         stat = forms[rule.estimator]()
         above, below = stat > high, stat < low
@@ -310,8 +320,8 @@ class _Tokens:
             "mean": float(stat.mean()),
             "max": largest,
             "min": smallest,
-            "fraction_high": float(above.sum()) / self.total,
-            "fraction_low": float(below.sum()) / self.total,
+            "fraction_high": float(above.count_nonzero()) / self.total,
+            "fraction_low": float(below.count_nonzero()) / self.total,
             "std": float(inside.std(unbiased=False)) if self.total > 1 else 0.0,
         }
         shares = (float(dropped.sum()) / self.total, float((dropped > 0).double().sum() / self.present.sum()))
@@ -390,11 +400,27 @@ def _at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _bounded(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
+def _of_block(old: Tensor, rollout: Tensor, mask: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Write d of a block of rows; return the sums of log pi_old, d and rho - 1 of each row, and those of k3 and of rho^2 - 1."""
+    places, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
+    trained, sampled = (_at_least_float32(x.flatten().index_select(0, places)) for x in (old, rollout))
+    d.copy_(trained - sampled)
+    excess = torch.expm1(d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND))  # rho - 1
+    rows = (torch.segment_reduce(x, "sum", lengths=lengths, unsafe=True) for x in (trained.double(), d, excess))
+    old_row, d_row, excess_row = rows
+    clamped = bool((d.abs() > LOG_RATIO_BOUND).any())
+    unclamped = torch.expm1(d.clamp(max=SATURATION)).sum() if clamped else excess.sum()
+    # rho^2 - 1 = x^2 + 2 x with x = rho - 1.
+    totals = torch.stack([unclamped - d.sum(), excess @ excess + 2 * excess.sum()])
+    return old_row, d_row, excess_row, totals
+
+
+def _bound(weight: Tensor, settings: ResolvedCorrection) -> Tensor:
+    """Bound weights in place."""
     if settings.bound in ("truncate", "clip"):
-        return weight.clamp(min=settings.lower, max=settings.upper)
+        return weight.clamp_(min=settings.lower, max=settings.upper)
     low, high = settings.lower or 0.0, math.inf if settings.upper is None else settings.upper
-    return weight.masked_fill((weight < low) | (weight > high), 0.0)
+    return weight.masked_fill_((weight < low) | (weight > high), 0.0)
 
 
 def _of_rows(name: str, values: Tensor) -> dict[str, float]:
