@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import transfer_queue as tq
+from mismatch_ext.adapters.verl.replay import FIELD
 from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN
-from mismatch_ext.adapters.verl.worker.replay import FIELD
 
 from mismatch_ext.errors import RecordError, RoutingError
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.driver.batch_checks import sampled_rows
+from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
 from mismatch_ext.adapters.verl.worker.measuring import ASKED, Broken, PartMeasured
-from mismatch_ext.adapters.verl.worker.replay import FIELD, TOKENS
 from mismatch_ext.adapters.verl.worker.spread import TOGETHER
 from torch import Tensor
 

@@ -28,9 +28,9 @@ from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
+from mismatch_ext.adapters.verl.replay import NATIVE
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
-from mismatch_ext.adapters.verl.worker.forward_hooks import NATIVE
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import MismatchConfig

@@ -11,7 +11,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from mismatch_ext.adapters.verl.worker.samples import ALTERED, altered, lengths, names, routes
+from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
 from verl.utils import tensordict_utils as tu
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
 from verl.utils.megatron.router_replay_utils import (

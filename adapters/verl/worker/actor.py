@@ -125,9 +125,9 @@ class MismatchWorker(ActorRolloutRefWorker):
         metrics = await super().update_weights(global_steps=global_steps, mode=mode)
         for part in (self.actor, self.ref):
             # With a colocated reward model verl validates after an update without a step: the servers then keep their stamp.
-            if part is not None and global_steps is not None:
-                engine: Any = part.engine
-                engine.weight_version, engine.moved = global_steps, False
+            replay = getattr(getattr(part, "engine", None), "replay", None)
+            if replay is not None and global_steps is not None:
+                replay.weight_version, replay.moved = global_steps, False
         return metrics
 
     @on_its_part

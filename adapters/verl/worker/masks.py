@@ -9,11 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.verl.replay import names
 from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, support_of
-from mismatch_ext.adapters.verl.worker import samples
-from mismatch_ext.adapters.verl.worker.ulysses import Share
 from mismatch_ext.patches.verl.response_logprobs import scoring_with
 from torch import Tensor
+from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 from mismatch_ext.config import MismatchConfig, SamplingMaskConfig
 from mismatch_ext.errors import RecordError, ReplayError
@@ -75,8 +75,8 @@ class MaskMixin(_Host):
             )
         vocabulary = int(self.model_config.hf_config.get_text_config().vocab_size)
         rows = zip(
-            samples.names(data, self.rank),
-            samples.tokens(data),
+            names(data, self.rank),
+            [ids.cpu() for ids in data["input_ids"].unbind()],
             *(data[name].unbind() for name in (IDS, SIZES, "loss_mask")),
             strict=True,
         )
@@ -113,8 +113,9 @@ class MaskMixin(_Host):
     def _score(self, logits: Tensor, labels: Tensor) -> Tensor:
         """Return log-probabilities of the next tokens `[N]` over their masks; 0 where nothing was sampled."""
         assert self._of_rows is not None
-        share, rows = Share.present(), len(labels)
-        support = self._of_rows.padded(rows * share.ranks).slice(share.rank * rows, (share.rank + 1) * rows)
+        rows, ranks = len(labels), get_ulysses_sequence_parallel_world_size()
+        rank = get_ulysses_sequence_parallel_rank() if ranks > 1 else 0
+        support = self._of_rows.padded(rows * ranks).slice(rank * rows, (rank + 1) * rows)
         self._scored += 1
         return support_logprobs(logits, labels, support)
 

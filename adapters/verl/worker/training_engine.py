@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import ItemsView, Mapping
+from collections.abc import ItemsView, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import active_block, active_mode
-from mismatch_ext.adapters.verl.worker.forward_hooks import RoutingMixin
+from mismatch_ext.adapters.verl.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.worker.lr import REQUIRED, warmup_steps
 from mismatch_ext.adapters.verl.worker.masks import MaskMixin
-from mismatch_ext.adapters.verl.worker.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.scaler import (
     check_precision,
     refuse_disabled,
@@ -38,7 +38,7 @@ from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 
-class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithLMHead):
+class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithLMHead):
     """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Args:
@@ -49,6 +49,8 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
     """
 
     scaler: Any
+    replay: EngineReplay | None = None
+    _adapter_off = False
 
     def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -105,10 +107,10 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         if block.precision is not None:
             check_precision(block.precision, _name(self._autocast_dtype), "actor" if self._trains else "ref")
         if block.routing is not None and (self._trains or block.routing.reference):
-            self._replay = EngineReplay(
+            self.replay = EngineReplay(
                 block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
             )
-            self._replay.takes_older = self._mode.asynchronous
+            self.replay.takes_older = self._mode.asynchronous
         if not self._trains:
             return
         self.optimizer.register_step_post_hook(self._count_step)
@@ -137,7 +139,57 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
 
     def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
         self._steps += 1
-        self.moved = True
+        if self.replay is not None:
+            self.replay.moved = True
+
+    # Passes
+
+    @property
+    def _trains(self) -> bool:
+        return not self.engine_config.forward_only
+
+    @contextmanager
+    def disable_adapter(self) -> Iterator[None]:
+        """Run the model without its adapter as the parent does: that is the reference policy."""
+        self._adapter_off = True
+        try:
+            with super().disable_adapter():
+                yield
+        finally:
+            self._adapter_off = False
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run a mini-batch as the parent does, under the routes that travel with its samples.
+
+        Raises:
+            RoutingError: A sample's routes are missing, malformed, or in an update of other tokens, on any rank; names it. No
+                forward pass has run then.
+            ReplayError: A forward pass did not obey them.
+        """
+        if self.replay is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        reference = not self._trains or self._adapter_off
+        with self.replay.batch(data, rank=self.rank, forward_only=forward_only, reference=reference) as run:
+            return super().forward_backward_batch(run, loss_function, forward_only)
+
+    def forward_step(self, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Run a micro-batch as the parent does, recorded or replayed."""
+        with nullcontext() if self.replay is None else self.replay.step():
+            return super().forward_step(micro_batch, *args, **kwargs)
+
+    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+        """Prepare a pass as the parent does, and begin to record or replay it."""
+        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        if self.replay is not None:
+            self.replay.inputs(micro_batch, output_args)
+        return inputs, output_args
+
+    def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
+        """Prepare a pass's outputs as the parent does, with the routes that were recorded."""
+        found = super().prepare_model_outputs(output, output_args, micro_batch, *args, **kwargs)
+        if self.replay is not None:
+            self.replay.outputs(micro_batch, found)
+        return found
 
     # Optimizer and schedule
 
@@ -189,7 +241,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             "loss_scale": self.scaler.state_dict() if self.scaler is not None else None,
             "lr": self._rate.state_dict() if self._rate is not None else None,
             **({"updates": {"behind": self._behind}} if self._behind else {}),
-            "routing": self._replay.state_dict() if self._replay is not None else None,
+            "routing": self.replay.state_dict() if self.replay is not None else None,
         }
 
     @property
@@ -208,8 +260,8 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
                 )
         if self._rate is not None:
             self._rate.load_state_dict(state.get("lr"))
-        if self._replay is not None and state.get("routing") is not None:
-            self._replay.load_state_dict(state["routing"])
+        if self.replay is not None and state.get("routing") is not None:
+            self.replay.load_state_dict(state["routing"])
 
     # What the rollout gets
 
@@ -234,7 +286,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        layout = None if self._replay is None else self._replay.layout
+        layout = None if self.replay is None else self.replay.layout
         return {
             "engine": type(self).__name__,
             "rank": self.rank,
@@ -243,7 +295,7 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
             "autocast_dtype": _name(self._autocast_dtype),
             "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in self.module.parameters()}),
             "scaler": scaler_report(self.scaler) if self._trains else None,
-            "routing": None if self._replay is None else self._replay.config.mode,
+            "routing": None if self.replay is None else self.replay.config.mode,
             "sampling_mask": self._masking is not None,
             "moe": None
             if layout is None
@@ -269,8 +321,8 @@ class MismatchFSDPEngine(MaskMixin, RoutingMixin, LogprobsMixin, SteeredMixin, F
         }
         if self._trains:
             found["skipped_steps"], self._skipped = float(self._skipped), 0
-        if self._replay is not None:
-            found |= self._replay.metrics()
+        if self.replay is not None:
+            found |= self.replay.metrics()
         return found | self.mask_metrics()
 
 

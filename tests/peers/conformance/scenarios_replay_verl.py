@@ -41,7 +41,7 @@ def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
     update(built, data)
     handle.remove()
     found: dict[str, Any] = {"during": max(during), "after": alive(4) - before, "after a loss": [], "refused": {}}
-    replay = engine._replay
+    replay = engine.replay
 
     def updated(plant: Any) -> str:
         # No engine records the route of the last token.

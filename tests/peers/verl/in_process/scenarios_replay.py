@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import copy
 import hashlib
+import itertools
 import warnings
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
@@ -15,19 +17,15 @@ from unittest import mock
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
-from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.transformers.routing import moe_layout
-from mismatch_ext.adapters.verl.worker.replay import TRAIN, EngineReplay, Rows
-from mismatch_ext.adapters.verl.worker.ulysses import Share
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
-from transformers import AutoModelForCausalLM
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
-from mismatch_ext.config import MismatchConfig, RoutingConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import UntestedVersionWarning
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.weights import Piece, added, compare_sums, sums_of
@@ -65,6 +63,11 @@ def experts_seen(built: Any) -> Iterator[list[Tensor]]:
         yield seen
     finally:
         handle.remove()
+
+
+def missing(asked: Counter[tuple[int, ...]], seen: list[Tensor]) -> int:
+    """Count the routes that were asked for and that no token was sent along."""
+    return (asked - Counter(tuple(row) for ids in seen for row in ids.flatten(0, -2).tolist())).total()
 
 
 def own_routes(model: str, samples: Sequence[int] = (0, 1, 2, 3)) -> Tensor:
@@ -232,11 +235,14 @@ def layouts(model: str) -> dict[str, Any]:
         },
     }.items():
         built = worker(model, {"routing": R3}, **options)
-        data = scored(built, batch(range(8), routed_experts=routes))
+        with experts_seen(built) as seen:
+            data = scored(built, batch(range(8), routed_experts=routes))
+        asked = Counter(tuple(row[0].tolist()) for sample in routes.unbind() for row in sample[:-1])
         metrics = update(built, data, mini_batch=4, epochs=2, shuffle=True)
         found[name] = {
             "logprobs": [row.tolist() for row in data["old_log_probs"].unbind()],
             "grad_norm": [float(value) for value in metrics["grad_norm"]],
+            "missing": missing(asked, seen),
             **built.engine.mismatch_metrics(),
         }
     native = worker(model, vendor=None)
@@ -295,7 +301,7 @@ def faults(model: str) -> dict[str, Any]:
     found["tool_answer"] = tried(0, lambda row: put(row, slice(9, None), 0), **ends)
     found["tool_answer_short"] = tried(0, lambda row: put(row, slice(8, None), 0), **ends)
     # From here on the engine has sent weights, of version 3.
-    built.engine.weight_version = 3
+    built.engine.replay.weight_version = 3
     found["of_nobody"] = tried(0, torch.clone)
     for name, spans in (
         ("of_present", [(3, 3)] * 4),
@@ -305,32 +311,40 @@ def faults(model: str) -> dict[str, Any]:
     ):
         stamps = [{"min_global_steps": first, "max_global_steps": last} for first, last in spans]
         found[name] = tried(0, torch.clone, extra_fields=NonTensorStack(*stamps))
-    built.engine.weight_version = None
-    stamps = [{"min_global_steps": 5, "max_global_steps": last} for last in (5, 5, 6, 5)]
-    data = batch(routed_experts=nested(routes), extra_fields=NonTensorStack(*stamps))
-    assert built.engine._replay is not None
-    found["stamps"] = [sample.trace.versions for sample in built.engine._ingested(built.engine._replay, data)]
     return found
 
 
 def filled_up(model: str) -> dict[str, Any]:
-    """Replay a sample beside a row with which verl fills up a batch, on a model with one expert for a token."""
-    experts = AutoModelForCausalLM.from_pretrained(model, num_experts_per_tok=1)
-    ids = [torch.arange(3, 8), torch.ones(128, dtype=torch.long)]
-    with backend.record_routing(experts) as recording:
-        experts(ids[0][None])
-    own = recording.passes[0].experts.to(torch.int16)
+    """Replay samples beside a row with which verl fills up a batch, on a model with one expert for a token."""
     found = {}
-    for mode, routes, value in (("R2", own, 1), ("R3", own[:-1], 0)):
-        config = RoutingConfig(mode=mode, measured=1.0)  # type: ignore[arg-type]
-        replay = EngineReplay(config, experts, seed=0)
-        filler = torch.full((128, *own.shape[1:]), value, dtype=torch.int16)
-        samples = replay.ingest([routes, filler], ids, [4, 0], ["sampled", "filled up"])
-        rows = Rows(lengths=(5, 128), packed=False)
-        with replay.over_samples(samples, rows, split=TRAIN, share=Share()):
-            experts(torch.nn.utils.rnn.pad_sequence(ids, batch_first=True), attention_mask=rows.attention().long())
-        found[mode] = replay.metrics()
+    one: dict[str, Any] = {"override_config": {"attn_implementation": "sdpa", "num_experts_per_tok": 1}}
+    own = scored(worker(model, {"routing": R2}, micro_batch=2, **one), batch((0, 1)))["routed_experts"]
+    for mode, packed in itertools.product(("R2", "R3"), (False, True)):
+        block = {"routing": {"mode": mode, "measured": 1.0}}
+        built = worker(model, block, micro_batch=3, use_remove_padding=packed, **one)
+        data = padded_by_verl(batch((0, 1)))
+        filler = torch.full((128, 2, 1), 1 if mode == "R2" else 0)
+        routes = [*(as_rollout(own) if mode == "R3" else own).to(torch.int16).unbind(), filler.to(torch.int16)]
+        data["routed_experts"] = nested(routes)
+        with experts_seen(built) as seen:
+            update(built, data)
+        last = 0 if mode == "R2" else 1
+        asked = Counter((int(row[0, 0]),) for sample in routes[:2] for row in sample[: len(sample) - last])
+        found[f"{mode} {packed}"] = {**built.engine.mismatch_metrics(), "missing": missing(asked, seen)}
     return found
+
+
+def padded_by_verl(data: TensorDict) -> TensorDict:
+    """Return a batch with a third sample of 128 tokens without a loss, as verl fills batches up."""
+    rows = {name: list(data[name].unbind()) for name in data.keys() if isinstance(data[name], Tensor)}
+    ids = torch.ones(128, dtype=torch.long)
+    filler = {"prompts": ids[:64], "responses": ids[64:], "input_ids": ids, "position_ids": torch.arange(128)}
+    for name, values in rows.items():
+        values.append(filler[name] if name in filler else torch.zeros(64, dtype=values[0].dtype))
+    filled = TensorDict({name: nested(values) for name, values in rows.items()}, batch_size=3)
+    filled["old_log_probs"] = nested([torch.zeros(len(row)) for row in rows["responses"]])
+    tu.assign_non_tensor(filled, temperature=1.0, calculate_entropy=True, global_token_num=[14, 12, 128])
+    return filled
 
 
 def scored_natively(data: TensorDict) -> TensorDict:

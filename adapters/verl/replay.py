@@ -1,0 +1,410 @@
+"""Routing replay in verl's FSDP engine, by the two hooks with which verl's VeOmni engine replays.
+
+R3: the rollout engine's routes come with the samples, in verl's field `routed_experts`. R2: the pass that computes old
+log-probabilities records them and returns them under that name, so that verl's batch holds them for the update. Routes are
+checked before any forward pass of a batch runs; then verl splits and shuffles them with their samples.
+
+Shapes: B samples, T tokens of a sample, N tokens of a micro-batch, R rows of a forward pass on this rank, padding included, L MoE
+layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers import routing as backend
+from torch import Tensor, nn
+from verl.utils import tensordict_utils as tu
+from verl.utils.ulysses import (
+    gather_outputs_and_unpad,
+    get_ulysses_sequence_parallel_world_size,
+    slice_input_tensor,
+)
+
+from mismatch_ext.config import RoutingConfig
+from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.ranks import WORLD, agree, gathered, together
+from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.replay import REFERENCE, RouteReplay
+from mismatch_ext.routing.tokens import PADDING, TokenRows
+from mismatch_ext.routing.trace import Span, stamped
+
+FIELD = "routed_experts"
+TOKENS = "routed_tokens"
+"""Field of the token ids whose routes R2 recorded; R3's routes are those of `prompts` and `responses`."""
+NATIVE = "mismatch_native"
+"""Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
+SAMPLES = "mismatch_samples"
+"""Field of a batch that is replayed `[B, 3]`: how many tokens of a sample have a route, from the first on; whether its tokens are
+counted; whether its routes are of the present weights."""
+TRAIN = "train"
+"""Split of all passes of the policy: verl's engines do not validate."""
+ALTERED = (
+    "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "
+    "without routed_experts, or routes were moved without their samples. Give an update the tokens that were sampled."
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PassLayout:
+    """How verl's engine lays out the tokens of a micro-batch: packed in one row, which ranks may share, or padded.
+
+    Args:
+        offsets: Where each sample begins among the N tokens `[B + 1]`.
+        padding: Rows after a packed row; None for a padded batch.
+    """
+
+    offsets: Tensor
+    padding: int | None
+
+    @classmethod
+    def of(cls, micro_batch: Any, output_args: Any) -> PassLayout:
+        """Return the layout of the pass whose inputs verl has prepared."""
+        return cls(offsets=micro_batch["input_ids"].offsets(), padding=output_args.get("pad_size"))
+
+    @cached_property
+    def sample(self) -> Tensor:
+        """Sample of each token `[N]`."""
+        lengths = self.offsets.diff()
+        return torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+
+    @cached_property
+    def position(self) -> Tensor:
+        """Position of each token in its sample `[N]`."""
+        return torch.arange(len(self.sample), device=self.sample.device) - self.offsets[self.sample]
+
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share the row, each with an equal piece."""
+        return self.padding is not None and get_ulysses_sequence_parallel_world_size() > 1
+
+    @cached_property
+    def _real(self) -> Tensor:
+        lengths = self.offsets.diff()
+        return torch.arange(int(lengths.max()), device=lengths.device) < lengths[:, None]
+
+    def rows(self, values: Tensor, fill: int) -> Tensor:
+        """Lay the tokens' values `[N, ...]` out as verl lays `input_ids` out `[R, ...]`."""
+        if self.padding is None:
+            padded = values.new_full((*self._real.shape, *values.shape[1:]), fill)
+            padded[self._real] = values
+            return padded.flatten(0, 1)
+        if self.padding:
+            values = torch.cat([values, values.new_full((self.padding, *values.shape[1:]), fill)])
+        return slice_input_tensor(values, dim=0, padding=False) if self.shared else values
+
+    def tokens(self, rows: Tensor) -> Tensor:
+        """Return the values of the tokens `[N, ...]` from those of the rows; ranks that share them must all call this."""
+        if self.padding is None:
+            return rows.view(*self._real.shape, *rows.shape[1:])[self._real]
+        if self.shared:
+            # As bytes, because NCCL has no 16-bit integers.
+            rows = gather_outputs_and_unpad(rows.contiguous().view(torch.uint8), gather_dim=0).view(rows.dtype)
+        return rows[: int(self.offsets[-1])]
+
+
+class EngineReplay(RouteReplay):
+    """Records or replays routing around an engine's forward passes.
+
+    Ranks refuse routes together: one that failed alone would leave the others waiting for it in a collective.
+
+    Args:
+        config: The `routing` section.
+        model: The engine's model, wrapped as the engine runs it.
+        seed: The engine's.
+        sharing: Ranks that share a pass, each with a piece of its rows.
+
+    Raises:
+        ReplayError: The model's routing cannot be replayed.
+    """
+
+    def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
+        super().__init__(config, backend, model, seed=seed, ranks=WORLD)
+        self._model, self._sharing = model, sharing
+        self.weight_version: int | None = None  # version that the rollout engine was sent last
+        self.takes_older = False  # whether rollouts may be of older weights than these
+        self.moved = False  # whether an update has moved the weights since the rollout engine was sent them
+        self._split: str | None = None  # of the batch that is recorded or replayed
+        self._records = False
+        self._opened: ExitStack | None = None  # of the micro-batch that runs
+        self._expected: tuple[PassLayout, TokenRows] | None = None
+        self._recording: Any = None
+        self._present: Tensor | None = None
+
+    @contextmanager
+    def batch(self, data: Any, *, rank: int, forward_only: bool, reference: bool) -> Iterator[Any]:
+        """Check the routes of a mini-batch, and give the batch that verl is to run in this context.
+
+        Raises:
+            RoutingError: A sample's routes are missing, malformed, or in an update of other tokens, on any rank; names it.
+        """
+        if tu.get_non_tensor_data(data=data, key=NATIVE, default=False) or (reference and not self.config.reference):
+            yield data
+            return
+        records = self.config.mode == "R2" and forward_only and not reference
+        run = data.exclude(FIELD, TOKENS)
+        with together(WORLD):
+            # Routes that came with altered samples would be replaced by those that are recorded of other tokens.
+            others = altered(data) if not records or data.get(FIELD, None) is not None else []
+            if others and not forward_only:
+                raise RoutingError(ALTERED.format(names(data, rank)[others[0]], len(others), len(data)))
+            if not records:
+                run[FIELD], run[SAMPLES] = self.ingest(data, rank)
+        if any(gathered(bool(others))):
+            # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
+            self.others[TRAIN] += 1
+            yield data
+            return
+        # Where rollouts are of older weights, routes are compared with those of the weights that were sent: before an update.
+        drifted = self.takes_older and self.moved and not forward_only
+        self._split, self._records = REFERENCE if reference or drifted else TRAIN, records
+        try:
+            yield run
+        finally:
+            self._split = None
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Run a micro-batch in this context; it closes what `inputs` opens.
+
+        Raises:
+            RoutingError: Routes do not fit their tokens, or cannot be this model's.
+            ReplayError: The forward pass did not obey them, or verl did not say how it lays out its tokens.
+        """
+        if self._split is None:
+            yield
+            return
+        self._expected = self._recording = None
+        try:
+            with ExitStack() as self._opened:
+                yield
+                if self._expected is None:
+                    raise ReplayError(
+                        "verl's engine ran a micro-batch without prepare_model_inputs, where routes are replayed and recorded. "
+                        "Remove what overrides forward_step, or mismatch.routing."
+                    )
+        finally:
+            self._opened = None
+        if self._recording is not None:
+            self.others[TRAIN] += len(self._recording.passes) - 1
+
+    def inputs(self, micro_batch: Any, output_args: Any) -> None:
+        """Begin to record or replay the pass whose inputs verl has prepared."""
+        if self._opened is None:
+            return
+        layout = PassLayout.of(micro_batch, output_args)
+        starts = layout.rows(layout.position == 0, False)
+        starts[:1] = True  # the model sees the first token of a rank's piece as the start of a sequence
+        ids = layout.rows(micro_batch["input_ids"].values().to(torch.int32), PADDING)
+        self._expected = layout, TokenRows(ids=ids, starts=starts)
+        if self._records:
+            self._recording = self._opened.enter_context(backend.record_routing(self._model))
+            return
+        recorded, counted, present = micro_batch[SAMPLES][layout.sample].unbind(1)
+        experts = layout.rows(micro_batch[FIELD].values(), 0)
+        trace = RoutingTrace(
+            parts=(experts if experts.dtype == torch.uint8 else experts.view(torch.uint16),),
+            layers=self.layout.layers,
+            num_experts=self.layout.num_experts,
+            tokens=ids,
+            starts=starts,
+        )
+        mask = layout.rows(layout.position < recorded, False)
+        real, self._present = layout.rows(counted.bool(), False), layout.rows(present.bool(), False)
+        assert self._split is not None
+        self._opened.enter_context(self.replaying(self._model, trace, mask, real=real, split=self._split))
+
+    def outputs(self, micro_batch: Any, model_output: dict[str, Any]) -> None:
+        """Add the routes that were recorded to what a pass returns, sample by sample.
+
+        Raises:
+            RoutingError: No forward pass was over the micro-batch's tokens.
+        """
+        if self._recording is None or self._expected is None:
+            return
+        layout, wanted = self._expected
+        passes = self._recording.passes
+        own = [trace for trace in passes if _is_over(trace, wanted)]
+        error = None
+        if not own:
+            error = RoutingError(
+                f"R2 saw {len(passes)} forward passes of a micro-batch of {len(layout.offsets) - 1} samples, none of them over "
+                "their tokens: something changes them on their way to the model, and their routes are not known."
+            )
+        if layout.shared:
+            agree(error)
+        elif error is not None:
+            raise error
+        experts = own[-1].experts
+        # Neither torch's pickles nor its nested tensors take unsigned 16 bits.
+        experts = layout.tokens(experts if experts.dtype == torch.uint8 else experts.view(torch.int16))
+        ids = micro_batch["input_ids"].values().to(torch.int32)
+        for name, values in ((FIELD, experts), (TOKENS, ids)):
+            model_output[name] = torch.nested.nested_tensor_from_jagged(values, layout.offsets)
+
+    def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
+        """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learnt since."""
+        return mask if self._present is None else mask & self._present
+
+    def ingest(self, data: Any, rank: int) -> tuple[Tensor, Tensor]:
+        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run.
+
+        Raises:
+            RoutingError: Routes are missing, malformed or of other weights; names sample, row and layer.
+        """
+        kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
+        fields, samples = [], []
+        for array, tokens, rows, span, name in zip(
+            routes(data), lengths(data), needed(data), versions(data), names(data, rank), strict=True
+        ):
+            experts = torch.zeros((tokens, len(self.layout.layers), self.layout.top_k), dtype=kind)
+            recorded = self._ingested(array, tokens, name) if self.config.mode == "R2" else None
+            present = True
+            if self.config.mode == "R3" and (recorded := self._recorded(array, tokens, rows, name)) is not None:
+                recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
+                sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
+                present = not self.takes_older or recorded.versions[0][1] == sent
+            count = 0 if recorded is None else recorded.rows
+            if recorded is not None:
+                experts[:count] = recorded.experts.view(kind)
+            fields.append(experts)
+            samples.append((count, rows > 0, present))
+        return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
+
+    def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> RoutingTrace | None:
+        """Read a rollout engine's routes as verl hands them on: rows that were not recorded are zero, and come last.
+
+        The last sampled token never passes through the rollout engine, nor do tokens that an agent loop adds after the last
+        generation. Samples with which verl fills up a batch have no routes at all. None of these rows has a loss.
+        """
+        ids = None if array is None else torch.as_tensor(array)
+        if ids is None or ids.dim() != 3 or ids.is_floating_point():
+            return self._ingested(array, tokens, name)  # says what is wrong with it
+        if len(ids) not in (tokens, tokens - 1):
+            raise RoutingError(
+                f"request {name}: routing has {len(ids)} rows for {tokens} tokens; allowed: one for each, or all but the last. "
+                "They were lost on the way from the rollout engine, or are another sample's."
+            )
+        recorded = len(ids)
+        if not needed and not bool(ids.any()):
+            recorded = 0
+        elif self.layout.top_k > 1:
+            # Only the end is scanned: a whole scan would take longer than all other checks, and earlier zeros are refused anyway.
+            while recorded and not bool(ids[recorded - 1].any()):
+                recorded -= 1
+        elif recorded == tokens:
+            # With one expert per token a row of zeros is a valid route. Only its place, the last one, says that it is not one.
+            recorded -= 1
+        if recorded < needed:
+            raise RoutingError(
+                f"request {name}: routing has {recorded} rows for {tokens} tokens, and zeros from there on, but its loss depends "
+                f"on the first {needed}; the rollout engine did not record them, or they were lost on the way."
+            )
+        return self._ingested(ids[:recorded], recorded, name) if recorded else None
+
+    def _ingested(self, array: Any, tokens: int, name: str) -> RoutingTrace:
+        layout = self.layout
+        return RoutingTrace.ingest(
+            array,
+            num_experts=layout.num_experts,
+            layers=layout.layers,
+            tokens=tokens,
+            version=0,  # `ingest` stamps it
+            request=name,
+            top_k=layout.top_k,
+            last_row=True,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """Return the agreement since the last call, over all ranks, which must all call this."""
+        return self.take_agreement(TRAIN, WORLD) | self.take_others(TRAIN, WORLD, sharing=self._sharing)
+
+
+def _is_over(trace: RoutingTrace, wanted: TokenRows) -> bool:
+    """Tell whether a recorded pass is over these tokens; the padding behind them may be recorded as tokens."""
+    found = trace.token_rows()
+    if found is None or len(found.ids) != len(wanted.ids):
+        return False
+    return not bool(wanted.to(found.ids.device).differ(replace(found, masked=False)).any())
+
+
+def lengths(data: Any) -> list[int]:
+    """Return the tokens of each sample."""
+    return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
+
+
+def altered(data: Any) -> list[int]:
+    """Return the samples that have a loss, but other token ids than their routes were recorded of.
+
+    With R2 the recording says which ids these were. With R3 they are the agent loop's prompt and response, which came with the
+    routes; where these fields are missing or padded, there is nothing to compare `input_ids` with.
+    """
+    field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
+    if field is not None:
+        sampled = list(field.unbind())
+    elif prompts is not None and responses is not None and prompts.is_nested and responses.is_nested:
+        sampled = [torch.cat(pair) for pair in zip(prompts.unbind(), responses.unbind(), strict=True)]
+    else:
+        return []
+    rows = zip(sampled, data["input_ids"].unbind(), needed(data), strict=True)
+    return [row for row, (ids, now, loss) in enumerate(rows) if loss and not torch.equal(ids.cpu().long(), now.cpu())]
+
+
+def routes(data: Any) -> list[Any]:
+    """Return the routes of each sample as they came `[rows, layers, K]`; None where a sample has none.
+
+    Raises:
+        RoutingError: The batch has no such field.
+    """
+    field = data.get(FIELD, None)
+    if field is None:
+        raise RoutingError(
+            f"the batch of {len(data)} samples has no {FIELD!r}, so it cannot be replayed: with R3 the rollout engine returned "
+            "no routing for one of them or more (rollout.enable_rollout_routing_replay=True is needed); with R2 no pass computed "
+            "old log-probabilities before this one."
+        )
+    # A stack of objects where some are None.
+    return list(field.unbind() if isinstance(field, Tensor) else field.tolist())
+
+
+def needed(data: Any) -> list[int]:
+    """Return how many rows of each sample, from the first on, its loss depends on: none where it has no loss.
+
+    The token at position t is predicted from the row of position t - 1, and through attention from all before it.
+    """
+    prompts = data.get("prompts", None)
+    known = prompts is not None and prompts.is_nested  # padded prompts do not say where a response begins
+    starts = prompts.offsets().diff().tolist() if known else [None] * len(data)
+    found = []
+    for mask, start, tokens in zip(data["loss_mask"].unbind(), starts, lengths(data), strict=True):
+        trained = mask.nonzero()
+        if not len(trained):
+            found.append(0)
+        else:
+            found.append(tokens - 1 if start is None else int(start + trained[-1]))
+    return found
+
+
+def versions(data: Any) -> list[Span | None]:
+    """Return the versions of the weights that sampled each sample, as verl's servers stamp them; None when unknown."""
+    fields = data.get("extra_fields", None)
+    rows = fields.tolist() if hasattr(fields, "tolist") else fields
+    if not isinstance(rows, (list, tuple)) or len(rows) != len(data):
+        return [None] * len(data)
+    pairs = ((row.get("min_global_steps"), row.get("max_global_steps")) for row in rows)
+    return [None if first is None or last is None else (int(first), int(last)) for first, last in pairs]
+
+
+def names(data: Any, rank: int) -> list[str]:
+    """Return what to call each sample in messages that begin with "request"."""
+    numbered = [f"{index} of rank {rank}'s mini-batch" for index in range(len(data))]
+    uids = data.get("uid", None)
+    uids = uids.tolist() if hasattr(uids, "tolist") else uids
+    if isinstance(uids, (list, tuple)) and len(uids) == len(numbered):
+        return [f"{name} (uid {uid})" for name, uid in zip(numbered, uids, strict=True)]
+    return numbered
