@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 
 from tests.oracle import expect_float32
 from tests.peers.scenarios import Run, named
+from tests.peers.trl.ranks import launch, series
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_turns as scenarios
+    from tests.peers.trl import scenarios_turns_ranks as ranks
 else:
     scenarios = named("tests.peers.trl.scenarios_turns")
+    ranks = named("tests.peers.trl.scenarios_turns_ranks")
 
 pytestmark = pytest.mark.engine
 
@@ -107,3 +111,13 @@ def test_what_a_function_does_wrong_is_named_before_the_update(functions: Any, f
     found = functions["faults"][fault]
     assert found["error"] == "RecordError" and not found["gradients"] and not found["moved"], found
     assert all(re.search(words, found["message"]) for words in OWN[fault]), found["message"]
+
+
+@pytest.mark.nightly
+def test_ranks_of_a_sharded_model_wait_for_no_turn_of_each_other(tmp_path: Path) -> None:
+    found = launch("fsdp2", ranks.unequal, tmp_path, limit=200).expect()
+    assert found[0]["sharded"] == found[1]["sharded"] == 1.0 and found[0]["parameters"] == found[1]["parameters"]
+    for name in ("mismatch/tokens", "mismatch/k3_kl"):
+        assert series(found[0], name) == series(found[1], name)
+    assert [rank["calls"] for rank in found] == [4, 6]  # in two steps, the first call of each included
+    assert max(series(found[0], "mismatch/logp_abs_diff_mean")) < 1e-5
