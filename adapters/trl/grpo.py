@@ -14,7 +14,7 @@ from trl.scripts import grpo
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run TRL's script; it imports the two classes by these names when it parses and when it trains."""
-    trl.GRPOConfig, trl.GRPOTrainer = MismatchGRPOConfig, MismatchGRPOTrainer
+    vars(trl).update(GRPOConfig=MismatchGRPOConfig, GRPOTrainer=MismatchGRPOTrainer)
     parser = grpo.make_parser(prog="mismatch-ext trl grpo")
     words = None if arguments is None else list(arguments)
     grpo.main(*parser.parse_args_and_config(words, fail_with_unknown_args=True))
