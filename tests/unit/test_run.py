@@ -357,7 +357,7 @@ def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
             assert run.log().metrics["loss"] == pytest.approx(losses[0].item() * parts)
 
 
-def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path) -> None:
+def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer, rollout = sides()
     block = {"correction": {"level": "sequence", "upper": 100, "normalize": True}}
     with Run(block, trainer, rollout, tmp_path).start() as run:
@@ -371,16 +371,12 @@ def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path) ->
             with pytest.raises(LoopError, match="mismatch.correction.normalize"):
                 run.correct(part, scored)
 
-    class Ranks(Two):
-        """The other rank has three responses, whose weights are twice this one's."""
-
-        def gather(self, value: Any) -> list[Any]:
-            return [
-                value,
-                (9.0, 3.0, {name: 2 * x for name, x in value[2].items()}) if isinstance(value, tuple) else value,
-            ]
-
-    with Run(block, trainer, rollout, tmp_path / "ranks", ranks=Ranks()).start() as run:
+    # The other rank has three responses, whose weights are twice this one's.
+    monkeypatch.setattr(
+        "mismatch_ext.correction.over_ranks",
+        lambda sums, ranks: {name: x * (4 if name.startswith("weight/") else 7) for name, x in sums.items()},
+    )
+    with Run(block, trainer, rollout, tmp_path / "ranks", ranks=Two()).start() as run:
         alone = run.batch(records[:1])
         found = run.correct(alone, run.score(alone).detach()).weights
     torch.testing.assert_close(found, torch.full_like(found, 1 / 1.75))
