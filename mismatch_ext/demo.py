@@ -32,7 +32,7 @@ VOCABULARY, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
 PROMPT, RESPONSE, RESPONSES = 8, 64, 128
 TRAINING_STEPS = 100
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-# Qwen2.5-7B-Instruct's generation_config.json has this value, and vLLM applies it unless it is told not to.
+# Qwen2.5-7B-Instruct's generation_config.json has this value, and vLLM's server applies it unless it is told not to.
 PENALTY = 1.05
 
 Cache = list[tuple[Tensor, Tensor]]
@@ -241,7 +241,7 @@ def run(out: Path, seed: int = 0) -> None:
     console.print(table)
     console.print(
         f"Planted in the bfloat16 engine: repetition_penalty={PENALTY}, which Qwen2.5-7B-Instruct's generation_config.json "
-        "sets and vLLM applies by default. What the doctor says of it:\n",
+        "sets and vLLM's server applies by default. What the doctor says of it:\n",
         soft_wrap=True,
     )
     console.print(report(shown.diagnosis), markup=False, soft_wrap=True)

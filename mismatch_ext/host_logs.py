@@ -118,7 +118,7 @@ def _run(source: Path, rows: list[tuple[int, str, Mapping[str, Any]]]) -> RunDat
             for (split, step), metrics in sorted(steps.items())
         ),
         problems=(
-            _about(source, host, {name.removeprefix(PREFIX) for there, name in ours.items() if there in logged}),
+            _about(source, host, {ours.get(name, name).removeprefix(PREFIX) for name in logged} & MEASURES.keys()),
         ),
     )
 

@@ -65,25 +65,25 @@ Statistics = Mapping[str, float | None]
 
 # The rule: from state and statistics to state and multiplier.
 
-_Natural = Annotated[int, Field(ge=0)]
-_Positive = Annotated[float, Field(ge=0)]
+_Count = Annotated[int, Field(ge=0)]
+_NonNegative = Annotated[float, Field(ge=0)]
 
 
 @state
 class Measurement:
     """A batch's statistic that the trigger watches, with the fraction of its responses that were truncated, if known."""
 
-    step: _Natural
-    value: _Positive
-    truncated: _Positive | None = None
+    step: _Count
+    value: _NonNegative
+    truncated: _NonNegative | None = None
 
 
 @state
 class Level:
     """A baseline: median and robust standard deviation of the first measurements."""
 
-    center: _Positive
-    spread: _Positive
+    center: _NonNegative
+    spread: _NonNegative
 
 
 @state
@@ -93,9 +93,9 @@ class LrState:
     trigger: Trigger
     step: Annotated[int, Field(ge=-1)] = -1
     """Last step that was asked for; before that, one less than the first step."""
-    measured_step: _Natural | None = None
+    measured_step: _Count | None = None
     """Step of the last measurement."""
-    surge_step: _Natural | None = None
+    surge_step: _Count | None = None
     history: tuple[Measurement, ...] = ()
     """Last measurements, oldest first."""
     baseline: Level | None = None

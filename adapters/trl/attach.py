@@ -4,7 +4,7 @@
     attach(trainer)
     trainer.train()
 
-It wraps six methods of this one trainer and of its engine wrapper. After each generation the gap is measured on what TRL is about
+It wraps methods of this one trainer and of its engine wrapper. After each generation the gap is measured on what TRL is about
 to train on; after each weight update both sides score probe tokens. A check that fails warns, and the run goes on.
 """
 

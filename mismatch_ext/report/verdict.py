@@ -99,15 +99,16 @@ class RunVerdict:
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
-    """Return same, small, elevated or large for a mean |Δlogp| and a k3; unknown without either."""
-    if abs_diff_mean is None:
-        if k3 is None:
-            return UNKNOWN
-        # Stock verl logs k3 alone. Normal differences of this size have the k3 at most.
-        abs_diff_mean = (max(k3, 0.0) * 4 / math.pi) ** 0.5
-    if abs_diff_mean <= SAME_ABS_DIFF:
+    """Return same, small, elevated or large for a mean |Δlogp| and a k3; unknown without either, never same by k3 alone."""
+    if abs_diff_mean is None and k3 is None:
+        return UNKNOWN
+    if abs_diff_mean is not None and abs_diff_mean <= SAME_ABS_DIFF:
         return SAME
-    kl = k3 or 0.0
+    # Stock verl logs k3 alone, in float32, where the k3 of a gap that small is 0 or rounding. If differences are normally
+    # distributed, their mean size follows from k3.
+    kl = max(k3 or 0.0, 0.0)
+    if abs_diff_mean is None:
+        abs_diff_mean = (kl * 4 / math.pi) ** 0.5
     if abs_diff_mean >= STALE_ABS_DIFF or kl >= LARGE_K3:
         return LARGE
     return ELEVATED if abs_diff_mean > HEALTHY_ABS_DIFF or kl > HEALTHY_K3 else SMALL

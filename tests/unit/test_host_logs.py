@@ -69,7 +69,7 @@ def test_the_last_checkpoint_of_an_output_folder_is_read(tmp_path: Path) -> None
     assert run.last_step == 3
 
 
-@pytest.mark.parametrize(("k3", "level"), [(1e-9, "same"), (1e-5, "small"), (2e-3, "elevated"), (0.02, "large")])
+@pytest.mark.parametrize(("k3", "level"), [(0.0, "small"), (1e-5, "small"), (2e-3, "elevated"), (0.02, "large")])
 def test_verls_file_logger_is_judged_by_k3(
     k3: float, level: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

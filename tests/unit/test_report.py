@@ -212,7 +212,7 @@ def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_p
     ("mean", "k3", "level"),
     [
         (None, None, "unknown"),
-        (None, 0.0, "same"),
+        (None, 0.0, "small"),
         (0.0, 0.0, "same"),
         (SAME_ABS_DIFF, 1.0, "same"),
         (2e-4, 1e-8, "small"),
