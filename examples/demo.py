@@ -252,8 +252,10 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int |
     print_replay(replay, console)
     print_intervals(intervals, console)
     console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
-    console.print(f"report: {run_dir / 'report.html'}", soft_wrap=True)
-    subprocess.run([sys.executable, "-m", "mismatch_ext", "report", str(run_dir)], check=True)
+    command = [sys.executable, "-m", "mismatch_ext", "report", str(run_dir)]
+    path, verdict = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout.splitlines()[:2]
+    console.print(verdict)
+    console.print(f"report: {path}", soft_wrap=True)
 
 
 def main() -> None:
