@@ -239,7 +239,7 @@ def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
 def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
     """Return the rules that are on, by metric: the built-in ones, over which the section's are laid, then its others.
 
-    Raises ConfigError if a rule is contradictory, has no threshold, or is given twice; the message names the metric.
+    Raises ConfigError if a rule is contradictory, has no threshold, or is given twice.
     """
     host = HostNames() if names is None else names
     asked: dict[str, str] = {}
@@ -320,8 +320,7 @@ def _new(rule: Rule) -> Watch:
 def resumed(saved: Any, rules: Mapping[str, Rule]) -> tuple[AlarmState, list[tuple[str, list[str]]]]:
     """Return the state that a checkpoint holds, and for each event `ANEW` a sentence and its metrics.
 
-    An alarm begins anew if any key of its rule has changed, or if it stopped training, because training goes on now. A metric
-    that is no longer watched is forgotten. Raises RecordError if the state is damaged.
+    An alarm begins anew if any key of its rule has changed, or if it stopped training, because training goes on now.
     """
     watches = dict(from_json(AlarmState, saved, "monitor").watches)
     changed = [m for m, rule in rules.items() if m in watches and watches[m].rule != _new(rule).rule]
@@ -377,7 +376,7 @@ class Alarm:
 def watch(
     state: AlarmState, metrics: Mapping[str, Any], rules: Mapping[str, Rule], step: int
 ) -> tuple[AlarmState, list[Alarm]]:
-    """Take one log of training, after `step` steps, and return the new state and the alarms that were raised or are over.
+    """Take a log of training, after `step` steps, and return the new state and the alarms that were raised or are over.
 
     The first state is `AlarmState()`. If a metric is absent or not a number, its alarm stays as it is.
     """

@@ -446,11 +446,7 @@ def _not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobErro
 
 
 def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway.
-
-    Args:
-        metrics: Metrics from `correct`.
-    """
+    """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway."""
     own = ("rollout_is_", "rollout_rs_", "off_policy_")
     return {name: value for name, value in metrics.items() if name.startswith(own)}
 
@@ -458,14 +454,7 @@ def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
 def metrics_over_ranks(
     metrics: Mapping[str, float], mask: Tensor, settings: ResolvedCorrection, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the metrics of `LOGGED` over all ranks' tokens, by one all-reduce in which every rank must take part.
-
-    Args:
-        metrics: Metrics from `correct` on this rank; empty if it has no token.
-        mask: 1 for this rank's tokens that are trained on `[B, T]`.
-        settings: The correction, the same on all ranks.
-        ranks: The processes.
-    """
+    """Return the metrics of `LOGGED` over all ranks' tokens, by one all-reduce; `metrics` are {} on a rank without tokens."""
     sums = over_ranks(_logged_sums(metrics, mask.bool(), settings), ranks)
     merged: dict[str, float] = {}
     for name, over in LOGGED.items():
@@ -508,16 +497,10 @@ CONFIDENCE = 1.282
 
 
 def masked_sums(kept: Tensor, response_mask: Tensor) -> Sums:
-    """Count tokens and responses by quarter of response length, and those of them that a correction masks.
+    """Count tokens and responses by quarter of response length `[4]`, and those of them that a correction masks.
 
-    A response is masked if none of its tokens is kept. The first quarter is the shortest fourth of this batch's responses.
-
-    Args:
-        kept: True, or not 0, at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`.
-        response_mask: True, or 1, at the policy's own tokens `[B, T]`.
-
-    Returns:
-        Sums `[4]` by name, with the same names and shapes for every batch, also for one without tokens.
+    `kept` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. A response is masked if none of its tokens
+    is kept. The first quarter is the shortest fourth of this batch's responses.
     """
     mask = response_mask.bool()
     lengths, left = mask.sum(1), (mask & kept.bool()).sum(1)

@@ -52,21 +52,11 @@ LARGEST_EXPONENT = 700.0
 
 
 def token_versions(segments: Sequence[Sequence[tuple[int | None, int]]], mask: Tensor) -> Tensor:
-    """Return the version of the weights that sampled each token.
+    """Return the version of the weights that sampled each token `[B, T]`, int64; `UNKNOWN` where nobody says, or none did.
 
-    A segment ends where the next one in the list begins. A segment that begins inside an earlier one replaces the tokens there,
-    for example when a chat template removes generated tokens before the next turn.
-
-    Args:
-        segments: The segments of each response (version >= 0, or None if nobody says; index of its first token); an empty list if
-            nothing is known. Tokens that the policy did not sample (a tool's) count in the index.
-        mask: True, or 1, at tokens that the policy sampled `[B, T]`.
-
-    Returns:
-        Versions `[B, T]`, int64; `UNKNOWN` where nobody says, and at tokens that the policy did not sample.
-
-    Raises:
-        RecordError: There are not B lists, or a number is negative.
+    A response's segments are (version or None, index of its first token, tools' tokens counted) in order. One that begins
+    inside an earlier one replaces the tokens there, as when a chat template removes generated tokens before the next turn.
+    Raises RecordError.
     """
     if mask.dim() != 2 or len(segments) != len(mask):
         raise RecordError(
@@ -84,9 +74,9 @@ def token_versions(segments: Sequence[Sequence[tuple[int | None, int]]], mask: T
 def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
     """Return True at the tokens up to which one version sampled the whole response `[B, T]`, bool.
 
-    After the first change of version, the engine computes its cache again: the new weights choose other experts for the earlier
-    tokens than the weights that sampled those. A trainer that replays the recorded experts then cannot score the later tokens as
-    the engine did, whatever weights it has.
+    After a change of version the engine computes its cache again, with other experts for the earlier tokens than sampled
+    those. A trainer that replays the recorded experts then cannot score the later tokens as the engine did, whatever weights
+    it has.
     """
     sampled = mask.bool()
     first = versions.gather(1, sampled.long().argmax(1, keepdim=True))
@@ -154,10 +144,7 @@ def drift_sums(
 def numerics_metrics(
     sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH
 ) -> tuple[str, dict[str, float]] | None:
-    """Return the source of numerics, and its metrics of the gap; None if numerics is unknown.
-
-    The first source with enough tokens speaks, otherwise the one with most.
-    """
+    """Return the source of numerics, the first with enough tokens or that with most, and its metrics; None if it is unknown."""
     counts = {source: float(sums[f"{source}/tokens"]) for source in SOURCES}
     source = next((name for name in SOURCES if counts[name] >= enough), max(SOURCES, key=counts.__getitem__))
     metrics = gap_metrics(part(sums, source), support_truncated=support_truncated)
@@ -210,15 +197,11 @@ class Growth:
 
 
 def grown(growth: Growth, step: int, k3: float) -> tuple[Growth, dict[str, float]]:
-    """Add the value of a log, and return the factor by which k3 has grown, `k3_growth`, and the lower end of its 99 % interval.
+    """Add a log's k3 after `step` steps, and return the logs, the factor by which it grew and the lower end of its 99 %
+    interval.
 
-    Args:
-        growth: The logs before.
-        step: Finished optimizer steps. A second log of a step is ignored; a smaller step starts the record again.
-        k3: The gap; a value that is not finite is ignored.
-
-    Returns:
-        The logs, and the metrics; {} until there are `GROWTH_LEAST` logs.
+    There are no metrics until there are `GROWTH_LEAST` logs. A second log of a step, and a value that is not finite, are
+    ignored; a smaller step starts the record again.
     """
     points = () if growth.points and step < growth.points[-1][0] else growth.points
     if math.isfinite(k3) and (not points or step > points[-1][0]):
@@ -262,14 +245,9 @@ def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:
-    """Tell which tokens have no gradient under PPO's clip (arXiv 1707.06347), bool, of the shape of `log_ratio`.
+    """Tell which tokens have no gradient under PPO's clip (arXiv 1707.06347), from log r, nats, and advantages that broadcast.
 
     min(r A, clip(r, 1 - low, 1 + high) A) is constant in r where r > 1 + high and A > 0, and where r < 1 - low and A < 0.
-
-    Args:
-        log_ratio: log r of the sampled tokens, any shape, nats.
-        advantages: A, in a shape that broadcasts.
-        low, high: Distances of the clip from 1.
     """
     rising, falling = log_ratio > math.log1p(high), log_ratio < math.log1p(-low) if low < 1 else False
     return (rising & (advantages > 0)) | (falling & (advantages < 0))
@@ -288,12 +266,8 @@ def clip_sums(
 ) -> Sums:
     """Count what a clip on pi_trainer / pi_engine stops at the weights that sampled, where the policy has not changed.
 
-    Args:
-        trainer, engine: Log-probabilities of the sampled tokens by the weights that sampled them `[B, T]`, nats.
-        advantages: `[B]` or `[B, T]`.
-        mask: True, or 1, for the tokens that count `[B, T]`. Other tokens are not read.
-        low, high: Distances of the clip from 1.
-        sequences: Whether the clip is on the mean log-ratio of a response (GSPO, arXiv 2507.18071), not on each token's.
+    Log-probabilities are `[B, T]`, nats; advantages `[B]` or `[B, T]`. With `sequences` the clip is on the mean log-ratio of a
+    response (GSPO, arXiv 2507.18071).
     """
     chosen = mask.bool()
     wide = advantages if advantages.dim() == trainer.dim() else advantages[:, None]

@@ -122,11 +122,8 @@ def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
 
 
 class KlTerms(NamedTuple):
-    """The two parts of a KL term `[B, T]`, coefficient included.
-
-    Args:
-        loss: To be added to the per-token loss that is minimized; differentiable.
-        reward: To be subtracted from the token rewards; detached.
+    """The two parts of a KL term `[B, T]`, coefficient included: to add to the per-token loss, and to subtract from the
+    rewards.
     """
 
     loss: Tensor
@@ -267,21 +264,10 @@ def kl_baseline(
     behavior: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    """Return the leave-one-out baseline of each token, for the argument `baseline` of `kl_terms`.
+    """Return the leave-one-out baseline of each token `[B, T]`, nats, detached, for the argument `baseline` of `kl_terms`.
 
-    A response's baseline does not depend on that response. Subtracting it therefore keeps the expectation, also while the
-    policy moves.
-
-    Args:
-        logprobs: log pi of the sampled tokens `[B, T]`, nats, under the policy at the start of an update.
-        ref_logprobs, mask, settings, behavior, groups: As for `kl_terms`.
-
-    Returns:
-        Nats `[B, T]`, detached, float32, or float64 if an input is; 0 at masked tokens, and where no other sequence of the
-        group is as long.
-
-    Raises:
-        ConfigError, RecordError, NonFiniteLogprobError: As `kl_terms`.
+    Arguments as for `kl_terms`, under the policy at the start of an update. No response's baseline depends on that response,
+    so that it keeps the expectation while the policy moves; 0 where no other sequence of the group is as long.
     """
     tokens = _checked_tokens(logprobs.detach(), ref_logprobs, mask, settings, behavior)
     estimate: Tensor = _Estimate.apply(tokens.logprobs - tokens.ref_logprobs, settings.estimator)
@@ -378,10 +364,7 @@ def _require_finite(name: str, values: Tensor, mask: Tensor) -> None:
 
 
 def _weights(tokens: _Tokens, settings: KlConfig) -> Tensor:
-    """Return the detached ratio of each token: 1, pi/mu, or the product of pi/mu up to and including the token.
-
-    The exponent is cut at `LARGEST_EXPONENT`, so that a product with a KL estimate stays finite in float32.
-    """
+    """Return the detached ratio of each token: 1, pi/mu, or the product of pi/mu up to and including the token, cut at e^30."""
     if settings.ratio == "none" or tokens.behavior is None:
         return torch.ones_like(tokens.ref_logprobs)
     steps = tokens.logprobs.detach() - tokens.behavior
@@ -564,12 +547,7 @@ def _divergence(d: Tensor, p: Tensor, reference: Tensor, temperature: float) -> 
 
 
 def kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Sums:
-    """Return the sums of k1 and of k3 over the tokens of a part of a batch, nats, and the number of these tokens.
-
-    Args:
-        logprobs, ref_logprobs: log pi and log pi_ref of the sampled tokens, nats, of one shape.
-        mask: True, or 1, at tokens that the policy sampled.
-    """
+    """Return the sums of k1 and of k3, nats, over the tokens of a part of a batch, and the number of these tokens."""
     chosen = mask.bool()
     policy, reference = logprobs.detach()[chosen], ref_logprobs.detach()[chosen]
     estimates = (kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3"))
@@ -585,13 +563,8 @@ def kl_means(sums: Sums) -> dict[str, float]:
 
 @state
 class KlState:
-    """What `kl_step` carries from step to step.
-
-    Args:
-        initial: First coefficient.
-        coef: Coefficient of the next step.
-        integral: Accumulated error times its gain, in nats of log-coefficient.
-        steps: Measurements seen.
+    """What `kl_step` carries from step to step; `integral` is the accumulated error times its gain, in nats of
+    log-coefficient.
     """
 
     initial: Annotated[float, Field(gt=0)]
@@ -724,10 +697,7 @@ class KlTerm:
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Go on from a saved state, and return a sentence for the user if the coefficient is no longer the saved one.
 
-        If the first coefficient was another one, or is a constant, it starts from this run's: the saved one depends on the other.
-
-        Raises:
-            RecordError: It is no such state.
+        If the first coefficient was another one, or is a constant, it starts from this run's.
         """
         saved, initial = from_json(KlState, state, "kl"), self.state.initial
         if saved.initial == initial and self.adaptive:

@@ -258,10 +258,10 @@ def run_info(
     more: Mapping[str, Any] | None = None,
     **run: Any,
 ) -> dict[str, Any]:
-    """Return the header of a run's metrics file, as JSON-able data, with the same keys for every host.
+    """Return the header of a run's metrics file, with the same keys for every host.
 
-    `packages` are noted with their versions, besides this package and torch; `more` are entries that only this host has; `run` is
-    name, host, model, model_type, parameters, device and seed.
+    `packages` are noted with their versions; `more` are entries that only this host has; `run` is name, host, model,
+    model_type, parameters, device and seed.
     """
     parts = {"trainer": trainer, "engine": engine, "sampling": sampling}
     return {
@@ -452,9 +452,8 @@ class RunLog:
             say(banner(self.block, self._info(), self.rules, self.run_dir))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
-        """Write what was measured since the last log, and how training ended ("completed" or "failed"); then print a summary.
-
-        An empty message takes that of the alarm that stopped training; without `step` it is the present one.
+        """Write what is left and how training ended ("completed" or "failed"; by default with the alarm that stopped it), and
+        print it.
         """
         if self._segment != "training":
             return
@@ -489,11 +488,7 @@ class RunLog:
         self._sampling = sampling
 
     def observe(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
-        """Add a batch of `[B, T]` log-probabilities to a split; with `native`, of the trainer's own routing.
-
-        Raises:
-            NonFiniteLogprobError: A log-probability in an unmasked position is not finite.
-        """
+        """Add a batch of `[B, T]` log-probabilities to a split; with `native`, of the trainer's own routing."""
         self._created += 1
         # Each rank and batch needs its own seed, because otherwise all of them would sample the same places.
         seed = self._created * self.ranks.size + self.ranks.rank
@@ -530,11 +525,8 @@ class RunLog:
         self._drift = merged(self._drift, sums)
 
     def flush(self, split: str, step: int) -> dict[str, float]:
-        """Return a split's metrics since the last flush, over all ranks, and write its profiles when they are due.
-
-        Returns:
-            Metrics with the prefix "mismatch/", or "mismatch/native/" for those without routing replay; plus those of
-            `drift_metrics` if versions are followed, and those of `grown` for the train split. Empty if nothing was observed.
+        """Return a split's metrics since the last flush, over all ranks, with prefix, and write its profiles when they are
+        due.
         """
         sums = over_ranks(self._take(split), self.ranks)
         truncated = self._sampling.truncates_support
@@ -661,10 +653,7 @@ class RunLog:
         return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
-        """Continue from a checkpoint of `step`, and say which alarms begin anew; raises RecordError if the state is damaged.
-
-        The state may have further keys, and a part that is missing begins anew.
-        """
+        """Continue from a checkpoint of `step`, which may lack parts, and say which alarms begin anew; raises RecordError."""
         self.begin_anew()
         if state.get("log") is not None:
             log = from_json(LogState, state["log"], "log")

@@ -197,12 +197,7 @@ class RunData:
         return {name for record in self.steps if split in (None, record.split) for name in record.metrics}
 
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
-        """Return the steps at which a metric was logged and its values, None where it was not finite.
-
-        Args:
-            name: The name under which the metric was logged; or its `Role`, which works for every host.
-            split: "train" or "eval/<name>".
-        """
+        """Return the steps at which a metric was logged, by name or `Role`, and its values, None where they were not finite."""
         logged = self.names.of(name) if isinstance(name, Role) else name
         rows = [(r.step, r.metrics[logged]) for r in self.steps if r.split == split and logged in r.metrics]
         if name is Role.LEARNING_RATE and self.names.next_rate:
@@ -213,14 +208,10 @@ class RunData:
 
 
 def find_runs(directory: str | Path) -> dict[str, Path]:
-    """Find the run directories at a path: the folder itself, otherwise its direct sub-folders; or the `mismatch` folders in them.
+    """Return the run directories at a path by name: the folder itself, else its sub-folders, or the `mismatch` folders in
+    them.
 
-    Returns:
-        Name -> path of every folder that holds a `metrics.jsonl`, sorted by name. A folder `mismatch` in a trainer's output
-        folder goes by the name of the output folder.
-
-    Raises:
-        RunDirectoryError: The path is missing, is a file, or holds no run.
+    A folder `mismatch` in a trainer's output folder goes by the name of the latter. Raises RunDirectoryError if there is none.
     """
     root = Path(directory)
     try:

@@ -134,16 +134,11 @@ class Run:
     # Begin.
 
     def start(self, *, resume: str | Path | None = None) -> Run:
-        """Check and set what the config asks for on both sides, and print what is active.
+        """Check and set what the config asks for on both sides, and print what is active; the result is a context that ends
+        the run.
 
-        Args:
-            resume: Folder that `save` wrote to; the trainer's own state is loaded already. The engine then gets the weights.
-
-        Returns:
-            The run, as a context that ends it.
-
-        Raises:
-            MismatchError: Something that was asked for is not active; the message says what, and what to do.
+        `resume` is a folder that `save` wrote to. Load the trainer's own state first; the engine then gets its weights. Raises
+        MismatchError if something that you asked for is not active: the message says what, and what to do.
         """
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
@@ -276,17 +271,11 @@ class Run:
     # One batch.
 
     def batch(self, records: Sequence[RolloutRecord], split: str = "train") -> Batch:
-        """Lay rollouts out as tensors, after checking where they come from.
+        """Lay rollouts out as tensors; `split` is "train", or "eval/<name>" for rollouts that the model does not learn from.
 
-        Args:
-            records: The records that `rollout.generate` returned; or records from elsewhere, with their provenance.
-            split: "train", or "eval/<name>" for rollouts that the model does not learn from.
-
-        Raises:
-            RecordError: The records' provenance is missing, mixed, or names other weights than the engine has now.
-            RecordError: The records are malformed, or a KL baseline is over copies of one of them.
-            RoutingError: The records have no routes under R3.
-            LoopError: The trainer's weights have changed since they were last sent to the engine.
+        Raises RecordError if provenance is missing, mixed or of other weights than the engine's present ones, or if a KL
+        baseline is over copies of one record; RoutingError for records without routes under R3; LoopError if you have not sent
+        the weights since the last step.
         """
         self._expect_started()
         with self._together(split):
@@ -323,21 +312,19 @@ class Run:
         return batch
 
     def score(self, batch: Batch) -> Tensor:
-        """Return the trainer's log-probabilities of a batch's responses `[B, T]`, in nats, under its routes.
+        """Return the trainer's log-probabilities of a batch's responses `[B, T]`, nats, under its routes.
 
-        Call it with gradients for the loss. Under R2 the first call for a batch without gradients records the batch's routes.
+        Under R2 the first call for a batch without gradients records the batch's routes.
         """
         with self._under_routes(batch):
             logprobs = self.trainer.logprobs(batch)
         return self._required.watched("replay", logprobs)
 
     def reference(self, batch: Batch) -> Tensor:
-        """Return the reference's log-probabilities `[B, T]`, in nats, under the batch's routes if the config says so.
+        """Return the reference's log-probabilities `[B, T]`, nats; zeros without a `kl` section, as nothing needs them then.
 
-        Without a `kl` section nothing needs them, and the result is zeros.
-
-        Raises:
-            ConfigError: The trainer's side has no reference.
+        They are under the batch's routes if `routing.reference` is set. Raises ConfigError if the trainer's side has no
+        reference.
         """
         if self._kl is None:
             return torch.zeros_like(batch.rollout_logprobs)
@@ -346,13 +333,11 @@ class Run:
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
-        """Run the trainer's forward pass of a batch, or of some rows of it, under its routes.
+        """Run the trainer's forward pass of a batch, or of some of its rows, under its routes; nothing without a `routing`
+        section.
 
-        A checkpointed backward pass may come after the `with` block. Without a `routing` section this does nothing.
-
-        Raises:
-            RoutingError: The routes do not fit their tokens, or are not this model's.
-            ReplayError: The forward pass was over other tokens, or did not follow the routes.
+        A checkpointed backward pass may come after the `with` block. Raises RoutingError if the routes do not fit tokens or
+        model, ReplayError if the pass was over other tokens or did not follow the routes.
         """
         learns = torch.is_grad_enabled()
         with self._under_routes(batch):
@@ -389,14 +374,8 @@ class Run:
     def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
         """Measure the gap to the engine, and the KL divergence from the reference.
 
-        Args:
-            batch: The rollouts.
-            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats.
-            reference: The reference's `[B, T]`, for the `kl` section.
-
-        Raises:
-            NonFiniteLogprobError: A log-probability of a sampled token is not finite.
-            LoopError: There is a `kl` section, and no reference is given.
+        `old` and `reference` are log-probabilities `[B, T]` in nats, of the trainer at sampling time and of the reference; the
+        latter only a `kl` section needs. Raises NonFiniteLogprobError, or LoopError if the reference is missing.
         """
         self._expect_started()
         mask, measured = batch.response_mask, False
@@ -431,11 +410,9 @@ class Run:
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
 
-        Args:
-            batch: The rollouts; with `normalize` a whole batch, whose weights are divided by their mean over all ranks.
-            old: The trainer's log-probabilities when they were sampled `[B, T]`, nats. In mode `bypass`, whose ratio is pi/mu,
-                give the current policy's instead; the loss `ppo_clip` then takes `batch.rollout_logprobs` as the old ones.
-            advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
+        `old` are the trainer's log-probabilities at sampling time `[B, T]`, nats; in mode `bypass`, whose ratio is pi/mu,
+        those of the current policy (`ppo_clip` then takes `batch.rollout_logprobs` as the old ones). `advantages` are `[B]` or
+        `[B, T]`, for `off_policy_threshold`. With `normalize` the batch must be whole.
         """
         self._required.note("correct", batch)
         mask, section = batch.response_mask, self.block.correction
@@ -461,13 +438,10 @@ class Run:
         return correction
 
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
-        """Return the KL term `[B, T]` to be added to a per-token loss, coefficient included; zeros without a `kl` section.
+        """Return the KL term `[B, T]` to add to a per-token loss, coefficient included; zeros without a `kl` section.
 
-        Args:
-            batch: The rollouts. A micro-batch should hold all responses of a prompt, otherwise the baseline is over fewer.
-            logprobs: The current policy's log-probabilities `[B, T]`, nats, with their autograd graph.
-            reference: The reference's log-probabilities `[B, T]`, nats.
-            old: The trainer's log-probabilities when the batch was sampled; under `ratio` they replace the engine's.
+        `logprobs` are the current policy's `[B, T]`, nats, with their graph. `old`, of the trainer at sampling time, replaces
+        the engine's under `ratio`. Give all responses of a prompt together, because the baseline is over those that are there.
         """
         if self._kl is None:
             return torch.zeros_like(logprobs)
@@ -506,15 +480,10 @@ class Run:
         self._loss_parts.append(float(loss.detach()))
 
     def step(self, loss: Tensor | None = None, *, max_norm: float | None = None) -> Stepped:
-        """Step the optimizer as loss scaler and learning-rate control say, step the schedule, and clear the gradients.
+        """Step optimizer and schedule as loss scaler and rate control say, and clear the gradients.
 
-        Args:
-            loss: The loss; None if `backward` already got it in parts.
-            max_norm: Norm that gradients are clipped to; None does not clip.
-
-        Raises:
-            LoopError: The loop did not use a section that the config asks for.
-            PrecisionError: More steps in a row overflow than the loss scaler tolerates.
+        Without `loss`, `backward` got it in parts; without `max_norm`, nothing is clipped. Raises LoopError if the loop did
+        not use a section of the config, PrecisionError if too many steps in a row overflow.
         """
         if loss is not None:
             self.backward(loss)
@@ -580,9 +549,7 @@ class Run:
     def send(self) -> SyncVerdict | None:
         """Send the trainer's weights to the engine, and verify that it computes with them.
 
-        Raises:
-            WeightSyncError: The engine does not compute with them.
-            LoopError: Something other than `step`, which applies the config's sections, changed the weights.
+        Raises WeightSyncError if it does not, LoopError if something other than `step` changed the weights.
         """
         self._expect_started()
         return self._send()
@@ -598,13 +565,9 @@ class Run:
         return self._verified(samples)
 
     def sent(self, samples: Mapping[str, Any] | None = None) -> SyncVerdict | None:
-        """Verify an update that the loop made itself; its version is `rollout.weight_version`.
+        """Verify an update that the loop made itself, of version `rollout.weight_version`; raises as `send`.
 
-        Args:
-            samples: Values that the engine should hold, for `rollout.compare`.
-
-        Raises:
-            WeightSyncError, LoopError: As `send`.
+        `samples` are values that the engine should hold, for `rollout.compare`.
         """
         self._check_stepped()
         return self._verified(samples)
@@ -631,15 +594,10 @@ class Run:
     # Logs.
 
     def log(self, metrics: Mapping[str, Any] | None = None, *, split: str = "train", **more: Any) -> Logged:
-        """Write what was measured since the last log, with the loop's own metrics, and watch for alarms.
+        """Write what was measured since the last log, with the loop's own metrics, and return all of it and whether to stop.
 
-        Args:
-            metrics: Numbers, or tensors, whose mean is logged; the report shows the one named `reward`.
-            split: "train" or "eval/<name>".
-            **more: More metrics, by keyword.
-
-        Returns:
-            All metrics of this log, and whether the run should stop.
+        Metrics are numbers, or tensors, whose mean is logged; the report shows the one named `reward`. `split` is "train" or
+        "eval/<name>".
         """
         self._expect_started()
         with self._together():
@@ -691,11 +649,7 @@ class Run:
         return state
 
     def save(self, folder: str | Path) -> Path:
-        """Write `state_dict` to a folder; call it after the loop has saved model, optimizer and schedule there.
-
-        Returns:
-            The file. If the process is killed, the file holds either the previous state or this one.
-        """
+        """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file."""
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
         with self._together():
             if self.ranks.rank == 0:
@@ -703,10 +657,8 @@ class Run:
         return path
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned; `start(resume=folder)` does the same from a file.
-
-        Raises:
-            RecordError: The state is damaged, or was saved with other settings.
+        """Continue from what `state_dict` returned, as `start(resume=folder)` does from a file; raises RecordError for other
+        settings.
         """
         self._expect_started()
         with self._together():
@@ -734,12 +686,7 @@ class Run:
     # End.
 
     def end(self, status: str = "completed", message: str = "") -> None:
-        """Remove learning-rate control, write how the run ended, and print what happened.
-
-        Args:
-            status: "completed" or "failed".
-            message: Why the run ended so.
-        """
+        """Remove rate control, write how the run ended ("completed" or "failed", and why), and print what happened."""
         if self._started and not self._ended:
             self._ended = True
             self._end(status, message)
@@ -783,12 +730,7 @@ class Run:
 
 
 class _Required:
-    """Notes which sections of the config the loop has used for each step, and names those that it leaves out.
-
-    Args:
-        block: The config.
-        measures: Whether each batch has to be measured.
-    """
+    """Notes which sections of the config the loop has used for each step, and names those that it leaves out."""
 
     def __init__(self, block: MismatchConfig, *, measures: bool) -> None:
         kl, leave_out = block.kl, "or leave the section out of the config"
@@ -835,11 +777,7 @@ class _Required:
         return watched
 
     def check_step(self, step: int) -> None:
-        """Refuse a step that leaves out something that the config asks for.
-
-        Raises:
-            LoopError: Something is missing; the message names it, and what to call.
-        """
+        """Raise LoopError if the step leaves out something that the config asks for."""
         used = self._of_step | (set.intersection(*self._of_batches.values()) if self._of_batches else set())
         for what, message in (self._per_batch | self._per_step).items():
             if message and what not in used:

@@ -328,12 +328,10 @@ class LrControl:
         return self.state.step if self._updates is None else self._updates()
 
     def collect(self, statistics: Statistics, weight: float = 1.0) -> None:
-        """Add the statistics of rollouts that the next step learns from.
+        """Add the statistics, over all ranks, of rollouts that the next step learns from.
 
-        Args:
-            statistics: Over all ranks. Those of several batches are averaged, weighted by their `responses`. If the gradient norm
-                is not finite, its step is skipped, and the call is ignored.
-            weight: Further weight of this batch in the average; 0 if it has no statistics.
+        Those of several batches are averaged by `weight` times `responses`. A gradient norm that is not finite is ignored with
+        its batch, because its step is skipped.
         """
         norm = statistics.get("grad_norm")
         if norm is None or math.isfinite(norm):
@@ -344,10 +342,8 @@ class LrControl:
         self._grad_norm = norm if math.isfinite(norm) else self._grad_norm
 
     def lead(self) -> dict[str, float]:
-        """Give the collected statistics to the rule, for the next step, and return the values to log of that step.
-
-        Raises:
-            RecordError: As `lr_step`.
+        """Give the collected statistics to the rule, for the next step, and return the values to log of it; raises as
+        `lr_step`.
         """
         collected, self._collected = self._collected, []
         counted = [(weight * (batch.get("responses") or 1.0), batch) for weight, batch in collected if weight]
@@ -368,9 +364,7 @@ class LrControl:
     def applied(self) -> Iterator[None]:
         """Multiply the rates while the optimizers step; what was collected since the last step leads this one.
 
-        Raises:
-            ConfigError: Nothing was collected, although statistics are required before each step.
-            RecordError: As `lr_step`.
+        Raises ConfigError if nothing was collected although `required` is set; RecordError as `lr_step`.
         """
         if self._collected:
             self.lead()
@@ -421,14 +415,7 @@ class LrControl:
         )
 
     def load_state_dict(self, saved: Mapping[str, Any] | None) -> None:
-        """Go on from a checkpoint, once optimizer and schedule are loaded.
-
-        Args:
-            saved: What `state_dict` returned; None if the checkpoint holds none, which gives a warning.
-
-        Raises:
-            RecordError: The state belongs to another trigger, or is damaged.
-        """
+        """Go on from a checkpoint, once optimizer and schedule are loaded; None, if the checkpoint holds no state, warns."""
         if saved is None:
             self._collected, self._grad_norm, self._informed_step = [], None, None
             self._begin()
@@ -483,14 +470,10 @@ def warn_of_short_training(config: LrConfig, steps: int) -> None:
 
 
 def length_sums(lengths: Tensor, truncated: Tensor | None = None) -> Sums:
-    """Return the sums of this rank's responses, which `sums.over_ranks` adds up; ranks may hold different numbers of them.
+    """Return the sums of this rank's responses, which `sums.over_ranks` adds up; raises RecordError for what is no length.
 
-    Args:
-        lengths: Tokens per response `[B]`, as the trainer counts them; a response cut off at the limit counts the tokens it has.
-        truncated: True where a response was cut off at the length limit `[B]`; all ranks give it, or none.
-
-    Raises:
-        RecordError: Wrong shape, or a length that is not a whole number >= 0.
+    `lengths` are tokens per response `[B]`; `truncated` is True where one was cut off at the limit, and all ranks give it, or
+    none.
     """
     if lengths.dim() != 1 or (truncated is not None and truncated.shape != lengths.shape):
         shapes = [tuple(given.shape) for given in (lengths, truncated) if given is not None]
@@ -530,9 +513,8 @@ def gap_statistics(sums: Sums) -> dict[str, float]:
 
 
 def numerics_statistics(sums: Sums) -> dict[str, float]:
-    """Return the statistics of rollouts that older weights may have sampled: the numerics only, because drift is not mismatch.
-
-    `sums` are those of `drift_sums`. If the numerics is unknown, `responses` is 0, which makes the batch no measurement.
+    """Return the statistics of `drift_sums`: of the numerics only, because drift is not mismatch; no measurement if it is
+    unknown.
     """
     numerics = numerics_metrics(sums)
     if numerics is None:
@@ -544,10 +526,7 @@ def numerics_statistics(sums: Sums) -> dict[str, float]:
 def leading_statistics(
     trigger: Trigger, lengths: Tensor, truncated: Tensor, gap: Mapping[str, float]
 ) -> dict[str, float]:
-    """Return what a trigger needs of a whole batch that was measured elsewhere; `gap` is of `gap_metrics`, or empty.
-
-    The result is empty if the trigger needs a gap and there is none, or needs nothing of a batch.
-    """
+    """Return what a trigger needs of a whole batch that was measured elsewhere; {} if that is nothing, or `gap` lacks it."""
     if trigger == "response_length":
         return length_statistics(length_sums(lengths, truncated))
     if trigger in ("mismatch_kl", "f_tau") and gap:

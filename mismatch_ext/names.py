@@ -65,14 +65,7 @@ MEANINGS = {
 class HostNames:
     """Names in the log of one host, by role; the defaults are the roles' own names, for a training loop of your own.
 
-    Args:
-        reward: Mean reward of the batch.
-        length: Mean length of its responses, in tokens.
-        learning_rate: Learning rate.
-        loss: Loss.
-        grad_norm: Norm of the gradient before clipping.
-        entropy: Mean entropy per token, in nat.
-        next_rate: Whether a step logs the learning rate of the next one, as stock verl does.
+    `next_rate` says that a step logs the learning rate of the next one, as stock verl does.
     """
 
     reward: str = "reward"
@@ -117,11 +110,10 @@ HOSTS = {"TRL": TRL, "verl": VERL}
 
 
 def names_of(header: Mapping[str, Any]) -> HostNames:
-    """Return the names of the host that wrote a stream.
+    """Return the names of the host that wrote a stream with this header.
 
-    Args:
-        header: Header of the stream. If it is older and has no names, its host decides; without a known host, the names are
-            TRL's, because TRL was the first host.
+    If it is older and has no names, its host decides; without a known host, the names are TRL's, because TRL was the first
+    host.
     """
     given = header.get("names")
     if isinstance(given, Mapping):

@@ -127,11 +127,7 @@ _PLACES: dict[str, _Place] = {}
 
 @contextmanager
 def applied(*patches: Patch) -> Iterator[list[dict[str, str]]]:
-    """Keep patches in place for a block, and yield their descriptions; blocks may nest and end in any order, in all threads.
-
-    Raises:
-        PatchError: As `apply`; or at the end, as `revert`.
-    """
+    """Keep patches in place for a block, and yield their descriptions; blocks may nest and end in any order, in all threads."""
     apply(*patches)
     try:
         yield _by_name(_PLACES[patch.name].description for patch in patches)
@@ -142,11 +138,7 @@ def applied(*patches: Patch) -> Iterator[list[dict[str, str]]]:
 def apply(*patches: Patch) -> None:
     """Put patches in place until `revert`, all or none. A patch that is in place already is held once more.
 
-    Raises:
-        PatchDriftError: A target is gone, or does not behave as its patch needs it to; says what was seen.
-        PatchError: A symbol holds another patch.
-        PatchError: A target does not resolve to its replacement.
-        PatchError: A peer is not installed.
+    Raises PatchDriftError if a target is gone or does not behave as its patch needs it to; PatchError otherwise.
     """
     for patch in patches:
         _import(patch)
@@ -172,8 +164,7 @@ def apply(*patches: Patch) -> None:
 def revert(*patches: Patch) -> None:
     """Let go of patches; restore the symbols of those that nobody else holds, in reverse order.
 
-    Raises:
-        PatchError: Somebody else replaced a symbol after us, so that it was left alone. All others are restored.
+    Raises PatchError if somebody else replaced a symbol after us: it is left alone, and all others are restored.
     """
     lost = []
     with _LOCK:
@@ -187,11 +178,7 @@ def revert(*patches: Patch) -> None:
 
 
 def verify(*patches: Patch) -> None:
-    """Check that patches are in force.
-
-    Raises:
-        PatchError: One is not applied, or its target does not resolve to its replacement.
-    """
+    """Raise PatchError if a patch is not applied, or its target does not resolve to its replacement."""
     with _LOCK:
         for patch in patches:
             place = _PLACES.get(patch.name)
@@ -201,12 +188,9 @@ def verify(*patches: Patch) -> None:
 
 
 def described(*patches: Patch) -> list[dict[str, str]]:
-    """Return {"name", "target", "peer", "version", "digest"} of each patch, sorted by name, whether applied yet or not.
+    """Return name, target, peer, version and digest of each patch, sorted by name, whether applied yet or not.
 
-    The digest covers these, the texts of the original and of `make`, and the handler.
-
-    Raises:
-        PatchError: As `apply`.
+    The digest covers the other four, the texts of the original and of `make`, and the handler. Raises as `apply`.
     """
     for patch in patches:
         _import(patch)
@@ -215,11 +199,7 @@ def described(*patches: Patch) -> list[dict[str, str]]:
 
 
 def active_patches() -> list[dict[str, str]]:
-    """Describe every patch that is in place in this process, sorted by name.
-
-    Raises:
-        PatchError: Somebody else replaced a patched symbol.
-    """
+    """Describe every patch that is in place in this process; raises PatchError if somebody else replaced a patched symbol."""
     with _LOCK:
         places = [place for place in _PLACES.values() if place.users]
         if lost := [place for place in places if not place.in_force]:

@@ -120,14 +120,10 @@ class ResolvedCorrection:
 
 
 def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> tuple[Rule, ...]:
-    """Read rejection rules with their thresholds (`mismatch.correction.reject`).
+    """Read rejection rules with their thresholds (`mismatch.correction.reject`); raises ConfigError.
 
-    Args:
-        reject: Thresholds by name in `RULES`. For k1: bounds of the ratio, or a number x, which means 1/x to x, or x to 1/x. For
-            k2 and k3: an upper bound in nats.
-
-    Raises:
-        ConfigError: A rule is unknown, or k2 or k3 has two bounds.
+    For k1 a threshold is the bounds of the ratio, or a number x, which means 1/x to x, or x to 1/x; otherwise an upper bound
+    in nats.
     """
     where = "mismatch.correction.reject"
     rules = []
@@ -195,8 +191,7 @@ PRESETS: dict[str, ResolvedCorrection] = {
 def resolve(config: CorrectionConfig) -> ResolvedCorrection:
     """Return the settings of a `correction` section: those of its preset, overridden by the section's other keys.
 
-    Raises:
-        ConfigError: A preset or rule is unknown, bounds contradict each other, or the section asks for nothing.
+    Raises ConfigError if a preset or rule is unknown, bounds contradict each other, or the section asks for nothing.
     """
     if config.preset is not None and config.preset not in PRESETS:
         raise ConfigError(

@@ -93,12 +93,7 @@ WORLD = WorldRanks()
 def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
     """Raise on every rank if one rank failed, because the others would wait for it in a collective; all ranks must call this.
 
-    Args:
-        error: The error of this rank; None if it has not failed.
-        ranks: The processes that train together.
-
-    Raises:
-        MismatchError: An error of the first failed rank's class, which names that rank. A failed rank raises its own error.
+    A failed rank raises its own error; the others one of the first failed rank's class, which names that rank.
     """
     # In words, because not every error survives a pickle.
     for rank, failed in enumerate(ranks.gather(None if error is None else _in_words(error))):

@@ -72,9 +72,8 @@ class SamplingSettings:
     def ratio_bias(self, *, renormalised: bool = True) -> str | None:
         """Return why the importance ratio is biased, or None if it is not.
 
-        Args:
-            renormalised: Whether the engine normalizes log-probabilities over the tokens that top_p, top_k and min_p keep, as
-                in vLLM's processed ones; SGLang reports log-probabilities from before truncation.
+        `renormalised` says whether the engine normalizes over the tokens that truncation keeps, as vLLM's processed
+        log-probabilities are; SGLang reports those from before truncation.
         """
         active = [f"top_p={self.top_p}"] * (self.top_p < 1)
         active += [f"top_k={self.top_k}"] * (self.top_k > 0)
@@ -143,17 +142,7 @@ class Provenance:
 def to_provenance(
     reading: EngineReading, *, sampling: SamplingSettings, weight_version: int, patch_digest: str | None = None
 ) -> Provenance:
-    """Return the provenance of an engine's rollouts.
-
-    Args:
-        reading: The settings that the engine was found to run with.
-        sampling: Settings that the requests were built with.
-        weight_version: Version of the engine's weights.
-        patch_digest: Digest of the patches that are active in the engine's process; None takes the patches of this process.
-
-    Raises:
-        RecordError: The engine's dtype is unknown, for example "auto".
-    """
+    """Return the provenance of an engine's rollouts; without `patch_digest`, with that of this process's patches."""
     return Provenance(
         engine=reading.engine,
         engine_version=reading.version,
@@ -199,16 +188,10 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
 def sampled_by(
     name: str, provenance: Provenance | None, first: int | None, last: int | None, *, allow_mixed: bool = False
 ) -> Provenance:
-    """Return the provenance of one rollout, from the versions of the weights that its engine reports at its first and last token.
+    """Return the provenance of a rollout from what all of the engine's have in common and its versions at first and last
+    token.
 
-    Args:
-        name: The rollout's name, for messages.
-        provenance: The part that all rollouts of the engine have in common.
-        first, last: Versions; None if nobody says.
-        allow_mixed: Accept several versions, as partial rollouts have, and take the last.
-
-    Raises:
-        RecordError: The origin or a version is unknown, or several versions of the weights sampled the rollout.
+    With `allow_mixed`, several versions are accepted, as partial rollouts have, and the last is taken. Raises RecordError.
     """
     if provenance is None:
         raise RecordError(_unknown(name, provenance))
@@ -385,18 +368,8 @@ def to_records(
 ) -> list[RolloutRecord]:
     """Make records from token ids and log-probabilities, for a host that keeps nothing else of an engine's outputs.
 
-    Args:
-        prompt_ids: One list of token ids per rollout.
-        response_ids: One list of sampled token ids per rollout.
-        rollout_logprobs: Natural-log probability of each sampled token, as the engine reported it; None instead of NaN.
-        provenance: Where the rollouts come from.
-        routing: One trace per rollout, or None if the engine did not record any.
-        supports: One support per rollout, or None if the engine did not report any.
-        finish_reasons: Why each rollout ended; None if unknown.
-        names: What to call each rollout in messages; None numbers them.
-
-    Raises:
-        RecordError: Lengths differ, or a log-probability is missing or not finite; names rollout and token.
+    All lists have an entry per rollout. A log-probability is None where the engine reported NaN. Without `names`, rollouts are
+    numbered in messages. Raises RecordError for lengths that differ.
     """
     count = len(prompt_ids)
     columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
@@ -504,15 +477,8 @@ class Batch:
 
 
 def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu", split: str = "train") -> Batch:
-    """Turn rollouts of one provenance into a batch; rollouts of the same prompt form a group, in any order.
-
-    Args:
-        records: The rollouts.
-        device: Device of the tensors.
-        split: "train" or "eval/<name>".
-
-    Raises:
-        RecordError: There are no rollouts, they differ in their provenance, one has no prompt, or only some of them have routes.
+    """Turn rollouts of one provenance into a batch; rollouts of the same prompt form a group, in any order. Raises
+    RecordError.
     """
     provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
     for row, record in enumerate(records):
@@ -544,11 +510,7 @@ def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu"
 
 
 def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:
-    """Return the routes of each row of a batch from the last recorded forward pass over the whole batch, padding included.
-
-    Raises:
-        RoutingError: No recorded pass was over the whole batch.
-    """
+    """Return the routes of each row from the last recorded pass over the whole batch, padding included; raises RoutingError."""
     rows, width = batch.tokens.shape
     whole = next((trace for trace in reversed(passes) if trace.rows == rows * width), None)
     if whole is None:

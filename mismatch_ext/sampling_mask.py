@@ -56,15 +56,9 @@ class TokenSupport:
 
     @classmethod
     def from_lists(cls, rows: Sequence[Sequence[int]], vocabulary: int, name: str = "") -> TokenSupport:
-        """Store lists of token ids.
+        """Store the ids of each position, in any order; none for a position that was not sampled. `name` is the response's.
 
-        Args:
-            rows: Ids of each position, in any order; an empty list for a position that was not sampled.
-            vocabulary: V.
-            name: The response's name, used in messages.
-
-        Raises:
-            RecordError: An id is not in the vocabulary, or occurs twice at one position; names response and token.
+        Raises RecordError for an id that is not in the vocabulary, or twice at one position.
         """
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         flat = torch.tensor([one for row in rows for one in row], dtype=torch.int64)
@@ -72,18 +66,7 @@ class TokenSupport:
 
     @classmethod
     def from_places(cls, ids: Tensor, places: Tensor, positions: int, vocabulary: int, name: str = "") -> TokenSupport:
-        """Store token ids with the position of each, in any order.
-
-        Args:
-            ids: Ids `[M]`, any integer dtype.
-            places: Position of each id `[M]`, int64.
-            positions: T.
-            vocabulary: V.
-            name: The response's name, used in messages.
-
-        Raises:
-            RecordError: As `from_lists`.
-        """
+        """Store ids `[M]` with the position of each `[M]`, in any order; raises as `from_lists`."""
         for bad in ((ids < 0) | (ids >= vocabulary)).nonzero()[:1, 0].tolist():
             raise RecordError(
                 f"rollout {name}, token {int(places[bad])}: its sampling mask lists id {int(ids[bad])}; allowed: 0 to "
@@ -113,21 +96,11 @@ class TokenSupport:
         vocabulary: int,
         name: str = "",
     ) -> TokenSupport:
-        """Return the support, from the engine's most likely tokens of each position and their log-probabilities.
+        """Return the support from the most likely tokens of each position, and their log-probabilities after truncation.
 
-        After truncation, log-probabilities (vLLM's `logprobs_mode="processed_logprobs"`) are -inf for tokens that were cut off.
-        If one of the reported tokens was cut off, then all tokens that were kept are among the reported ones, and the support
-        is exactly the engine's.
-
-        Args:
-            top_ids: Ids of each position, including the sampled token's.
-            top_logprobs: Log-probabilities of these ids after truncation, in the same order.
-            asked: Number of most likely tokens that were asked for per position, the sampled one not counted.
-            vocabulary: Number of tokens that have logits in the engine.
-            name: The response's name.
-
-        Raises:
-            RecordError: None of the reported tokens was cut off, so the support may have more; or a position has none of them.
+        The tokens include the sampled one, and `asked` others were asked for. Those that were cut off have -inf (vLLM's
+        `processed_logprobs`). If one was, all that were kept are among the reported ones, and the support is exactly the
+        engine's. Otherwise it may have more, which raises RecordError.
         """
         counts = torch.tensor([len(ids) for ids in top_ids], dtype=torch.int64)
         ids = torch.tensor([token for position in top_ids for token in position], dtype=torch.int64)
@@ -139,11 +112,7 @@ class TokenSupport:
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
-        """Return the positions of several supports, one after the other.
-
-        Raises:
-            RecordError: `parts` is empty, or the supports have different vocabularies.
-        """
+        """Return the positions of several supports over one vocabulary, one after the other."""
         sizes = sorted({part.vocabulary for part in parts})
         if len(sizes) != 1:
             raise RecordError(
@@ -182,17 +151,7 @@ class TokenSupport:
         return ids, held
 
     def check_sampled(self, tokens: Sequence[int], mask: Sequence[bool], name: str) -> None:
-        """Refuse a response if a sampled token is not in the support of its position.
-
-        Args:
-            tokens: The response `[T]`.
-            mask: True at tokens that the policy sampled `[T]`.
-            name: The response's name.
-
-        Raises:
-            RecordError: The numbers of positions and tokens differ, or a sampled token is not in its support; names response and
-                token.
-        """
+        """Raise RecordError if a sampled token of the response `[T]`, True in `mask`, is not in the support of its position."""
         if len(tokens) != len(self):
             raise RecordError(
                 f"rollout {name}: {len(tokens)} response tokens and sampling masks of {len(self)} positions; one of each is "
@@ -219,9 +178,8 @@ def _narrow(vocabulary: int) -> torch.dtype:
 
 
 class LeftTokens:
-    """The support of each position of a response, taken from an engine's arrays while it samples.
-
-    It needs no object for each reported token: a token that is left takes 4 bytes, a position 9, tokens that were cut off none.
+    """The support of each position of a response, taken from an engine's arrays while it samples, without an object for each
+    token.
     """
 
     def __init__(self) -> None:
@@ -230,11 +188,8 @@ class LeftTokens:
         self._read: list[tuple[Any, ...]] = []
 
     def take(self, ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
-        """Add positions.
-
-        Args:
-            ids: The sampled token, then the most likely ones, which may include the sampled one `[positions, 1 + asked]`.
-            logprobs: Log-probabilities of these ids after truncation; NaN or -inf if a token could not be sampled.
+        """Add positions: ids `[positions, 1 + asked]`, the sampled one first, and their log-probabilities, NaN or -inf if cut
+        off.
         """
         self._pending.append((ids, logprobs))
         if len(self._pending) == PENDING:
@@ -252,14 +207,7 @@ class LeftTokens:
         )
 
     def support(self, *, asked: int, vocabulary: int, name: str = "") -> TokenSupport:
-        """Return the support of the positions so far.
-
-        Args:
-            asked, vocabulary, name: As for `TokenSupport.from_top`.
-
-        Raises:
-            RecordError: As `TokenSupport.from_top`.
-        """
+        """Return the support of the positions so far; arguments and errors as for `TokenSupport.from_top`."""
         self._settle()
         if not self._read:
             return TokenSupport.empty(0, vocabulary)
@@ -335,28 +283,12 @@ def head_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return log pi_S of sampled tokens from the inputs of a model's output projection, without all logits.
+    """Return log pi_S of sampled tokens `[N]` from the last hidden states `[N, H]` and the output projection `[V, H]`, with
+    gradient.
 
-    Only the logits of S are computed, from the rows of the projection for S: scale * (h . w_v + b_v), then
-    softcap * tanh(z / softcap), then z / temperature. Under autocast, the products are computed in autocast's dtype, everything
-    after them in float32.
-
-    Args:
-        hidden: The last hidden states `[N, H]`, with gradient.
-        weight: The projection `[V, H]`, with gradient.
-        bias: `[V]`, or None.
-        tokens: The sampled ids `[N]`, int64.
-        support: The ids that each token was sampled from, N positions.
-        temperature: Divides the logits last.
-        scale: Multiplies the logits first.
-        softcap: Bound of capped logits; None means no cap.
-
-    Returns:
-        Nats `[N]`, float32 (float64 for float64 states); positions without ids have the value 0 and no gradient.
-
-    Raises:
-        RecordError: Shapes do not fit, or a token is not in its support; names the position.
-        NonFiniteLogprobError: A logit of the support is NaN or infinite.
+    Only the logits of S are computed: scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature. Under
+    autocast, the products are computed in autocast's dtype, everything after them in float32. Results and errors are those of
+    `support_logprobs`.
     """
     fits = hidden.dim() == 2 and hidden.shape[:1] == tokens.shape and len(weight) >= support.vocabulary
     if not (fits and len(support) == len(tokens) and temperature > 0):

@@ -147,11 +147,7 @@ class Host:
 
 
 def examine(seams: Iterable[Seam], features: Sequence[str], using: Iterable[str]) -> int:
-    """Check the seams that features need in these circumstances, and return their number.
-
-    Raises:
-        SeamError: One does not hold; names features, seams, what was found instead, and what to do.
-    """
+    """Check the seams that features need in these circumstances, and return their number; raises SeamError for changed ones."""
     needed = [(seam, needing) for seam in seams if (needing := seam.needed_by(features, using))]
     lost = [(seam, needing, change) for seam, needing in needed if (change := seam.change()) is not None]
     if not lost:
@@ -186,14 +182,7 @@ def named(features: Sequence[str]) -> str:
 def survey(
     seams: Sequence[Seam], refusals: Sequence[Refusal], hosts: Iterable[Host], *, importing: bool = False
 ) -> dict[str, Any]:
-    """Return the state of an environment as JSON-able data; `table` prints it.
-
-    Args:
-        seams: All declared seams.
-        refusals: What hosts refuse by name.
-        hosts: Ways to run a block.
-        importing: Whether to import the modules, instead of only looking for them.
-    """
+    """Return the state of an environment as JSON-able data; `importing` imports the modules, instead of only looking for them."""
     here = [seam for seam in seams if installed(seam.peer) is not None]
     changes = {seam.name: seam.change(importing) for seam in here}
     peers = {}

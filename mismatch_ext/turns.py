@@ -67,23 +67,13 @@ class Joined:
 def join_turns(
     turns: Sequence[RolloutRecord], trained: Sequence[Trained], *, limit: int | None = None, every_turn: bool = True
 ) -> Joined:
-    """Join the records of turns into one record for each completion.
+    """Join the engine's answers, in the order of the calls, into one record for each completion.
 
-    Each row of routes comes from the turn that computed it first. A sampled token thus keeps the experts that it was sampled
-    with, not those that a later turn chose when it prefilled the token again.
-
-    Args:
-        turns: The engine's answers, in the order of the calls.
-        trained: The completions.
-        limit: Largest number of tokens of a completion. A completion of this length may end inside its last turn, or before
-            the tokens which that turn sampled. With None, any completion may end inside a turn.
-        every_turn: Whether each turn must be part of a completion. Otherwise turns that are part of none are ignored, for
-            example other candidates for a turn, and calls about something else.
-
-    Raises:
-        RecordError: A trained token was not sampled at its place, a turn was dropped, or two turns of a completion have different
-            weights or settings; names completion, token and ids.
-        RoutingError: Tokens at the end of a completion were never given to the engine and have no routes.
+    Each row of routes comes from the turn that computed it first, so that a sampled token keeps the experts that it was
+    sampled with, and not those that a later turn chose in its prefill. A completion may end inside its last turn: with
+    `limit`, only one of that many tokens. With `every_turn`, each turn must be part of a completion; otherwise other
+    candidates for a turn, and calls about something else, are ignored. Raises RecordError or RoutingError; names completion,
+    token and ids.
     """
     rows = [_Row(name, completion, limit) for name, completion in enumerate(trained)]
     waiting: _Waiting = defaultdict(list)
@@ -349,9 +339,8 @@ def _support(row: _Row) -> TokenSupport | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the engine: tokens given and sampled, log-probabilities if it was asked for them, and sampling masks.
-
-    `support` holds the ids that each token was sampled from, or the reason why they are unknown; None if nobody asked for them.
+    """One call of the engine. `support` holds what each token was sampled from, or says why it is unknown; None if nobody
+    asked.
     """
 
     prompt_ids: tuple[int, ...]
@@ -390,18 +379,10 @@ class Calls:
 
 
 def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
-    """Return the token ids that each token of a row's response was sampled from; no ids where the policy sampled nothing.
+    """Return the ids that each token of a row's response was sampled from; none where the policy sampled nothing.
 
-    If several calls were given the same tokens, the mask comes from the call whose log-probabilities and tokens the row has,
-    because another call may have sampled the same token with other weights.
-
-    Args:
-        name: What to call the row in messages.
-        row: The row.
-        calls: All calls of the conversation that the row belongs to.
-
-    Raises:
-        RecordError: A call's mask is not known, or one of the policy's tokens has no mask; names row and token.
+    If several calls of the conversation were given the same tokens, the mask comes from the one whose log-probabilities and
+    tokens the row has, because another may have sampled the same token with other weights. Raises RecordError.
     """
     first, tokens = len(row.prompt_ids), row.prompt_ids + row.response_ids
     parts: list[TokenSupport] = []

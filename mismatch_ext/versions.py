@@ -181,21 +181,14 @@ def _version_of(distribution: str) -> str | None:
 
 
 def in_range(version: str, supports: str) -> bool:
-    """Tell whether a version, local part dropped, lies inside a PEP 440 range.
-
-    A build before a release, as in vendors' images, counts as that release; a build after it does not.
-    """
+    """Tell whether a version lies in a PEP 440 range, without its local part; a build before a release counts as that release."""
     found = Version(version)
     exact = Version(found.public if found.is_postrelease else found.base_version)
     return SpecifierSet(supports).contains(exact, prereleases=True)
 
 
 def present(*names: str) -> None:
-    """Raise if a peer, a key of `PEERS`, is not installed, for a module that cannot be imported without it.
-
-    Raises:
-        PeerVersionError: A peer is missing; names the first one and the extra to install.
-    """
+    """Raise PeerVersionError if a peer is not installed, for a module that cannot be imported without it."""
     for name in names:
         if util.find_spec(name) is None:
             raise _missing(PEERS[name])
@@ -209,15 +202,9 @@ def _missing(peer: Peer) -> PeerVersionError:
 
 
 def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ()) -> str:
-    """Return the version of a peer, or raise if it cannot be used.
+    """Return the version of a peer that can be used for these features in these circumstances, as in `KnownWrong.where`.
 
-    Args:
-        name: A key of `PEERS`.
-        features: Features that are needed, for example "routing.R3"; known faults of others do not count.
-        using: Circumstances, as in `KnownWrong.where`; known faults in others do not count.
-
-    Raises:
-        PeerVersionError: The peer is missing, too old, or known to be wrong; names what was found and what to install.
+    Raises PeerVersionError if it is missing, too old, or known to be wrong; names what was found and what to install.
     """
     peer, version = PEERS[name], installed(name)
     if version is None:
@@ -247,11 +234,7 @@ def known_wrong(name: str, version: str, using: Iterable[str]) -> tuple[KnownWro
 
 
 def require(name: str) -> str:
-    """Return the version of a peer as `accepted` does; warn, once per process, if nobody has run it with this release.
-
-    Raises:
-        PeerVersionError: As `accepted`.
-    """
+    """Return the version of a peer as `accepted` does; warn, once per process, if nobody has run it with this release."""
     version = accepted(name)
     if not PEERS[name].tested(version):
         warn_untested(
@@ -265,11 +248,8 @@ _TOLD: set[tuple[str, str]] = set()
 
 
 def warn_untested(found: Mapping[str, str], what: str) -> None:
-    """Warn that nobody has run versions with this release, unless this process was already warned about all of them.
-
-    Args:
-        found: Versions by peer.
-        what: The end of the sentence, which says what holds nevertheless.
+    """Warn, once per process, that nobody has run these versions, by peer; `what` ends the sentence with what holds
+    nevertheless.
     """
     if not set(found.items()) <= _TOLD:
         _TOLD.update(found.items())

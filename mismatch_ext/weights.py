@@ -106,9 +106,8 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """Tokens that an engine sampled: prompts and samples `[N, P+L]`, int64; log-probabilities of the samples `[N, L]`, in nats.
-
-    Sampling is one token after the other, at temperature 1 over the whole vocabulary.
+    """Tokens `[N, P+L]` that an engine sampled one by one at temperature 1, after N prompts, and their log-probabilities `[N,
+    L]`.
     """
 
     tokens: Tensor
@@ -117,20 +116,13 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncVerdict:
-    """Judgment of one weight update.
+    """Judgment of one weight update; gaps are means over the probes, nats per token, infinite if a score of the engine is not
+    finite.
 
-    Args:
-        status: "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale"; "garbled";
-            "stale_decode" (prefill is in sync, but the engine decodes with older weights).
-        gap_mean: Mean |engine - trainer| over the probes, nats per token; infinity if a value of the engine is not
-        finite.
-        gap_max: Largest |engine - trainer| over the probes.
-        baseline: Gap between two sides with the same weights, scaled to the present spread of the probes.
-        threshold: Gap above which the weights count as garbled.
-        movement: Mean change of the trainer's probes since the engine's probes last changed.
-        message: The figures, and what to do when the status is bad.
-        decode_gap: Mean |decode - prefill| of tokens that the engine sampled, nats; None when the engine did not
-        decode.
+    `status` is "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale"; "garbled"; or
+    "stale_decode" (prefill is in sync, but the engine decodes with older weights). A gap above `threshold` counts as garbled;
+    `baseline` is that between two sides with the same weights. `movement` is the mean change of the trainer's probes since the
+    engine's last changed. `decode_gap` is |decode - prefill|; None when the engine did not decode.
     """
 
     status: Status
@@ -420,10 +412,10 @@ class Sampled(Protocol):
         """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode `count` tokens after each prompt of `[N, P]`; the same weights give the same tokens.
+        """Decode `count` tokens after each prompt of `[N, P]`, beyond end tokens, without drawing from the engine's random
+        numbers.
 
-        Log-probabilities are at temperature 1, without truncation. Decoding does not stop at an end token, and does not change
-        the random numbers that the engine samples with.
+        Log-probabilities are at temperature 1, without truncation; the same weights give the same tokens.
         """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
@@ -448,12 +440,7 @@ class VerifierState:
 
 
 def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
-    """Draw the probe sequences `[N, T]`, int64, the same in every run; all ids are equally likely, to probe rare embeddings too.
-
-    Args:
-        vocabulary: Token ids `[V]` that probes may use, int64; the probes lie on its device.
-        longest: The most tokens that the engine can score in one sequence; None for no limit.
-    """
+    """Draw probe sequences `[N, T]` from ids `[V]`, int64, the same in every run; all ids are equally likely, also rare ones."""
     length = PROBE_LENGTH if longest is None else min(PROBE_LENGTH, longest)
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(len(vocabulary), (PROBES, length), generator=generator)
@@ -529,14 +516,11 @@ class WeightVerifier:
         return self.probes[:, : self.probes.shape[1] - self.decoded]
 
     def begin(self) -> None:
-        """Note the gap before the first update, while the engine holds the weights that training starts from.
+        """Note the gap before the first update, while the engine holds the weights that training starts from; raises as
+        `judge`.
 
-        Do not call this if the engine's weights are random until the first update. The first update's gap is then the
-        only baseline, and garbled weights go unnoticed up to the ceiling.
-
-        Raises:
-            RecordError: The sides' answers differ in shape.
-            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        Do not call this if the engine's weights are random until the first update. The first update's gap is then the only
+        baseline, and garbled weights go unnoticed up to the ceiling.
         """
         look = self.look()  # first: ranks that share the weights look together, and one rank's engine may fail
         engine, decode = self._ask()
@@ -555,13 +539,9 @@ class WeightVerifier:
     def judge(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
         """Judge whether the engine holds the trainer's present weights, whoever sent them; a bad verdict is only returned.
 
-        Args:
-            sent: Samples of the tensors that the last update sent, for the engine's `compare`; None compares none.
-            look: What `look` returned for the present weights; None asks the trainer now.
-
-        Raises:
-            RecordError: The sides' answers differ in shape.
-            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        `sent` are samples of the tensors that the last update sent, for the engine's `compare`; `look` is what `look` returned
+        for the present weights. Raises RecordError if the sides' answers differ in shape, NonFiniteLogprobError if the
+        trainer's are not finite.
         """
         sent = {} if sent is None else sent
         look = self.look() if look is None else look  # first, as in `begin`
@@ -586,12 +566,8 @@ class WeightVerifier:
         return verdict
 
     def verify(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
-        """Judge the last update as `judge` does; if it is bad, write an event, and raise if the block says so.
-
-        Raises:
-            WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
-            RecordError: The sides' answers differ in shape.
-            NonFiniteLogprobError: A trainer's log-probability is not finite.
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says
+        "error".
         """
         verdict = self.judge(sent, look)
         if not verdict.ok:
@@ -633,11 +609,7 @@ class WeightVerifier:
         return to_json(self.state)
 
     def load_state_dict(self, saved: Mapping[str, Any]) -> str | None:
-        """Continue from what `state_dict` returned, if it was kept under the same settings.
-
-        Returns:
-            A sentence that says why the check begins anew, when the settings differ; None when it continues.
-        """
+        """Continue from a saved state, or return a sentence that says why the check begins anew: its settings differ."""
         state = from_json(VerifierState, saved, "weight_sync")
         if not state.prefill.versions:
             return None  # a run that verified nothing left this state
@@ -678,15 +650,11 @@ class Piece:
 
 
 def fingerprint(named_tensors: NamedTensors) -> str:
-    """Return a digest of weights, to tell whether they changed; of sharded tensors, it is that of this rank's shards.
+    """Return a digest of named weights, to tell whether they changed; of sharded tensors, it is that of this rank's shards.
 
-    The digest contains each tensor's name, shape, dtype and sums of bits: of all elements if there are fewer than
-    131,072, otherwise of 43,000 to 88,000 elements at a regular stride. An optimizer step changes nearly all elements
-    of a tensor and cannot be missed, even at a learning rate of 1e-6. A change of a few single elements of a large
-    tensor can be missed.
-
-    Args:
-        named_tensors: Names and tensors, for example `model.named_parameters()`.
+    It contains names, shapes, dtypes and sums of bits: of all elements if there are fewer than 131,072, otherwise of 43,000 to
+    88,000 at a regular stride. An optimizer step changes nearly all elements, and cannot be missed; a change of a few single
+    elements of a large tensor can.
     """
     digest = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
@@ -706,8 +674,7 @@ def fingerprint(named_tensors: NamedTensors) -> str:
 def sums_of(piece: Piece, dtype: torch.dtype) -> BitSums:
     """Add up the bits of a piece after rounding to the engine's dtype; about a thousand rows of a matrix enter the sums.
 
-    The sums of all pieces add up to those of the whole tensor, however it is cut. If each of k processes holds the
-    whole tensor, the sums are k times as large.
+    The sums of all pieces add up to those of the whole tensor, or to k times as much if k processes hold all of it.
     """
     rows, columns = _sampled(piece.shape)
     start, end, device = piece.start, piece.start + piece.values.numel(), piece.values.device
@@ -734,13 +701,9 @@ def added(parts: Iterable[Mapping[str, BitSums]]) -> dict[str, BitSums]:
 def compare_sums(
     held: Mapping[str, BitSums], sent: Mapping[str, BitSums], before: Mapping[str, BitSums], shapes: Mapping[str, Shape]
 ) -> list[TensorComparison]:
-    """Compare the tensors that both sides hold whole, once or several times; the size of a difference is not known.
+    """Compare tensors that both sides hold whole, once or several times, by their sums over all processes of a side.
 
-    Args:
-        held: Sums over all of the engine's processes.
-        sent: Sums over all of the trainer's processes, for the weights that the last update sent.
-        before: Sums for the weights that the update before sent.
-        shapes: Shapes of the whole tensors.
+    `held` are the engine's, `sent` the trainer's, `before` those of the update before; `shapes` are the whole tensors'.
     """
     compared = []
     for name in sent:

@@ -108,21 +108,10 @@ def scan_weights(
 def scan_activations(
     model: nn.Module, forward: Callable[[], None], dtype: str | torch.dtype = "float16"
 ) -> list[TensorReadiness]:
-    """Scan the inputs and outputs of every leaf module during forward passes.
+    """Scan the inputs and outputs of every leaf module while `forward` runs the model in float32 on sample inputs.
 
     Inputs are scanned too, because values that are computed between modules (residual sums, gated products) are not a module's
-    output. Attention scores inside a fused attention are not seen at all.
-
-    Args:
-        model: The model; it is not changed.
-        forward: Runs the model on sample inputs, any number of times, in float32, so that what would overflow is measured.
-        dtype: The compute dtype in question.
-
-    Returns:
-        One entry per leaf module and direction, in order of first use.
-
-    Raises:
-        PrecisionError: `forward` ran no leaf module of this model.
+    output. Attention scores inside a fused attention are not seen at all. Raises PrecisionError if no leaf module ran.
     """
     scans: dict[str, TensorReadiness] = {}
     name_of_dtype = canonical(dtype)
@@ -165,8 +154,7 @@ def _floating(value: Any) -> Iterator[Tensor]:
 def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: PrecisionConfig | None) -> str | None:
     """Check before a run that the weights of the model, or of this rank's part of it, fit the dtype of both sides.
 
-    Returns the text of a warning, if weights are risky, or not ready while the section says "warn"; otherwise None. Raises
-    PrecisionError if weights are not ready, and the section says "error".
+    Returns the text of a warning, or raises PrecisionError if weights are not ready and the section says "error".
     """
     if precision is None or precision.readiness == "off":
         return None
@@ -181,12 +169,7 @@ def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: Prec
 
 
 class ReadinessReport:
-    """Verdict on a checkpoint for one dtype ("ready", "risky" or "not ready"), with a sentence per broken rule that names the
-    worst.
-
-    Raises:
-        PrecisionError: Nothing was scanned.
-    """
+    """Verdict on a checkpoint for one dtype, with a sentence per broken rule that names the worst."""
 
     def __init__(
         self,

@@ -34,20 +34,11 @@ def of_layer(name: str) -> bool:
 def agreement(
     recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None, *, real: Tensor | None = None
 ) -> Sums:
-    """Compare two routings of the same tokens, on the device of the second.
+    """Count where two routings of the same R tokens agree, on the device of the second; raises RoutingError for other models.
 
-    Args:
-        recorded: One routing, R rows.
-        native: The other, R rows.
-        mask: True where `recorded` holds a route `[R]`; None compares all rows.
-        real: True at tokens that are not padding `[R]`; padding is neither compared nor counted. None counts all rows.
-
-    Returns:
-        Counts: "passes", 1; "tokens" compared; "native_rows" without a recorded route; "token_mismatches", tokens whose sets of
-        experts differ in any layer; per layer `[L]`, "set_mismatches" and "order_agreements" (equal experts in equal slots).
-
-    Raises:
-        RoutingError: The two do not belong to the same tokens and model.
+    `mask` is True where `recorded` holds a route `[R]`, `real` at tokens that are not padding `[R]`; None means all. Returns
+    "passes", 1; "tokens" compared; "native_rows", which have no recorded route; "token_mismatches", tokens whose sets differ
+    in any layer; and by layer `[L]` "set_mismatches" and "order_agreements", equal experts in equal slots.
     """
     header = (recorded.layers, recorded.num_experts, recorded.rows, recorded.top_k)
     other = (native.layers, native.num_experts, native.rows, native.top_k)
@@ -95,8 +86,8 @@ _PER_LAYER = ("set_mismatches", "order_agreements")
 def agreement_metrics(sums: Sums, layers: Sequence[int]) -> dict[str, float]:
     """Return what a run logs of agreement: `names.ROUTING_MEASURES`, and a `LAYER` share for each layer.
 
-    Without a pass there is nothing to log. If no token was compared, only the first two measures are returned, because a
-    mismatch of 0 would look like agreement.
+    Without a pass there is nothing to log. If no token was compared, a mismatch of 0 would look like agreement, and is left
+    out.
     """
     passes, tokens, native_rows, token_mismatches = (float(sums[name]) for name in _SCALARS)
     if not passes:
@@ -137,13 +128,10 @@ def _comparable(ids: Tensor) -> Tensor:
 def expert_overlap(
     recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None, *, shift: int = 0
 ) -> Tensor:
-    """Return how many experts each recorded layer shares with each native one `[L, L]`, float64, in [0, 1].
+    """Return the share of experts that recorded layer i and native layer j have in common `[L, L]`, float64: mean |i ∩ j| / K.
 
-    Entry (i, j) is the mean over rows of |recorded_i ∩ native_j| / K: 1 if the two layers chose the same experts, about K / E
-    if they are unrelated. Row r of `recorded` is compared with row r + `shift` of `native`, if that row exists.
-
-    Raises:
-        RoutingError: No row is left to compare.
+    Unrelated layers share about K / E. Row r of `recorded` is compared with row r + `shift` of `native`. Raises RoutingError
+    if no row is left.
     """
     rows = torch.arange(recorded.rows) if mask is None else mask.cpu().nonzero()[:, 0]
     if not len(rows):
@@ -156,28 +144,16 @@ def expert_overlap(
 
 
 def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None) -> Tensor:
-    """Refuse routes that in some layer agree with the model's own routes hardly better than chance.
+    """Refuse routes that in some layer agree with the model's own routes hardly better than chance; return the shares `[L]`.
 
-    Because of numerics, a few per cent of the choices differ. Routes of another layer agree by chance, about K / E of the time.
-    Routes of another token agree more often, especially if the tokens are similar to the model. There are therefore two limits:
-    in every layer, agreement must be at least half-way between chance and full agreement; in the first layer, the row before or
-    after must not agree better.
+    Because of numerics, a few per cent of the choices differ. Routes of another layer agree by chance, about K / E of the
+    time. Routes of another token agree more often, especially if the tokens are similar to the model. There are therefore two
+    limits: in every layer, agreement must be at least half-way between chance and full agreement; in the first layer, the row
+    before or after must not agree better.
 
-    Layers are judged in order, and the error names the first wrong one. Up to that layer, the routes below are right, so the
-    model's own choice is meaningful, also if the recorded routes are replayed meanwhile. Above a wrong layer it is not.
-
-    Args:
-        recorded: Routes from elsewhere, R rows.
-        native: Routes that the model itself chose for the same tokens, in a pass without replay or in one that replays
-            `recorded`. With replay, a difference that the engine's numerics cause in one layer causes no more in later layers.
-        mask: True where `recorded` holds a route `[R]`; None compares all rows.
-
-    Returns:
-        The share of experts in common per layer `[L]`, float64.
-
-    Raises:
-        RoutingError: A layer agrees too little, or a neighboring row agrees better. Names the layer, the shares, and the layer
-            or row that agrees.
+    Layers are judged in order, and the error names the first wrong one. Up to that layer, the routes below are right, so that
+    the model's own choice is meaningful, also if `native` comes of a pass that replays `recorded`, in which numerics of one
+    layer cause no differences in later ones. Above a wrong layer it is not.
     """
     overlap = expert_overlap(recorded, native, mask)
     shares = overlap.diagonal()

@@ -58,16 +58,7 @@ def align(
 def align_packed(
     traces: Sequence[RoutingTrace], lengths: Sequence[int], *, device: torch.device | str | None = None
 ) -> tuple[RoutingTrace, Tensor]:
-    """Lay traces along a packed row, sequence after sequence; otherwise as `align`.
-
-    Args:
-        traces: One per sequence.
-        lengths: Tokens of each sequence, in the order of the packed row.
-        device: Where the result lives; None keeps the traces' device.
-
-    Raises:
-        RoutingError: As in `align`.
-    """
+    """Lay traces along a packed row, sequence after sequence, by the number of tokens of each; otherwise as `align`."""
     if len(traces) != len(lengths) or not traces:
         raise RoutingError(
             f"{len(traces)} routing traces for {len(lengths)} packed sequences; allowed: one per sequence."

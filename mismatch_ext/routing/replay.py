@@ -49,10 +49,9 @@ class Backend(Protocol):
     def replay_routing(
         self, model: Any, trace: RoutingTrace, mask: Tensor | None, *, native: bool, others: Others
     ) -> AbstractContextManager[Any]:
-        """Return a context in which forward passes over the trace's tokens use the trace's routes.
+        """Return a context in which passes over the trace's tokens use its routes; it counts `forwards` and `others`.
 
-        It gives an object with `forwards`, the number of passes that were replayed; `others`, that of passes over other tokens;
-        and with `native=True`, the trace `native` of what the model itself chose.
+        With `native=True` it has the trace `native` of what the model itself chose.
         """
 
     def record_routing(self, model: Any, *, version: int = 0) -> AbstractContextManager[Any]:
@@ -60,12 +59,7 @@ class Backend(Protocol):
 
 
 class MeasuredPasses:
-    """Draws at random what is measured during training; every process and a resumed run draw the same.
-
-    Args:
-        config: The `routing` section.
-        seed: The host's own training seed; the same on every rank.
-    """
+    """Draws at random what is measured during training; every process and a resumed run draw the same from the host's seed."""
 
     def __init__(self, config: RoutingConfig, seed: int) -> None:
         self._config, self._seed = config, seed
@@ -88,36 +82,16 @@ class MeasuredPasses:
         return {"random": random_state(self._random)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned.
-
-        Raises:
-            RecordError: The state is damaged.
-        """
+        """Go on from what `state_dict` returned; raises RecordError if it is damaged."""
         load_random_state(self._random, state.get("random"))
 
 
 class RouteReplay:
     """Replays routes around a trainer's forward passes, and counts how far they differ from the model's own routes.
 
-    Args:
-        config: The `routing` section.
-        backend: The implementation of replay and recording.
-        model: The trainer's model.
-        seed: The host's own training seed; the same on every rank.
-        ranks: The processes that must refuse routes together, if otherwise a rank would wait for another without end. All of
-            them must then run the same passes.
-
-    Attributes:
-        layout: The model's routers.
-        draws: The draws that decide which passes are measured.
-        forwards: Number of forward passes that were replayed.
-        others: By split, number of forward passes over other tokens than those of the routes; the model itself routed these.
-
-    Warns:
-        UserWarning: The model selects something besides experts, which is not replayed.
-
-    Raises:
-        ReplayError: The model's routing cannot be replayed.
+    `forwards` counts the passes that were replayed, `others` by split those over other tokens, which the model routed itself.
+    `ranks` refuse routes together; they must run the same passes. Raises ReplayError if the model's routing cannot be
+    replayed, and warns if it selects something besides experts.
     """
 
     def __init__(
@@ -146,16 +120,8 @@ class RouteReplay:
     def replaying(self, model: Any, trace: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> Iterator[None]:
         """Run the forward pass of a micro-batch under recorded routes; the model itself routes passes over other tokens.
 
-        Args:
-            model: The policy's model, possibly wrapped, or the reference's.
-            trace: Routes, R rows.
-            mask: True where a row has a recorded route `[R]`, bool; the model itself routes the other rows.
-            real: True at tokens that are not padding `[R]`, bool.
-            split: The pass counts for this split: "train", "eval/<name>", or `REFERENCE`, for which nothing is measured.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot come from this model.
-            ReplayError: The forward pass did not follow the routes.
+        `mask` is True where a row has a recorded route `[R]`, `real` at tokens that are not padding `[R]`. `split` is "train",
+        "eval/<name>", or `REFERENCE`, for which nothing is measured. Raises RoutingError or ReplayError.
         """
         policy = split != REFERENCE
         checks, drawn = policy and not self._checked, policy and self.draws.agreement()
@@ -187,22 +153,15 @@ class RouteReplay:
         self._checked = all(self._ranks.gather(recorded))
 
     def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> dict[str, float]:
-        """Return `agreement_metrics` of a split since the last call, over all ranks, which all must call this.
-
-        Args:
-            split: As for `replaying`.
-            ranks: The processes that train together.
-        """
+        """Return `agreement_metrics` of a split since the last call, over all ranks, which all must call this."""
         layers = self.layout.layers
         return agreement_metrics(over_ranks(self._agreement.pop(split, no_agreement(layers)), ranks), layers)
 
     def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
-        """Return the number of passes over other tokens since the last call, over all ranks, by its metric name.
+        """Return the number of passes over other tokens since the last call, over all ranks, which all must call this.
 
-        Args:
-            split: As for `replaying`; the reference's passes count for "train".
-            ranks: The processes that train together; all of them must call this.
-            sharing: Number of ranks that run one pass together, each on a part of its rows.
+        The reference's count for "train". `sharing` is the number of ranks that run one pass together, each on a part of its
+        rows.
         """
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
         return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}
@@ -211,14 +170,7 @@ class RouteReplay:
 class RouteAgreement:
     """Compares routes in a share of the batches that are replayed where a rank has a stage of a pipeline: some of the layers.
 
-    Args:
-        config: The `routing` section.
-        seed: The engine's; the same on every rank.
-        twin: Whether another rank has the same tokens and layers, and counts them.
-
-    Attributes:
-        active: Whether the batch that runs is compared.
-        draws: Which batches are.
+    `active` tells whether the batch that runs is compared. `twin` says that another rank has the same tokens and layers.
     """
 
     def __init__(self, config: RoutingConfig, seed: int, *, twin: bool = False) -> None:
@@ -241,15 +193,9 @@ class RouteAgreement:
     def compare(
         self, layers: Layers, layer: int, recorded: Tensor, native: Tensor, mask: Tensor | None, experts: int
     ) -> None:
-        """Take the routes of a layer in a forward pass; once those of all layers are there, compare them.
+        """Take a layer's replayed and own routes `[T, K]` in a pass of a model chunk; compare once all its `layers` are there.
 
-        Args:
-            layers: MoE layers of the model chunk that runs.
-            layer: One of them.
-            recorded: What is replayed `[T, K]`.
-            native: What the router would have chosen `[T, K]`.
-            mask: True where there is a recorded route `[T]`; None where all are but for padding, whose rows are zeros.
-            experts: Per layer.
+        `mask` is True where there is a recorded route `[T]`; None where all are but for padding, whose rows are zeros.
         """
         if mask is None:
             if recorded.shape[1] == 1:
@@ -274,8 +220,8 @@ class RouteAgreement:
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this.
 
-        Which rows have no route is not told from padding here, and how many tokens differ in any layer is known within one stage
-        alone: there are no such figures.
+        Rows without a route are not told from padding here, and tokens that differ in any layer are known within one stage
+        alone.
         """
         mine, self._sums = {} if self._twin else self._sums, {}
         stages: dict[Layers, Sums] = {}

@@ -24,13 +24,10 @@ Others = Literal["refuse", "native", "replay"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TokenRows:
-    """Tokens along the rows of a forward pass.
+    """Tokens along the rows of a forward pass: ids, `PADDING` or `ANY` `[R]`, and True where a sequence begins `[R]`.
 
-    Args:
-        ids: Token ids `[R]`, `PADDING` or `ANY`, any integer dtype.
-        starts: True where a sequence begins `[R]`, bool.
-        masked: Whether an attention mask says which positions are padding. Without a mask, an apparent token may be padding
-            after its sequence, which no token of the sequence sees.
+    Without an attention mask (`masked`), an apparent token may be padding after its sequence, which no token of the sequence
+    sees.
     """
 
     ids: Tensor
@@ -59,13 +56,9 @@ class TokenRows:
 def token_rows(
     input_ids: Tensor, attention_mask: Tensor | None = None, position_ids: Tensor | None = None
 ) -> TokenRows:
-    """Read the tokens of a forward pass from its arguments.
+    """Read the tokens of a forward pass from its arguments `[B, S]`; without a mask all are tokens, or padding comes last.
 
-    Args:
-        input_ids: `[B, S]`.
-        attention_mask: 1 at tokens, 0 at padding `[B, S]`; None if all are tokens, or if padding comes last.
-        position_ids: `[B, S]` or `[1, S]`. Without a mask, a new sequence begins where a position is not the one before plus 1,
-            as in a packed row. None if each row is one sequence.
+    Without a mask, a new sequence begins where a position is not the one before plus 1, as in a packed row.
     """
     real = torch.ones_like(input_ids, dtype=torch.bool) if attention_mask is None else attention_mask != 0
     starts = real & (real.cumsum(1) == 1)
@@ -80,19 +73,10 @@ def token_rows(
 
 
 class Proof:
-    """Tells whether a pass has the tokens of some routes, and counts the passes that do not.
+    """Tells whether a pass has the tokens of some routes, and counts the `others`, which were left to the model for a
+    `reason`.
 
-    Args:
-        expected: The tokens for which the routes were recorded, one per row; None if they are not known.
-        rows: Number of rows of routes.
-        action: What happens to other passes.
-
-    Attributes:
-        others: Number of passes that were left to the model.
-        reason: Why the last of these was left to the model.
-
-    Raises:
-        RoutingError: The tokens are not known, and `action` is not "replay"; or `action` has no allowed value.
+    Raises RoutingError if the tokens are not known, and `action` is not "replay".
     """
 
     def __init__(self, expected: TokenRows | None, rows: int, action: Others) -> None:
@@ -109,15 +93,10 @@ class Proof:
         self._expected, self._rows, self._action = expected, rows, action
 
     def holds(self, tokens: TokenRows | str, where: str, *, again: bool = False) -> bool:
-        """Tell whether a pass is to be replayed; this compares its tokens with the expected ones, on its device.
+        """Tell whether a pass is to be replayed; this compares its tokens, or takes the reason why they are unknown.
 
-        Args:
-            tokens: Tokens of the pass, or why they are not known.
-            where: Beginning of messages.
-            again: Whether the pass was counted before and now runs again in a backward pass.
-
-        Raises:
-            ReplayError: The tokens are other ones or not known, and other passes are refused.
+        `again` says that the pass was counted before and now runs again in a backward pass. Raises ReplayError if others are
+        refused.
         """
         if self._action == "replay" or (why := self._why_other(tokens)) is None:
             return True

@@ -25,16 +25,8 @@ Span = tuple[int, int]
 class RoutingShape:
     """The shape of a model's routes; take it from the model that replays them (`moe_layout(model).shape`).
 
-    An engine's answer does not contain it: SGLang sends bytes, and in vLLM's ids two swapped layers would not be noticed.
-
-    Args:
-        num_layers: Number of decoder layers, including dense ones (`num_hidden_layers`); SGLang sends ids for every layer.
-        layers: Absolute indices of the MoE layers, ascending.
-        num_experts: Experts per layer.
-        top_k: Experts per token.
-
-    Raises:
-        RoutingError: A value is out of range.
+    An engine's answer does not contain it: SGLang sends bytes for all decoder layers, and in vLLM's ids two swapped layers
+    would not be noticed. Raises RoutingError for values out of range.
     """
 
     num_layers: int
@@ -98,26 +90,22 @@ class RoutingTrace:
         start: int = 0,
         last_row: bool | None = None,
     ) -> RoutingTrace:
-        """Check the routes that an engine recorded for one sequence, and store them in the narrowest dtype.
+        """Check the routes that an engine recorded for one sequence, and store a copy in the narrowest dtype, on the CPU.
 
         Args:
-            array: Expert ids `[rows, layers, K]`, any integer dtype, numpy or torch. The layer axis has only the MoE layers, or
-                all decoder layers; then the dense ones, which must be all zero, are dropped. The array is copied; the result
-                is on the CPU.
-            num_experts: Experts per layer.
+            array: Expert ids `[rows, layers, K]`, integers, numpy or torch; of the MoE layers, or of all decoder layers, whose
+                dense ones must be all zero and are dropped.
+            num_experts, top_k: Experts per layer, and per token if known.
             layers: Absolute indices of the MoE layers.
-            tokens: Token ids of prompt and response, which a replayed pass must have. Or only their number; then `of_tokens`
-                must add the ids later.
+            tokens: Token ids of prompt and response, which a replayed pass must have; or only their number, until `of_tokens`.
             version: Policy version that sampled.
             request: Name of the request, for messages.
-            top_k: Experts per token, if known.
             start: Position of the first recorded token.
-            last_row: Whether the last token has a row: True for a full forward pass, False for an engine, which never feeds
-                the last sampled token to the model; None allows both.
+            last_row: Whether the last token has a row, as in a full forward pass; no engine feeds it to the model. None: either.
 
         Raises:
             RoutingError: Wrong shape, missing or surplus rows, ids out of range, duplicate ids, an all-zero layer (for K = 1
-                only from 64 rows on), or routes in a dense layer; names request, row and layer.
+                only from 64 rows on), or routes in a dense layer.
         """
         count = tokens if isinstance(tokens, int) else len(tokens)
         layers = tuple(layers)
@@ -178,13 +166,8 @@ class RoutingTrace:
         )
 
     def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
-        """Return the trace with the tokens of its routes, if it has none; replay compares them with the tokens of a pass.
-
-        Args:
-            ids: Token ids of the sequence, from its first token at least up to the token of the last row.
-
-        Raises:
-            RoutingError: There are too few ids, or the trace already has others.
+        """Return the trace with the ids of its sequence, which replay compares with a pass; raises RoutingError if they do not
+        fit.
         """
         end = self.start + self.rows
         tokens = torch.as_tensor(ids).flatten()[:end].to(torch.int32)
@@ -231,10 +214,8 @@ class RoutingTrace:
 
     @classmethod
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Join pieces of one sequence, without copying; the pieces come from several turns, or several policy versions.
-
-        Raises:
-            RoutingError: The pieces leave a gap or overlap, or come from different models or sequences.
+        """Join pieces of one sequence, of several turns or policy versions, without copying; raises RoutingError if they do
+        not fit.
         """
         head, end, whole = traces[0], traces[0].start, traces[-1].tokens
         parts: list[Tensor] = []
@@ -310,17 +291,10 @@ def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
 def stamped(
     trace: RoutingTrace, span: Span | None, sent: int | None, request: str, *, older: bool = False
 ) -> RoutingTrace:
-    """Return the routes of a sequence with the versions of the weights that chose them.
+    """Return the routes of a sequence with the versions of the weights that chose them, which the engine reports.
 
-    Args:
-        trace: The routes.
-        span: Versions that the engine reports; None if nobody reports any.
-        sent: Version that the engine was sent last; None if that is unknown, and any version is accepted.
-        request: Name of the request, for messages.
-        older: Accept routes of older weights, and of several versions, as an asynchronous host replays them.
-
-    Raises:
-        RoutingError: The routes come from other weights than were sent last, or nobody says from which.
+    `sent` is the version that the engine was sent last; without it any is accepted, and with `older` all up to it, as an
+    asynchronous host replays them. Raises RoutingError for routes of other weights, or if nobody says of which.
     """
     if span is None:
         if sent is None:
@@ -365,14 +339,9 @@ class Shared:
 def share_prompts(
     traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable] | None = None
 ) -> Shared:
-    """Store the prompt rows of each group of completions once, if they are bit-equal.
+    """Store the prompt rows of each group of completions once, if they are bit-equal; without `groups` all are one group.
 
     If rows differ, for example because the engine computed the same prompt in two batches, each trace keeps its own.
-
-    Args:
-        traces: One per completion.
-        prompt_lengths: Number of tokens of each completion's prompt.
-        groups: Key of each completion's prompt, for example its token ids as a tuple; None puts all into one group.
     """
     keys: Sequence[Hashable] = [0] * len(traces) if groups is None else groups
     prompts: dict[Hashable, list[Tensor]] = {}
