@@ -22,9 +22,7 @@ def to_records(
     prompt_ids: Sequence[Sequence[int]],
     provenance: Provenance,
     shape: RoutingShape | None = None,
-    routed_experts_start: int | Sequence[int] = 0,
     n: int = 1,
-    allow_abort: bool = False,
 ) -> list[RolloutRecord]:
     """Turn the outputs of a batch of prompts into records, in the order of the prompts.
 
@@ -33,9 +31,7 @@ def to_records(
         prompt_ids: One list of token ids per prompt.
         provenance: Where the rollouts come from; its weight version is that of the routes too.
         shape: The model's routing shape when the engine records routing; None reads none.
-        routed_experts_start: The requests' `routed_experts_prompt_start`, one for all or one per prompt.
         n: Responses per prompt.
-        allow_abort: Whether to keep what aborted requests had sampled.
 
     Raises:
         RecordError: An output is malformed or unfinished, or their number is wrong; names request, field, value and what is
@@ -44,18 +40,15 @@ def to_records(
         RoutingError: Routing is missing or malformed.
         EngineError: A request was aborted.
     """
-    found = sum(len(output.outputs) for output in outputs)
+    responses = sum(len(output.outputs) for output in outputs)
     if n < 1 or len(outputs) != len(prompt_ids) or any(len(output.outputs) != n for output in outputs):
         raise RecordError(
-            f"{found} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
+            f"{responses} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
         )
-    completions = list(_completions(outputs, prompt_ids, allow_abort))
+    completions = list(_completions(outputs, prompt_ids))
     routing: Sequence[RoutingTrace] | None = None
     if shape is not None:
-        start, version = routed_experts_start, provenance.weight_version
-        routing = to_traces(
-            outputs, prompt_ids=prompt_ids, shape=shape, version=version, routed_experts_start=start, n=n
-        )
+        routing = to_traces(outputs, prompt_ids=prompt_ids, shape=shape, version=provenance.weight_version, n=n)
     return rollout.to_records(
         [ids for ids in prompt_ids for _ in range(n)],
         [completion.token_ids for completion in completions],
@@ -66,7 +59,7 @@ def to_records(
     )
 
 
-def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]], allow_abort: bool) -> Iterator[Any]:
+def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) -> Iterator[Any]:
     """Yield the responses, after checking that each has ended."""
     for output, ids in zip(outputs, prompt_ids, strict=True):
         if list(output.prompt_token_ids or ()) != list(ids):
@@ -78,11 +71,8 @@ def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]], al
             name, reason = f"request {output.request_id}/{completion.index}", completion.finish_reason
             if reason is None:
                 raise RecordError(f"{name}: finish_reason is None; allowed: that of a finished request.")
-            if reason not in ("stop", "length") and not (reason == "abort" and allow_abort):
-                raise EngineError(
-                    f"{name}: vLLM ended it with finish_reason {reason!r}; sample the prompt again, or keep what an aborted "
-                    "request had sampled with allow_abort=True."
-                )
+            if reason not in ("stop", "length"):
+                raise EngineError(f"{name}: vLLM ended it with finish_reason {reason!r}; sample the prompt again.")
             yield completion
 
 

@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 
 from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.routing import RoutingShape, RoutingTrace
-from mismatch_ext.routing.trace import starts_of
 
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput
@@ -130,7 +129,6 @@ def to_traces(
     prompt_ids: Sequence[Sequence[int]] | None = None,
     shape: RoutingShape,
     version: int,
-    routed_experts_start: int | Sequence[int] = 0,
     n: int | None = None,
 ) -> list[RoutingTrace]:
     """Turn vLLM's outputs into one trace per completion, in the order of the outputs.
@@ -146,20 +144,17 @@ def to_traces(
         shape: The routing shape of the model that replays.
         version: Weight version that the engine sampled with; `captured_outputs(llm, version=...)` or `reset_prefix_cache`
             has to make sure that the prefix cache held routes of no other version.
-        routed_experts_start: The requests' `SamplingParams.routed_experts_prompt_start`, one for all or one per prompt:
-            prompt rows before it are absent.
         n: Completions per prompt; None accepts any number.
 
     Raises:
         RoutingError: Routing is missing or malformed; names request, row and layer.
     """
-    starts = starts_of(routed_experts_start, len(outputs))
     given = [None] * len(outputs) if prompt_ids is None else prompt_ids
     if len(given) != len(outputs) or (n is not None and any(len(output.outputs) != n for output in outputs)):
-        found = sum(len(output.outputs) for output in outputs)
-        raise RoutingError(f"{found} responses for {len(given)} prompts with n={n}; allowed: n per prompt.")
+        responses = sum(len(output.outputs) for output in outputs)
+        raise RoutingError(f"{responses} responses for {len(given)} prompts with n={n}; allowed: n per prompt.")
     traces = []
-    for output, ids, start in zip(outputs, given, starts, strict=True):
+    for output, ids in zip(outputs, given, strict=True):
         for completion in output.outputs:
             request = f"{output.request_id}/{completion.index}"
             prompt = output.prompt_token_ids if ids is None else ids
@@ -179,7 +174,6 @@ def to_traces(
                     version=version,
                     request=request,
                     top_k=shape.top_k,
-                    start=start,
                     last_row=False,
                 )
             )
@@ -190,8 +184,8 @@ def unpacked(routes: str | None) -> NDArray[Any] | None:
     """Return the experts that a choice in a server's answer holds in base64; None if it holds none."""
     if routes is None:
         return None
-    found: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
-    return found
+    experts: NDArray[Any] = np.load(io.BytesIO(base64.b64decode(routes)), allow_pickle=False)
+    return experts
 
 
 def _why_none(completion: Any) -> str:

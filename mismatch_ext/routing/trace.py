@@ -317,16 +317,6 @@ def stamped(
     return trace
 
 
-def starts_of(routed_experts_start: int | Sequence[int], prompts: int) -> Sequence[int]:
-    """Return the position of the first recorded token of each prompt, from one position for all prompts or one for each."""
-    starts = [routed_experts_start] * prompts if isinstance(routed_experts_start, int) else routed_experts_start
-    if len(starts) != prompts:
-        raise RoutingError(
-            f"{len(starts)} values of routed_experts_start for {prompts} prompts; allowed: one, or one per prompt."
-        )
-    return starts
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Shared:
     """Traces that share prompt rows: how many use those of an earlier trace, and how many keep other rows of the same prompt."""

@@ -44,14 +44,13 @@ def test_every_completion_of_a_prompt_is_a_record_in_order() -> None:
         ({"prompt": [1, 2]}, {}, RecordError, "request 7: vLLM's output is of another prompt"),
         ({"reason": None}, {}, RecordError, "request 7/0: finish_reason is None"),
         ({"reason": "abort"}, {}, EngineError, "request 7/0: vLLM ended it with finish_reason 'abort'"),
-        ({"reason": "error"}, {"allow_abort": True}, EngineError, "finish_reason 'error'"),
+        ({"reason": "error"}, {}, EngineError, "finish_reason 'error'"),
         ({"logprobs": None}, {}, RecordError, "2 response tokens and none log-probabilities"),
         ({"logprobs": (-0.5,)}, {}, RecordError, "2 response tokens and 1 log-probabilities"),
         ({"logprobs": (-0.5, float("nan"))}, {}, NonFiniteLogprobError, "rollout 0, token 1"),
         ({"count": 2}, {}, RecordError, "2 responses for 1 prompts with n=1; allowed: 1"),
         ({}, {"n": 2}, RecordError, "1 responses for 1 prompts with n=2; allowed: 2"),
         ({}, {"shape": SHAPE}, RoutingError, "request 7/0: vLLM returned no routing"),
-        ({}, {"shape": SHAPE, "routed_experts_start": [0, 1]}, RoutingError, "2 values of routed_experts_start for 1"),
     ],
 )
 def test_what_is_malformed_is_refused_by_name(
@@ -59,11 +58,6 @@ def test_what_is_malformed_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         to_records([output(**changed)], prompt_ids=[PROMPT], provenance=provenance(), **options)
-
-
-def test_an_aborted_request_is_kept_where_that_is_allowed() -> None:
-    (record,) = to_records([output(reason="abort")], prompt_ids=[PROMPT], provenance=provenance(), allow_abort=True)
-    assert record.finish_reason == "abort"
 
 
 def test_traces_of_another_number_of_completions_are_refused() -> None:

@@ -161,13 +161,13 @@ def sequences(outputs: list[Any]) -> list[list[int]]:
     return [[*o.prompt_token_ids, *c.token_ids] for o in outputs for c in o.outputs]
 
 
-def compared(outputs: list[Any], model: nn.Module, **options: Any) -> dict[str, Any]:
+def compared(outputs: list[Any], model: nn.Module) -> dict[str, Any]:
     """Compare the engine's routes with transformers', token by token."""
     layout = moe_layout(model)
     counts = []
-    for trace, ids in zip(traces_of(outputs, layout, **options), sequences(outputs), strict=True):
+    for trace, ids in zip(traces_of(outputs, layout), sequences(outputs), strict=True):
         whole = native(model, ids)
-        counts.append(agreement(trace, whole.slice(trace.start, len(ids) - 1)))
+        counts.append(agreement(trace, whole.slice(0, len(ids) - 1)))
     total = merged(*counts)
     completions = [c for o in outputs for c in o.outputs]
     return {
@@ -191,9 +191,9 @@ def ways(out: str) -> dict[str, Any]:
     with running(directory) as llm:
         engine.require_routing(llm)
 
-        def check(name: str, rows: list[list[int]], settings: list[SamplingParams], **options: Any) -> list[Any]:
+        def check(name: str, rows: list[list[int]], settings: list[SamplingParams]) -> list[Any]:
             outputs = generate(llm, rows, settings)
-            results[name] = compared(outputs, model, **options)
+            results[name] = compared(outputs, model)
             return outputs
 
         first = check("plain", ids, sampling(12))
@@ -210,32 +210,9 @@ def ways(out: str) -> dict[str, Any]:
         )
         check("min_tokens", prompts(6, 60, seed=5), sampling(6, min_tokens=8, max_tokens=30, ignore_eos=False))
         check("log-probabilities", ids, sampling(12, logprobs=3, prompt_logprobs=1))
-        results["no prompt rows"], results["joined turns"] = starts(llm, model, first)
         results["n=3"] = groups(llm, model)
         results["captured"] = captured(llm, ids)
     return results
-
-
-def starts(llm: LLM, model: nn.Module, first: list[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Ask for the rows of completions alone, and join those of a second turn to the first turn's."""
-    rows = [row[:20] for row in prompts(6, 90, seed=6, shortest=20)]
-    alone = generate(llm, rows, sampling(6, routed_experts_prompt_start=20))
-    turns = [[*ids, 9, 4] for ids in sequences(first)]
-    # Where the first turn's rows end: before its last sampled token.
-    at = [len(ids) - 1 for ids in sequences(first)]
-    settings = sampling(len(turns))
-    for start, parameters in zip(at, settings, strict=True):
-        parameters.routed_experts_prompt_start = start
-    second = generate(llm, turns, settings)
-    layout = moe_layout(model)
-    pairs = zip(traces_of(first, layout), traces_of(second, layout, routed_experts_start=at), strict=True)
-    joined = [RoutingTrace.concat(pair) for pair in pairs]
-    whole = [native(model, ids).slice(0, len(ids) - 1) for ids in sequences(second)]
-    counts = [agreement(a, b) for a, b in zip(joined, whole, strict=True)]
-    return compared(alone, model, routed_experts_start=20), {
-        "tokens": sum(int(c["tokens"]) for c in counts),
-        "differing": sum(int(c["token_mismatches"]) for c in counts),
-    }
 
 
 def differing_tokens(prefix: RoutingTrace, whole: RoutingTrace) -> int:
@@ -498,8 +475,6 @@ def faults(out: str) -> dict[str, Any]:
         "extra row": of(spoiled(lambda ids: np.concatenate([ids, ids[-1:]]))),
         "a token cut off": of([outputs[0], short, outputs[2]]),
         "another request's": of(spoiled(lambda _: outputs[2].outputs[0].routed_experts)),
-        "wrong start": of(outputs, routed_experts_start=1),
-        "starts of too few": of(outputs, routed_experts_start=[0]),
         "layers rotated": of(spoiled(lambda ids: np.roll(ids, 1, axis=1))),
         "dense layer swapped with the next": of(spoiled(lambda ids: ids[:, [0, 2, 1, 3]])),
         "layers in another order": of(outputs, layers=(2, 0, 3)),

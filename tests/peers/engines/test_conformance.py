@@ -161,8 +161,8 @@ class TestRecords:
 @pytest.mark.parametrize("name", ["to_records", "to_traces", "to_provenance"])
 def test_both_engines_functions_take_the_same_arguments(name: str) -> None:
     ours, theirs = (inspect.signature(getattr(engine, name)).parameters for engine in (vllm, sglang))
-    # SGLang's answers carry a stamp of their weights; vLLM can leave out a prompt's first routes, and keep aborted responses.
-    own = {"weight_version", "routed_experts_start", "allow_abort", "n"} if name != "to_provenance" else set()
+    # SGLang's answers carry a stamp of their weights; vLLM's outputs are grouped by prompt.
+    own = {"weight_version", "n"} if name != "to_provenance" else set()
     assert set(ours) - own == set(theirs) - own
     assert all(ours[parameter].kind == theirs[parameter].kind for parameter in set(ours) & set(theirs))
     assert vllm.to_provenance is sglang.to_provenance

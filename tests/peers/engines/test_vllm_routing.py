@@ -35,8 +35,6 @@ WAYS = {
     "stop strings": lambda found: {len(stop) for stop in found["stops"]} == {1, 2},
     "min_tokens": lambda found: min(found["lengths"]) >= 8,
     "log-probabilities": lambda found: found["tokens"] > 800,
-    "no prompt rows": lambda found: found["tokens"] < 120,
-    "joined turns": lambda found: found["tokens"] > 1000,
     "n=3": lambda found: found["completions"] == 18,
 }
 
@@ -182,8 +180,6 @@ FAULTS = {
     "extra row": ["request 1/0", "42 rows for 42 tokens", "1 surplus"],
     "a token cut off": ["request 1/0", "41 rows for 41 tokens", "1 surplus"],
     "another request's": ["request 1/0", "10 surplus"],
-    "wrong start": ["request 0/0", "1 surplus"],
-    "starts of too few": ["1 values of routed_experts_start for 3 prompts"],
     "layers rotated": ["request 1/0, layer 1", "MoE layers are (0, 2, 3)", "another order"],
     "dense layer swapped with the next": ["request 1/0, layer 1", "another order"],
     "layers in another order": ["routing shape layers=(2, 0, 3)", "ascending decoder indices"],
