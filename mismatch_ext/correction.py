@@ -10,7 +10,7 @@ Shapes: B rows, T tokens, n unmasked tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
@@ -19,7 +19,7 @@ from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.gap import SATURATION, as_bool, output_dtype
-from mismatch_ext.presets import COMPAT, PRESETS, RULES, ResolvedCorrection, Rule, parse_rules, resolve
+from mismatch_ext.presets import COMPAT, PRESETS, RULES, Interval, ResolvedCorrection, parse_rules, resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import Sums, over_ranks
 
@@ -33,7 +33,6 @@ __all__ = [
     "RULES",
     "Correction",
     "ResolvedCorrection",
-    "Rule",
     "correct",
     "of_weights",
     "masked_metrics",
@@ -284,36 +283,34 @@ class _Tokens:
     def rejected(self, metrics: dict[str, float]) -> tuple[Tensor | None, Tensor]:
         """Return which tokens `[n]`, None for all, and which rows `[B]` the rules and the veto keep; adds to the metrics."""
         keep_token, keep_row = None, torch.ones_like(self.present)
-        for rule in self.settings.rules:
-            low, high = self._interval(rule)
-            if rule.over == "token":
-                keep = self._token_rule(rule, low, high, metrics)
+        for name, bounds in self.settings.rules.items():
+            low, high = self._interval(bounds)
+            if name.startswith("token"):
+                keep = self._token_rule(name, low, high, metrics)
                 keep_token = keep if keep_token is None else keep_token & keep
             else:
-                keep_row &= self._row_rule(rule, low, high, metrics)
+                keep_row &= self._row_rule(name, low, high, metrics)
         if self.settings.veto is not None:
             vetoed = (self.extreme("min") < math.log(self.settings.veto)) & self.present
             metrics["rollout_is_veto_fraction"] = float(vetoed.sum() / self.present.sum())
             keep_row &= ~vetoed
         return keep_token, keep_row
 
-    def _interval(self, rule: Rule) -> tuple[float, float]:
-        """Return where a rule keeps its statistic; for k1 rules, the statistic is k1 = -log rho."""
-        if rule.lower is None:
-            return -math.inf, rule.upper
-        low, high = torch.tensor([rule.lower, rule.upper], dtype=torch.float64).log().tolist()
+    def _interval(self, bounds: Interval) -> tuple[float, float]:
+        """Return where a rule keeps its statistic, which for k1 rules is -log rho; infinite below if it has no lower bound."""
+        if bounds[0] is None:
+            return -math.inf, bounds[1]
+        low, high = torch.tensor(bounds, dtype=torch.float64).log().tolist()
         return (low, high) if "verl_inverse_k1" in self.settings.compat else (-high, -low)
 
-    def _token_rule(self, rule: Rule, low: float, high: float, metrics: dict[str, float]) -> Tensor:
-        forms: dict[str, Callable[[], Tensor]] = {
-            "k1": lambda: -self.c,
-            "k2": lambda: self.c.square() / 2,
-            "k3": lambda: torch.expm1(self.c).sub_(self.c),
-        }
-        stat = forms[rule.estimator]()
+    def _token_rule(self, name: str, low: float, high: float, metrics: dict[str, float]) -> Tensor:
+        if name.endswith("k1"):
+            stat = -self.c
+        else:
+            stat = self.c.square() / 2 if name.endswith("k2") else torch.expm1(self.c).sub_(self.c)
         above, below = stat > high, stat < low
         beyond = above | below
-        inside = stat.clamp(0.0 if rule.lower is None else low, high)
+        inside = stat.clamp(low if low > -math.inf else 0.0, high)
         dropped = self.by_row(beyond.double())
         smallest, largest = (float(x) for x in torch.aminmax(stat))
         values = {
@@ -323,26 +320,27 @@ class _Tokens:
             "fraction_high": float(above.count_nonzero()) / self.total,
             "fraction_low": float(below.count_nonzero()) / self.total,
             "std": float(inside.std(unbiased=False)) if self.total > 1 else 0.0,
+            "masked_fraction": float(dropped.sum()) / self.total,
+            "seq_masked_fraction": float((dropped > 0).double().sum() / self.present.sum()),
         }
-        shares = (float(dropped.sum()) / self.total, float((dropped > 0).double().sum() / self.present.sum()))
-        self._note(rule, values, (self.by_row(stat) / self.length)[self.present], (low, high), shares, metrics)
+        by_row = (self.by_row(stat) / self.length)[self.present]
+        metrics |= _of_rule(name, values, by_row, low, high)
         return ~beyond
 
-    def _row_rule(self, rule: Rule, low: float, high: float, metrics: dict[str, float]) -> Tensor:
-        if rule.over == "max":  # k2 and k3 grow with the distance from 0 on either side
+    def _row_rule(self, name: str, low: float, high: float, metrics: dict[str, float]) -> Tensor:
+        _, over, estimator = name.split("_")
+        if over == "max":  # k2 and k3 grow with the distance from 0 on either side
             ends = torch.stack([self.extreme("max"), self.extreme("min")]).clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND)
-            stat = (ends.square() / 2 if rule.estimator == "k2" else torch.expm1(ends) - ends).amax(0)
+            stat = (ends.square() / 2 if estimator == "k2" else torch.expm1(ends) - ends).amax(0)
         else:
-            forms: dict[str, Callable[[], Tensor]] = {
-                "k1": lambda: -self.c_row,
-                "k2": lambda: self.by_row(self.c.square()) / 2,
-                "k3": lambda: self.excess_row - self.c_row,
-            }
-            stat = forms[rule.estimator]()
-            stat = stat if rule.over == "sum" else stat / self.length
+            if estimator == "k1":
+                stat = -self.c_row
+            else:
+                stat = self.by_row(self.c.square()) / 2 if estimator == "k2" else self.excess_row - self.c_row
+            stat = stat if over == "sum" else stat / self.length
         beyond = ((stat > high) | (stat < low)) & self.present
-        by_row, share = stat[self.present], (self.count / self.total)[self.present]
-        inside = by_row.clamp(low if rule.lower is not None else 0.0, high)
+        by_row, share, out = stat[self.present], (self.count / self.total)[self.present], beyond[self.present].double()
+        inside = by_row.clamp(low if low > -math.inf else 0.0, high)
         values = {
             "mean": float((by_row * share).sum()),
             "max": float(by_row.max()),
@@ -350,27 +348,11 @@ class _Tokens:
             "fraction_high": float((by_row > high).double().mean()),
             "fraction_low": float((by_row < low).double().mean()),
             "std": float(((inside - (inside * share).sum()).square() * share).sum()) ** 0.5 if self.total > 1 else 0.0,
+            "masked_fraction": float((out * share).sum()),
+            "seq_masked_fraction": float(out.mean()),
         }
-        out = beyond[self.present].double()
-        self._note(rule, values, by_row, (low, high), (float((out * share).sum()), float(out.mean())), metrics)
+        metrics |= _of_rule(name, values, by_row, low, high)
         return ~beyond
-
-    def _note(
-        self,
-        rule: Rule,
-        values: dict[str, float],
-        by_row: Tensor,
-        interval: tuple[float, float],
-        shares: tuple[float, float],
-        metrics: dict[str, float],
-    ) -> None:
-        name = f"rollout_rs_{rule.name}"
-        metrics |= {f"{name}_{key}": value for key, value in values.items()} | _of_rows(f"{name}_seq", by_row)
-        metrics[f"{name}_seq_max_deviation"] = float(by_row.abs().max())
-        metrics[f"{name}_seq_fraction_high"] = float((by_row > interval[1]).double().mean())
-        if rule.lower is not None:
-            metrics[f"{name}_seq_fraction_low"] = float((by_row < interval[0]).double().mean())
-        metrics[f"{name}_masked_fraction"], metrics[f"{name}_seq_masked_fraction"] = shares
 
     def on_policy(
         self,
@@ -431,6 +413,14 @@ def _of_rows(name: str, values: Tensor) -> dict[str, float]:
         f"{name}_max": float(values.max()),
         f"{name}_min": float(values.min()),
     }
+
+
+def _of_rule(name: str, values: dict[str, float], by_row: Tensor, low: float, high: float) -> dict[str, float]:
+    values |= _of_rows("seq", by_row) | {"seq_max_deviation": float(by_row.abs().max())}
+    values["seq_fraction_high"] = float((by_row > high).double().mean())
+    if low > -math.inf:
+        values["seq_fraction_low"] = float((by_row < low).double().mean())
+    return {f"rollout_rs_{name}_{key}": value for key, value in values.items()}
 
 
 def _not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobError | None:

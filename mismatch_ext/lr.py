@@ -79,7 +79,7 @@ class Measurement:
 
 
 @state
-class Level:
+class Baseline:
     """A baseline: median and robust standard deviation of the first measurements."""
 
     center: _NonNegative
@@ -98,9 +98,9 @@ class LrState:
     surge_step: _Count | None = None
     history: tuple[Measurement, ...] = ()
     """Last measurements, oldest first."""
-    baseline: Level | None = None
+    baseline: Baseline | None = None
     """None until there are enough measurements."""
-    truncated_baseline: Level | None = None
+    truncated_baseline: Baseline | None = None
 
 
 def lr_step(state: LrState, statistics: Statistics | None, config: LrConfig, *, step: int) -> tuple[LrState, float]:
@@ -184,7 +184,7 @@ def lr_metrics(state: LrState, config: LrConfig) -> dict[str, float]:
     return {name: float(value) for name, value in values.items() if value is not None}
 
 
-def surge_threshold(baseline: Level, config: LrConfig) -> float:
+def surge_threshold(baseline: Baseline, config: LrConfig) -> float:
     """Return the smoothed value from which on there is a surge over a baseline; 0 means that no value is one."""
     margin = NOISE_MARGIN * baseline.spread
     return max(config.surge_ratio * baseline.center, baseline.center + margin, LEAST[config.trigger])
@@ -208,8 +208,8 @@ def _measured(state: LrState, measurement: Measurement, config: LrConfig) -> LrS
         counts_truncated = config.trigger == "response_length" and truncated
         state = dataclasses.replace(
             state,
-            baseline=_level([m.value for m in history]),
-            truncated_baseline=_level(truncated) if counts_truncated else None,
+            baseline=_baseline_of([m.value for m in history]),
+            truncated_baseline=_baseline_of(truncated) if counts_truncated else None,
         )
     history = history[-smoothing:]
     surge = _surge(state, history, config)
@@ -231,9 +231,9 @@ def _surge(state: LrState, recent: tuple[Measurement, ...], config: LrConfig) ->
     return None
 
 
-def _level(values: list[float]) -> Level:
+def _baseline_of(values: list[float]) -> Baseline:
     center = median(values)
-    return Level(center=center, spread=MAD_TO_STD * median(abs(x - center) for x in values))
+    return Baseline(center=center, spread=MAD_TO_STD * median(abs(x - center) for x in values))
 
 
 def _checked(name: str, value: float, step: int) -> float:

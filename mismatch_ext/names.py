@@ -2,7 +2,7 @@
 
 Of the hosts' metrics, the rest of the core asks for a `Role` and knows no host. Their names are here and not in the adapters,
 because a report must work where no host is installed. An adapter writes its names into the header of a run; so does a training
-loop of your own (`"names": {"length": "my/length"}`). The host in the header decides only for older streams, which have no names.
+loop of your own (`"names": {"length": "my/length"}`).
 """
 
 from __future__ import annotations
@@ -110,22 +110,8 @@ HOSTS = {"TRL": TRL, "verl": VERL}
 
 
 def names_of(header: Mapping[str, Any]) -> HostNames:
-    """Return the names of the host that wrote a stream with this header.
-
-    If it is older and has no names, its host decides; without a known host, the names are TRL's, because TRL was the first
-    host.
-    """
-    given = header.get("names")
-    if isinstance(given, Mapping):
-        fields = dataclasses.fields(HostNames)
-        return HostNames(**{f.name: given[f.name] for f in fields if isinstance(given.get(f.name), type(f.default))})
-    run = header.get("run")
-    host = str(run.get("host")) if isinstance(run, Mapping) else ""
-    return dataclasses.replace(VERL, next_rate=not _led(header)) if host.startswith("verl ") else TRL
-
-
-def _led(header: Mapping[str, Any]) -> bool:
-    """Whether our engine logged verl's rate; it does so with learning-rate control or a loss scaler."""
-    config, trainer = header.get("config"), header.get("trainer")
-    controlled = isinstance(config, Mapping) and config.get("lr") is not None
-    return controlled or (isinstance(trainer, Mapping) and trainer.get("scaler") is not None)
+    """Return the names that a run's header has; the roles' own names where it has none, or another release's."""
+    named, fields = header.get("names"), dataclasses.fields(HostNames)
+    if not isinstance(named, Mapping):
+        return HostNames()
+    return HostNames(**{f.name: named[f.name] for f in fields if isinstance(named.get(f.name), type(f.default))})

@@ -13,8 +13,8 @@ from mismatch_ext.errors import ConfigError, suggestion
 if TYPE_CHECKING:
     from mismatch_ext.config import CorrectionConfig
 
-Level = Literal["none", "token", "sequence", "geometric"]
-Bound = Literal["truncate", "mask", "clip", "icepop"]
+Interval = tuple[float | None, float]
+"""Lower and upper bound of what a rejection rule keeps."""
 
 RULES = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
@@ -29,119 +29,100 @@ COMPAT = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class Rule:
-    """One rejection rule.
-
-    Args:
-        name: One of `RULES`. It names what is judged (a token, or the sum, mean or maximum over a sequence) and the statistic:
-            k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu.
-        upper: For k1, the largest ratio that is kept; for k2 and k3, the largest divergence that is kept, in nats.
-        lower: For k1, the smallest ratio that is kept.
-    """
-
-    name: str
-    upper: float
-    lower: float | None = None
-
-    @property
-    def estimator(self) -> str:
-        """k1, k2 or k3."""
-        return self.name[-2:]
-
-    @property
-    def over(self) -> str:
-        """token, sum, mean or max."""
-        return self.name.split("_")[-2]
-
-
-@dataclass(frozen=True, kw_only=True)
 class ResolvedCorrection:
-    """A complete importance correction.
+    """A complete importance correction: a preset, or a section with nothing left open.
 
-    Args:
-        mode: `decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu is used instead of pi_old.
-        loss: Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi.
-        level: The weight is per token, the product over the sequence, the geometric mean over the sequence, or none.
-        bound: What happens to a weight beyond its bounds.
-        upper: Upper bound of the weight, or None.
-        lower: Lower bound of the weight, or None.
-        normalize: Divide the weights by their mean: over tokens, or over sequences for the other levels.
-        rules: Rejection rules; a token is kept if all keep it.
-        veto: A sequence is dropped if the ratio of one of its tokens is below this.
-        off_policy_threshold: A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2).
-        compat: Quirks of hosts to reproduce; keys of `COMPAT`.
+    A weight is of a token, of a sequence (the product), or geometric (the mean). A token is kept if all `rules` keep it. Their
+    names (`RULES`) say what is judged, a token or the sum, mean or maximum over a sequence, and by which statistic: k1 = -log
+    rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu. Each has bounds: for k1 the smallest and the largest
+    ratio that are kept, for the others None and the largest divergence, in nats.
     """
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
+    """`decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu takes the place of pi_old."""
     loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    level: Level = "none"
-    bound: Bound = "truncate"
+    """Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi."""
+    level: Literal["none", "token", "sequence", "geometric"] = "none"
+    bound: Literal["truncate", "mask", "clip", "icepop"] = "truncate"
     upper: float | None = None
     lower: float | None = None
     normalize: bool = False
-    rules: tuple[Rule, ...] = ()
+    """Divide the weights by their mean: over tokens, or over sequences for the other levels."""
+    rules: Mapping[str, Interval] = dataclasses.field(default_factory=dict, hash=False)
     veto: float | None = None
+    """A sequence is dropped if the ratio of one of its tokens is below this."""
     off_policy_threshold: float | None = None
+    """A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2)."""
     compat: frozenset[str] = frozenset()
+    """Quirks of hosts to reproduce, of `COMPAT`."""
 
     def __post_init__(self) -> None:
-        where = "mismatch.correction"
-        if self.loss == "reinforce" and self.mode != "bypass":
-            raise ConfigError(f"{where}.loss='reinforce' needs mode='bypass'.")
-        if self.mode == "bypass" and self.loss == "ppo_clip" and (self.level != "none" or self.normalize):
-            raise ConfigError(
-                f"{where}: level={self.level!r} with mode='bypass' and loss='ppo_clip', whose clipped ratio pi/mu takes "
-                "no weights; leave out the level, or set loss='reinforce' or mode='decoupled'."
-            )
-        if self.level != "none" and self.upper is None and self.lower is None:
-            raise ConfigError(f"{where}: level={self.level!r} without bounds; set upper, lower or both.")
-        if self.level != "none" and self.bound == "icepop" and (self.upper is None or self.lower is None):
-            raise ConfigError(f"{where}: bound='icepop' is a band; set both lower and upper.")
-        if self.level != "none" and self.bound == "truncate" and (self.upper is None or self.lower is not None):
-            raise ConfigError(
-                f"{where}: bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask'."
-            )
-        if self.level == "none":
-            useless = [name for name in ("upper", "lower") if getattr(self, name) is not None]
-            useless += ["normalize"] if self.normalize else []
-            if useless:
-                raise ConfigError(f"{where}.{useless[0]} without a weight: set level to token, sequence or geometric.")
-        threshold = self.off_policy_threshold
-        if threshold is not None and not math.isfinite(threshold):
-            raise ConfigError(f"{where}.off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.")
-        for name in ("upper", "lower", "veto"):
-            value = getattr(self, name)
-            if value is not None and not 0 < value < float("inf"):
-                raise ConfigError(f"{where}.{name}: {value!r} is not allowed; allowed: a finite number > 0.")
-        if self.upper is not None and self.lower is not None and self.lower > self.upper:
-            raise ConfigError(f"{where}: lower={self.lower} exceeds upper={self.upper}.")
-        if unknown := self.compat - set(COMPAT):
-            raise ConfigError(f"{where}: unknown compatibility options {sorted(unknown)}; known: {', '.join(COMPAT)}.")
+        weighs, low, high, threshold = self.level != "none", self.lower, self.upper, self.off_policy_threshold
+        idle = [name for name in ("upper", "lower", "normalize") if getattr(self, name) not in (None, False)]
+        limits = [(name, getattr(self, name)) for name in ("upper", "lower", "veto")]
+        for wrong, message in (
+            (self.loss == "reinforce" and self.mode != "bypass", ".loss='reinforce' needs mode='bypass'."),
+            (
+                self.mode == "bypass" and self.loss == "ppo_clip" and (weighs or self.normalize),
+                f": level={self.level!r} with mode='bypass' and loss='ppo_clip', whose clipped ratio pi/mu takes no weights; "
+                "leave out the level, or set loss='reinforce' or mode='decoupled'.",
+            ),
+            (
+                weighs and high is None and low is None,
+                f": level={self.level!r} without bounds; set upper, lower or both.",
+            ),
+            (
+                weighs and self.bound == "icepop" and None in (high, low),
+                ": bound='icepop' is a band; set both lower and upper.",
+            ),
+            (
+                weighs and self.bound == "truncate" and (high is None or low is not None),
+                ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask'.",
+            ),
+            (idle and not weighs, f".{[*idle, ''][0]} without a weight: set level to token, sequence or geometric."),
+            (
+                threshold is not None and not math.isfinite(threshold),
+                f".off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.",
+            ),
+            *(
+                (
+                    x is not None and not 0 < x < math.inf,
+                    f".{name}: {x!r} is not allowed; allowed: a finite number > 0.",
+                )
+                for name, x in limits
+            ),
+            (high is not None and low is not None and low > high, f": lower={low} exceeds upper={high}."),
+            (
+                self.compat - set(COMPAT),
+                f": unknown compatibility options {sorted(self.compat - set(COMPAT))}; known: {', '.join(COMPAT)}.",
+            ),
+        ):
+            if wrong:
+                raise ConfigError(f"mismatch.correction{message}")
 
 
-def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> tuple[Rule, ...]:
+def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> dict[str, Interval]:
     """Read rejection rules with their thresholds (`mismatch.correction.reject`); raises ConfigError.
 
     For k1 a threshold is the bounds of the ratio, or a number x, which means 1/x to x, or x to 1/x; otherwise an upper bound
     in nats.
     """
-    where = "mismatch.correction.reject"
-    rules = []
+    where, rules = "mismatch.correction.reject", dict[str, Interval]()
     for name, bounds in reject.items():
         if name not in RULES:
             raise ConfigError(f"{where}: unknown rule {name!r}; known: {', '.join(RULES)}.{suggestion(name, RULES)}")
-        if not name.endswith("k1"):
-            if isinstance(bounds, tuple):
-                raise ConfigError(f"{where}.{name}: {list(bounds)} is not allowed; allowed: a number > 0.")
-            rules.append(Rule(name=name, upper=bounds))
-            continue
-        lower, upper = bounds if isinstance(bounds, tuple) else sorted((bounds, 1 / bounds))
-        rules.append(Rule(name=name, lower=lower, upper=upper))
-    return tuple(rules)
+        if name.endswith("k1"):
+            lower, upper = bounds if isinstance(bounds, tuple) else sorted((bounds, 1 / bounds))
+            rules[name] = lower, upper
+        elif isinstance(bounds, tuple):
+            raise ConfigError(f"{where}.{name}: {list(bounds)} is not allowed; allowed: a number > 0.")
+        else:
+            rules[name] = None, bounds
+    return rules
 
 
-_GEO = parse_rules({"seq_mean_k1": (0.999, 1.001)})
-_K3 = parse_rules({"seq_mean_k3": 0.01})
+_GEO: dict[str, Interval] = {"seq_mean_k1": (0.999, 1.001)}
+_K3: dict[str, Interval] = {"seq_mean_k3": (None, 0.01)}
 _TOKEN = ResolvedCorrection(level="token", upper=2.0)
 _SEQUENCE = ResolvedCorrection(level="sequence", upper=2.0)
 _ICEPOP = ResolvedCorrection(level="token", bound="icepop", lower=0.5, upper=5.0)
@@ -154,7 +135,7 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "decoupled_token_is": _TOKEN,
     "decoupled_seq_is": _SEQUENCE,
     "decoupled_token_icepop": _ICEPOP,
-    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules=parse_rules({"seq_sum_k1": (0.5, 2.0)})),
+    "decoupled_seq_is_rs": dataclasses.replace(_SEQUENCE, rules={"seq_sum_k1": (0.5, 2.0)}),
     "decoupled_geo_rs": dataclasses.replace(_NONE, rules=_GEO),
     "decoupled_geo_rs_seq_tis": dataclasses.replace(_SEQUENCE, rules=_GEO),
     "decoupled_geo_rs_token_tis": dataclasses.replace(_TOKEN, rules=_GEO),

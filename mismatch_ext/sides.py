@@ -17,11 +17,11 @@ from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerRead
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.rollout import Batch, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.weights import NamedTensors, Sampled, Trained, fingerprint
+from mismatch_ext.weights import NamedTensors, ProbedEngine, ProbedTrainer, fingerprint
 
 
 @runtime_checkable
-class TrainerSide(Trained, Protocol):
+class TrainerSide(ProbedTrainer, Protocol):
     """The model being trained, as its host holds it."""
 
     def reading(self) -> TrainerReading:
@@ -36,7 +36,7 @@ class TrainerSide(Trained, Protocol):
 
 
 @runtime_checkable
-class RolloutSide(Sampled, Protocol):
+class RolloutSide(ProbedEngine, Protocol):
     """The engine that samples, in this process or behind a transport."""
 
     def reading(self) -> EngineReading:

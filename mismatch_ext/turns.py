@@ -75,7 +75,7 @@ def join_turns(
     candidates for a turn, and calls about something else, are ignored. Raises RecordError or RoutingError; names completion,
     token and ids.
     """
-    rows = [_Row(name, completion, limit) for name, completion in enumerate(trained)]
+    rows = [_Completion(name, completion, limit) for name, completion in enumerate(trained)]
     waiting: _Waiting = defaultdict(list)
     for number, turn in enumerate(turns):
         waiting[len(turn.prompt_ids)].append((number, turn))
@@ -106,7 +106,7 @@ _Waiting = dict[int, list[tuple[int, RolloutRecord]]]
 
 
 @dataclass
-class _Row:
+class _Completion:
     """A completion whose turns are being looked for, each with the number of its sampled tokens that the completion has."""
 
     name: int
@@ -198,7 +198,7 @@ class _Row:
         raise RecordError(f"{message} {REMEDY}")
 
 
-def _expect_none_dropped(rows: Sequence[_Row], left: Sequence[RolloutRecord], every_turn: bool) -> None:
+def _expect_none_dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> None:
     """Refuse turns that continue a completion but are not part of it."""
     for turn in left:
         if not every_turn:
@@ -234,7 +234,7 @@ def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
 # The record of a completion: log-probabilities, routes, masks and origin.
 
 
-def _record(row: _Row, counts: Counter[str]) -> RolloutRecord:
+def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
     """Return the record of a row whose turns have all been found."""
     trained = row.trained
     if not row.turns:
@@ -261,7 +261,7 @@ def _record(row: _Row, counts: Counter[str]) -> RolloutRecord:
     )
 
 
-def _expect_one_origin(row: _Row) -> None:
+def _expect_one_origin(row: _Completion) -> None:
     versions = [turn.provenance.weight_version for turn, _ in row.turns]
     for number, version in enumerate(versions):
         if version != versions[0]:
@@ -274,7 +274,7 @@ def _expect_one_origin(row: _Row) -> None:
     )
 
 
-def _expect_logprobs(row: _Row, logprobs: Sequence[float], mask: Sequence[bool]) -> None:
+def _expect_logprobs(row: _Completion, logprobs: Sequence[float], mask: Sequence[bool]) -> None:
     trained = row.trained.rollout_logprobs or ()
     for place, (value, other, counted) in enumerate(zip(logprobs, trained, mask, strict=False)):
         if counted and not _near(value, other):
@@ -285,7 +285,7 @@ def _expect_logprobs(row: _Row, logprobs: Sequence[float], mask: Sequence[bool])
             )
 
 
-def _pieces(row: _Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
+def _pieces(row: _Completion) -> Iterator[tuple[RoutingTrace, int, int, int]]:
     """Yield each turn's routes, start and stop of the rows that no earlier turn has, and the first of these that it sampled."""
     at = 0
     for turn, _ in row.turns:
@@ -300,7 +300,7 @@ def _pieces(row: _Row) -> Iterator[tuple[RoutingTrace, int, int, int]]:
             at = stop
 
 
-def _routing(row: _Row, counts: Counter[str]) -> RoutingTrace | None:
+def _routing(row: _Completion, counts: Counter[str]) -> RoutingTrace | None:
     if all(turn.routing is None for turn, _ in row.turns):
         return None
     parts: list[RoutingTrace] = []
@@ -321,7 +321,7 @@ def _routing(row: _Row, counts: Counter[str]) -> RoutingTrace | None:
     return joined
 
 
-def _support(row: _Row) -> TokenSupport | None:
+def _support(row: _Completion) -> TokenSupport | None:
     supports = [turn.support for turn, _ in row.turns]
     if all(support is None for support in supports):
         return None

@@ -395,7 +395,7 @@ def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tu
 # Both sides, asked after each update.
 
 
-class Trained(Protocol):
+class ProbedTrainer(Protocol):
     """The methods that are called on the trainer."""
 
     def score(self, tokens: Tensor) -> Tensor:
@@ -405,7 +405,7 @@ class Trained(Protocol):
         """Return a digest of the current weights, which changes when the weights change."""
 
 
-class Sampled(Protocol):
+class ProbedEngine(Protocol):
     """The methods that are called on the engine."""
 
     def score(self, tokens: Tensor) -> Tensor:
@@ -480,8 +480,8 @@ class WeightVerifier:
 
     def __init__(
         self,
-        trainer: Trained,
-        rollout: Sampled,
+        trainer: ProbedTrainer,
+        rollout: ProbedEngine,
         monitor: MonitorConfig,
         probes: Tensor,
         *,

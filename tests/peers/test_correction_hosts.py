@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import PRESETS, ResolvedCorrection, Rule, correct, parse_rules
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, correct, parse_rules
+from mismatch_ext.presets import Interval
 
 VERL = (
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
@@ -81,7 +82,7 @@ def test_preset_equals_verls_own_function(verl: Any, name: str) -> None:
         compare(helper, config, settings, *batch(seed, empty=seed % 4 == 0))
 
 
-def rules_of(names: str, thresholds: Any) -> tuple[Rule, ...]:
+def rules_of(names: str, thresholds: Any) -> dict[str, Interval]:
     """Return rules that verl writes as two lists."""
     pairs = zip(names.split(","), str(thresholds).split(","), strict=True)
     bounds = {name: tuple(map(float, text.split("_"))) for name, text in pairs}

@@ -11,6 +11,7 @@ import numpy as np
 
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.names import TRL
 
 POSITION_EDGES = (0, 1, 2, 4, 8, 16, 32, 64)
 PROBABILITY_EDGES = (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1)
@@ -32,6 +33,7 @@ def header(name: str, **changes: Any) -> dict[str, Any]:
     dtype = DTYPES.get(name, "bfloat16")
     base: dict[str, Any] = {
         "run": {"name": name, "host": "trl 1.16.0"},
+        "names": TRL.to_dict(),
         "trainer": {"parameter_dtypes": {"float32": 148}, "autocast_dtype": dtype, "device": "cpu"},
         "engine": {"model_dtype": dtype, "kv_cache_dtype": "auto", "logprobs_mode": "raw_logprobs"},
         "sampling": {"temperature": 1.0, "top_p": 1.0},

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, RULES, ResolvedCorrection, Rule, correct, parse_rules, resolve
+from mismatch_ext.correction import PRESETS, RULES, ResolvedCorrection, correct, parse_rules, resolve
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 
 pytestmark = pytest.mark.numeric
@@ -224,10 +224,10 @@ def by_hand(
     def statistic(d: float, estimator: str) -> float:
         return {"k1": -d, "k2": d * d / 2, "k3": math.expm1(d) - d}[estimator]
 
-    def inside(value: float, rule: Rule) -> bool:
-        if rule.lower is None:
-            return value <= rule.upper
-        low, high = math.log(rule.lower), math.log(rule.upper)
+    def inside(value: float, lower: float | None, upper: float) -> bool:
+        if lower is None:
+            return value <= upper
+        low, high = math.log(lower), math.log(upper)
         return low <= value <= high if "verl_inverse_k1" in s.compat else -high <= value <= -low
 
     weights, kept = [[0.0] * mask.shape[1] for _ in mask], [[False] * mask.shape[1] for _ in mask]
@@ -236,13 +236,14 @@ def by_hand(
         d = [float(old[row, t]) - float(rollout[row, t]) for t in places]
         keep = [True] * len(d)
         whole = not d or s.veto is None or min(d) >= math.log(s.veto)
-        for rule in s.rules:
-            values = [statistic(clamped(x), rule.estimator) for x in d]
-            if rule.over == "token":
-                keep = [k and inside(v, rule) for k, v in zip(keep, values, strict=True)]
+        for rule, bounds in s.rules.items():
+            *_, over, estimator = rule.split("_")
+            values = [statistic(clamped(x), estimator) for x in d]
+            if over == "token":
+                keep = [k and inside(v, *bounds) for k, v in zip(keep, values, strict=True)]
             elif d:
-                total = {"sum": math.fsum(values), "mean": math.fsum(values) / len(d), "max": max(values)}[rule.over]
-                whole = whole and inside(total, rule)
+                total = {"sum": math.fsum(values), "mean": math.fsum(values) / len(d), "max": max(values)}[over]
+                whole = whole and inside(total, *bounds)
         exponent = {"sequence": math.fsum(d), "geometric": math.fsum(d) / max(len(d), 1)}.get(s.level)
         for place, x, k in zip(places, d, keep, strict=True):
             ratio = math.exp(clamped(x if exponent is None else exponent))

@@ -19,7 +19,7 @@ from mismatch_ext import lr
 from mismatch_ext.config import LrConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.gap import gap_metrics, gap_sums
-from mismatch_ext.lr import Level, LrState, Measurement, lr_metrics, lr_multiplier, lr_period, lr_step
+from mismatch_ext.lr import Baseline, LrState, Measurement, lr_metrics, lr_multiplier, lr_period, lr_step
 from mismatch_ext.states import from_json, to_json
 from mismatch_ext.sums import merged
 from tests.unit import lengths as sim
@@ -250,7 +250,7 @@ def test_the_threshold_by_hand() -> None:
     assert (current.baseline.center, current.baseline.spread) == (5.0, pytest.approx(2.9652))
     assert lr.surge_threshold(current.baseline, DEFAULT) == pytest.approx(16.8608)
     assert lr.surge_threshold(current.baseline, LrConfig(surge_ratio=4.0)) == 20.0
-    assert lr.surge_threshold(Level(center=0.1, spread=0.1), DEFAULT) == 1.0
+    assert lr.surge_threshold(Baseline(center=0.1, spread=0.1), DEFAULT) == 1.0
 
 
 def test_a_baseline_of_zero_has_no_multiple() -> None:

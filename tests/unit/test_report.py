@@ -317,7 +317,7 @@ def test_growth_compares_later_with_earlier_tokens() -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
     content = (run / "metrics.jsonl").read_bytes()
-    (run / "metrics.jsonl").write_bytes(b"garbage\n" + content[:1500])
+    (run / "metrics.jsonl").write_bytes(b"garbage\n" + content[:1700])
     text = rendered(run).text
     assert "This report is not complete" in text
     for part in ("line 1 was left out", "is torn", "no end line", "no position profile", "no token sample"):

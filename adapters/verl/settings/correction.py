@@ -12,8 +12,9 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, ResolvedCorrection, Rule, resolve
+from mismatch_ext.correction import PRESETS, ResolvedCorrection, resolve
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.presets import Interval
 
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
@@ -70,8 +71,8 @@ def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any]:
         "rollout_is": None if settings.level == "none" else settings.level,
         "rollout_is_threshold": 2.0 if settings.level == "none" else _native_threshold(settings),
         "rollout_is_batch_normalize": settings.normalize,
-        "rollout_rs": ",".join(rule.name for rule in settings.rules) or None,
-        "rollout_rs_threshold": ",".join(_native_rule(rule, inverse) for rule in settings.rules) or None,
+        "rollout_rs": ",".join(settings.rules) or None,
+        "rollout_rs_threshold": ",".join(_native_bounds(bounds, inverse) for bounds in settings.rules.values()) or None,
         "bypass_mode": settings.mode == "bypass",
         "loss_type": settings.loss,
     }
@@ -84,11 +85,12 @@ def _native_threshold(settings: ResolvedCorrection) -> float | str | None:
     return "_".join(repr(unbounded if bound is None else bound) for bound, unbounded in given)
 
 
-def _native_rule(rule: Rule, inverse: bool) -> str:
-    """Return the threshold as verl reads it: its k1 rules compare 1/rho with their bounds."""
-    if rule.lower is None:
-        return repr(rule.upper)
-    return f"{rule.lower!r}_{rule.upper!r}" if inverse else f"{1 / rule.upper!r}_{1 / rule.lower!r}"
+def _native_bounds(bounds: Interval, inverse: bool) -> str:
+    """Return a rule's threshold as verl reads it: its k1 rules compare 1/rho with their bounds."""
+    lower, upper = bounds
+    if lower is None:
+        return repr(upper)
+    return f"{lower!r}_{upper!r}" if inverse else f"{1 / upper!r}_{1 / lower!r}"
 
 
 def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list[str]:

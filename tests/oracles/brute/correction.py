@@ -25,7 +25,9 @@ def weights_and_mask(
         log_ratios = [float(old[place]) - float(rollout[place]) for place in places]
         of_row = [weight(log_ratios, i, settings) for i in range(len(places))]
         row_means.append(sum(of_row) / len(of_row))
-        keep_row = all(rule_keeps(log_ratios, rule, settings.compat) for rule in settings.rules if rule.over != "token")
+        keep_row = all(
+            rule_keeps(log_ratios, *rule, settings.compat) for rule in settings.rules.items() if rule[0][:5] != "token"
+        )
         if settings.veto is not None and min(log_ratios) < math.log(settings.veto):
             keep_row = False
         if settings.off_policy_threshold is not None:
@@ -34,10 +36,12 @@ def weights_and_mask(
             drift = sum(float(rollout[place]) - float(policy[place]) for place in places) / len(places)
             if advantage < 0 and drift > settings.off_policy_threshold:
                 keep_row = False
-        token_rules = [rule for rule in settings.rules if rule.over == "token"]
+        token_rules = [rule for rule in settings.rules.items() if rule[0][:5] == "token"]
         for place, value, log_ratio in zip(places, of_row, log_ratios, strict=True):
             weights[place] = value
-            kept[place] = keep_row and all(rule_keeps([log_ratio], rule, settings.compat) for rule in token_rules)
+            kept[place] = keep_row and all(
+                rule_keeps([log_ratio], name, bounds, settings.compat) for name, bounds in token_rules
+            )
     if settings.normalize:
         mean = float(weights.sum() / mask.sum()) if settings.level == "token" else sum(row_means) / len(row_means)
         weights /= mean if mean > 1e-8 else 1.0
@@ -58,17 +62,17 @@ def weight(log_ratios: list[float], i: int, settings: Any) -> float:
     return ratio if lower <= ratio <= upper else 0.0
 
 
-def rule_keeps(log_ratios: list[float], rule: Any, compat: frozenset[str]) -> bool:
+def rule_keeps(log_ratios: list[float], name: str, bounds: tuple[float | None, float], compat: frozenset[str]) -> bool:
     """Return whether a rule keeps these tokens, which are a row or a single token."""
-    values = [
-        {"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[rule.estimator] for x in (cut(x) for x in log_ratios)
-    ]
-    value = {"token": values[0], "sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[rule.over]
-    if rule.lower is None:
-        return bool(value <= rule.upper)
-    low, high = -math.log(rule.upper), -math.log(rule.lower)
+    *_, over, estimator = name.split("_")
+    values = [{"k1": -x, "k2": x * x / 2, "k3": math.expm1(x) - x}[estimator] for x in (cut(x) for x in log_ratios)]
+    value = {"token": values[0], "sum": sum(values), "mean": sum(values) / len(values), "max": max(values)}[over]
+    lower, upper = bounds
+    if lower is None:
+        return bool(value <= upper)
+    low, high = -math.log(upper), -math.log(lower)
     if "verl_inverse_k1" in compat:
-        low, high = math.log(rule.lower), math.log(rule.upper)
+        low, high = math.log(lower), math.log(upper)
     return low <= value <= high
 
 
