@@ -102,3 +102,8 @@ def test_its_report_shows_them(folder: Path, tmp_path: Path) -> None:
     for shown in ("reward", "length", "learning rate", "weight", "k3"):
         assert shown in page.lower(), shown
     assert "no reward was recorded" not in page.lower()
+
+
+def test_its_loss_has_the_policy_gradient_where_it_samples_or_weighs_whole_responses(found: dict[str, Any]) -> None:
+    on_policy, unweighed, weighed = found["judged"]
+    assert max(on_policy, weighed) < 1e-5 < 0.05 < unweighed  # torchtitan computes in float32

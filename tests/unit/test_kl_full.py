@@ -14,7 +14,7 @@ from mismatch_ext import kl as kl_module
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.kl import kl_full, kl_terms
-from tests.oracles.kl.enumeration import Tree
+from mismatch_ext.testing import Tree
 
 pytestmark = pytest.mark.numeric
 

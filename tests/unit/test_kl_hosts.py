@@ -7,8 +7,8 @@ import torch
 from packaging.version import Version
 from torch import Tensor
 
-from tests.oracles.kl.enumeration import moments
-from tests.oracles.kl.hosts import HostTerm, judge, problem_of, read_terms, row_term
+from mismatch_ext.testing import moments, row_term
+from tests.oracles.kl.hosts import HostTerm, judge, problem_of, read_terms
 
 
 def k3(logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.kl import ESTIMATORS, kl_terms
-from tests.oracles.kl.enumeration import Problem, Term, exact, moments
+from mismatch_ext.testing import Problem, Term, exact, moments
 
 pytestmark = pytest.mark.numeric
 

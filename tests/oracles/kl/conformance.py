@@ -7,7 +7,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
-from tests.oracles.kl.enumeration import Moments, Problem, Term, logits_moments
+from mismatch_ext.testing import Moments, Problem, Term, logits_moments
 
 
 def surrogate_term(config: KlConfig) -> Term:

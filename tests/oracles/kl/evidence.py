@@ -10,7 +10,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
-from tests.oracles.kl.enumeration import Problem, Term, Tree, exact, moments, pair_moments
+from mismatch_ext.testing import Problem, Term, Tree, exact, moments, pair_moments
 
 Target = Literal["token", "sequence"]
 SEEDS = range(4)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import ESTIMATORS
-from tests.oracles.kl.enumeration import Problem, exact, stale_gradient
+from mismatch_ext.testing import Problem, exact
 
 PLACEMENTS = ("loss", "reward", "both")
 TARGETS = ("token", "sequence")
@@ -56,6 +56,29 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
     "abs": torch.abs,
 }
 """Textbook forms of the estimators, against which ours are held."""
+
+
+def stale_gradient(problem: Problem, estimate: Callable[[Tensor], Tensor], part: str, *, drawn: bool) -> Tensor:
+    """Return what is regularised when samples of mu stand in for samples of pi, as a gradient `[P, V]`.
+
+    "loss" is the gradient of E_mu[sum K], mu fixed. "reward" and "own reward" are sums over t of the gradient of
+    E[sg(K of t, or of t and later)]: prefix and later tokens come from mu, token t from pi (`drawn`), or from mu as well
+    and is merely scored.
+
+    Args:
+        problem: Policies.
+        estimate: K as a function of the log-ratio d.
+        part: "loss", "reward" (K of token t and later ones) or "own reward" (K of token t).
+        drawn: Whether token t follows pi, as a ratio of the token has it; read for the rewards only.
+    """
+    tree, policy = problem.tree, problem.policy.clone().requires_grad_()
+    p, m = tree.logprobs(policy), tree.logprobs(problem.behavior)
+    sampled, kl = m.sum(1).exp(), estimate(p - tree.logprobs(problem.reference))
+    if part == "loss":
+        return torch.autograd.grad(sampled @ kl.sum(1), policy)[0]
+    credit = kl.detach().flip(1).cumsum(1).flip(1) if part == "reward" else kl.detach()
+    weighted = (m.sum(1, keepdim=True) - m + p).exp() if drawn else sampled[:, None] * p
+    return torch.autograd.grad((weighted * credit).sum(), policy)[0]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
-from tests.oracles.kl.enumeration import Problem
+from mismatch_ext.testing import Problem
 
 SEEDS = range(4)
 Weight = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -16,11 +16,13 @@ from typing import Any
 import torch
 import vllm  # noqa: F401 (imported once for all forks)
 from safetensors.torch import load_file
+from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset
 from mismatch_ext import Run
 from mismatch_ext.errors import WeightSyncError
+from mismatch_ext.testing import Problem, judge_correction, row_term
 from tests.torch_rollout import TorchRollout
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -35,6 +37,7 @@ def without_vllm(out: str, steps: int) -> dict[str, Any]:
     return {
         "parts": _parts(example),
         "loss": _loss(example),
+        "judged": _judged(example),
         "own_names": _own_names(example, f"{out}/names"),
         "steps": {
             name: _steps(example, f"{out}/{name}", steps, noise) for name, noise in (("run", 0.0), ("noisy", 2.0))
@@ -109,6 +112,28 @@ def _loss(example: Any) -> list[float]:
         assert logits.grad is not None and math.isfinite(loss.item())
         found += [float(loss.detach()), float(logits.grad.norm())]
     return found
+
+
+def _judged(example: Any) -> list[float]:
+    """Return the bias of torchtitan's policy loss on its own samples, and on those of another policy without and with weights."""
+    policy_loss = example.GRPOLoss.Config().build()
+
+    def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior: Tensor, reward: Tensor, weight: Tensor) -> Tensor:
+        # Two tokens whose first has the response's log-probability: torchtitan's loss takes logits.
+        logits = torch.stack([logprobs, torch.log1p(-logprobs.exp())], -1)
+        given = {"generator_logprobs": logprobs.detach(), "advantages": (weight * reward)[:, None].expand_as(logprobs)}
+        labels = torch.zeros(logprobs.shape, dtype=torch.long)
+        mask = torch.ones(logprobs.shape, dtype=torch.bool)
+        return policy_loss(logits, labels, 1, loss_mask=mask, **given)[0]
+
+    biases = []
+    for lag, weighed in ((0.0, False), (0.3, False), (0.3, True)):
+        problem = Problem.random(3, 4, 0, lag=lag)
+        rewards = problem.tree.random_rewards(0)
+        ratio = (problem.tree.logprobs(problem.policy) - problem.tree.logprobs(problem.behavior)).sum(1).exp()
+        weights = ratio if weighed else torch.ones_like(ratio)
+        biases.append(judge_correction(problem, row_term(loss, rewards, weights), rewards).bias)
+    return biases
 
 
 def _own_names(example: Any, out: str) -> str:

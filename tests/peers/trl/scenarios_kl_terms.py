@@ -16,8 +16,8 @@ from datasets import Dataset
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from tests.oracles.kl.enumeration import moments
-from tests.oracles.kl.hosts import SAMPLINGS, Sampling, judge, problem_of, row_term
+from mismatch_ext.testing import moments, row_term
+from tests.oracles.kl.hosts import SAMPLINGS, Sampling, judge, problem_of
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"use_bias_correction_kl": True},

@@ -30,7 +30,7 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.patching import revert
 from mismatch_ext.sums import merged
-from tests.oracles.kl.enumeration import Problem
+from mismatch_ext.testing import Problem
 from tests.oracles.kl.facts import FACTS
 from tests.peers.verl.in_process.losses import (
     END,

@@ -16,8 +16,8 @@ from verl.trainer.ppo.core_algos import FixedKLController, compute_rloo_outcome_
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.workers.utils.losses import ppo_loss
 
-from tests.oracles.kl.enumeration import Term, moments
-from tests.oracles.kl.hosts import SAMPLINGS, judge, problem_of, row_term
+from mismatch_ext.testing import Term, moments, row_term
+from tests.oracles.kl.hosts import SAMPLINGS, judge, problem_of
 from tests.peers.verl.in_process.losses import batch_of, driven, host_config, loss_on
 
 ACTOR = "actor_rollout_ref.actor"

@@ -1,9 +1,17 @@
-"""Exact expectations over every response of a small autoregressive policy, to hold KL terms against.
-
-Shapes: N = V^T sequences, T tokens, V vocabulary, P = (V^T - 1) / (V - 1) prefixes. All float64.
+"""Exact enumeration as a test oracle: what a trainer's KL term or importance correction does on average, without sampling.
 
 A policy is a table of logits `[P, V]`, one row per prefix: nothing is shared between prefixes, so no error can hide in a
-parametrisation.
+parametrisation. Every response is enumerated, and weighted by its probability under the policy that samples.
+
+    from mismatch_ext.testing import judge_kl, kl_problem, row_term  # kl_problem is a pytest fixture
+
+    def test_the_kl_term_of_my_trainer(kl_problem):
+        def loss(logprobs, ref_logprobs, behavior_logprobs):  # of one response, each [1, T]
+            return my_trainer.kl_loss(logprobs, ref_logprobs).sum()
+
+        judge_kl(kl_problem, row_term(loss)).expect("KL(pi||ref) of responses")
+
+Shapes: N = V^T responses, T tokens, V vocabulary, P = (V^T - 1) / (V - 1) prefixes. All float64.
 """
 
 from __future__ import annotations
@@ -13,14 +21,22 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
+import pytest
 import torch
 from torch import Tensor
+
+RowLoss = Callable[..., Tensor]
+"""(logprobs, ref_logprobs, behavior_logprobs, *others) of one response, each [1, T] or [1] -> its loss, summed, 0-d."""
 
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, behavior_logprobs), each [rows, T] -> per-token loss terms [rows, T]."""
 
 LogitsTerm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(logits, ref_logits, each [rows, T, V], logprobs, behavior_logprobs, each [rows, T]) -> per-token terms [rows, T]."""
+
+
+ZERO = 1e-9
+"""Relative size below which a figure is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,6 +77,11 @@ class Tree:
         """Return the log-probability of each token given its prefix `[N, T]`."""
         return logits.log_softmax(-1)[self.states, self.sequences]
 
+    def random_rewards(self, seed: int) -> Tensor:
+        """Return a seeded normal reward for each response `[N]`, the same on every machine."""
+        draw = random.Random(f"{self.vocab}/{self.horizon}/rewards/{seed}")
+        return torch.tensor([draw.gauss(0, 1) for _ in range(self.vocab**self.horizon)], dtype=torch.float64)
+
     def random_logits(self, seed: int, scale: float, around: Tensor | None = None) -> Tensor:
         """Return seeded normal logits `[P, V]`, the same on every machine, added to `around`."""
         draw = random.Random(f"{self.vocab}/{self.horizon}/{seed}")
@@ -98,6 +119,11 @@ class Problem:
             tree.random_logits(3 * seed + 1, distance, around=policy),
             tree.random_logits(3 * seed + 2, lag, around=policy) if lag else policy,
         )
+
+    @property
+    def prefixes(self) -> Literal["pi", "mu"]:
+        """The policy whose prefixes are sampled: "pi" on-policy, otherwise "mu"."""
+        return "pi" if torch.equal(self.policy, self.behavior) else "mu"
 
     @property
     def probabilities(self) -> Tensor:
@@ -139,29 +165,6 @@ def exact(
         visits = _visits(tree, problem.policy if prefixes == "pi" else problem.behavior)
         value = visits @ PREFIX_DIVERGENCES[divergence](policy.log_softmax(-1), problem.reference.log_softmax(-1))
     return float(value.detach()), torch.autograd.grad(value, policy)[0]
-
-
-def stale_gradient(problem: Problem, estimate: Callable[[Tensor], Tensor], part: str, *, drawn: bool) -> Tensor:
-    """Return what is regularised when samples of mu stand in for samples of pi, as a gradient `[P, V]`.
-
-    "loss" is the gradient of E_mu[sum K], mu fixed. "reward" and "own reward" are sums over t of the gradient of
-    E[sg(K of t, or of t and later)]: prefix and later tokens come from mu, token t from pi (`drawn`), or from mu as well
-    and is merely scored.
-
-    Args:
-        problem: Policies.
-        estimate: K as a function of the log-ratio d.
-        part: "loss", "reward" (K of token t and later ones) or "own reward" (K of token t).
-        drawn: Whether token t follows pi, as a ratio of the token has it; read for the rewards only.
-    """
-    tree, policy = problem.tree, problem.policy.clone().requires_grad_()
-    p, m = tree.logprobs(policy), tree.logprobs(problem.behavior)
-    sampled, kl = m.sum(1).exp(), estimate(p - tree.logprobs(problem.reference))
-    if part == "loss":
-        return torch.autograd.grad(sampled @ kl.sum(1), policy)[0]
-    credit = kl.detach().flip(1).cumsum(1).flip(1) if part == "reward" else kl.detach()
-    weighted = (m.sum(1, keepdim=True) - m + p).exp() if drawn else sampled[:, None] * p
-    return torch.autograd.grad((weighted * credit).sum(), policy)[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -246,6 +249,153 @@ def pair_moments(problem: Problem, term: Term, batch: int) -> Moments:
         gradient=gradient.view_as(problem.policy),
         std=_root(batch * variance, square),
     )
+
+
+def row_term(loss: RowLoss, *others: Tensor) -> Term:
+    """Return a trainer's loss of one response as a term of the enumeration: each response is a batch of its own.
+
+    Args:
+        loss: The trainer's loss, differentiable in the log-probabilities.
+        others: What else the loss takes of a response, such as `rewards` `[N]`, in the order of `Tree.sequences`.
+    """
+
+    def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+        terms = []
+        for row in range(len(logprobs)):
+            at = slice(row, row + 1)
+            leaf = logprobs[at].detach().requires_grad_()
+            value = loss(leaf, ref_logprobs[at], behavior_logprobs[at], *(other[at] for other in others))
+            (gradient,) = torch.autograd.grad(value, leaf)
+            # The bracket is zero, with gradient one.
+            terms.append(value.detach() / leaf.numel() + gradient[0] * (logprobs[row] - logprobs[row].detach()))
+        return torch.stack(terms)
+
+    return term
+
+
+@dataclass(frozen=True, kw_only=True)
+class KlJudgement:
+    """What a KL term is on average; sizes are relative to the exact value or the norm of the exact gradient.
+
+    Args:
+        value: Bias of the expected value against KL(pi||ref) of responses.
+        responses: Bias of the expected gradient against that of KL(pi||ref) of responses.
+        cos: Cosine of the two gradients; None where the expected gradient is 0.
+        tokens: Bias of the expected gradient against that of the per-token reverse KL of the sampled prefixes.
+        std: Spread of one response's gradient over the norm of that of KL(pi||ref) of responses.
+        regularises: The divergence whose gradient it is, in words; "0" where it has none on average, empty when it is none of
+            those enumerated.
+    """
+
+    value: float
+    responses: float
+    cos: float | None
+    tokens: float
+    std: float
+    regularises: str
+
+    def expect(self, divergence: str) -> None:
+        """Fail unless the term regularises a divergence.
+
+        Args:
+            divergence: As `regularises` has it, such as "KL(pi||ref) of responses".
+
+        Raises:
+            AssertionError: It does not; says what it does.
+        """
+        if self.regularises != divergence:
+            found = (
+                self.regularises or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
+            )
+            raise AssertionError(f"the KL term regularises {found}; allowed: {divergence}.")
+
+
+def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
+    """Hold a KL term against the exact divergences (the divergences that estimators have on average: arXiv 2512.21852).
+
+    Args:
+        problem: Policies.
+        term: The term at coefficient 1; or its moments, where it was enumerated by other means.
+
+    Returns:
+        Its biases and what it regularises, rounded to six digits, so that they are the same on every machine.
+    """
+    found = term if isinstance(term, Moments) else moments(problem, term)
+    value, whole = exact(problem, "KL(pi||ref)", "sequence")
+    candidates = {"KL(pi||ref) of responses": whole}
+    for name in PREFIX_DIVERGENCES:
+        gradient = exact(problem, name, "token", problem.prefixes)[1]
+        candidates[f"{name} of tokens, prefixes of {problem.prefixes}"] = gradient
+    token = candidates[f"KL(pi||ref) of tokens, prefixes of {problem.prefixes}"]
+    vanishes = float(found.gradient.norm()) < ZERO * float(whole.norm())
+    matches = [name for name, truth in candidates.items() if off(found.gradient, truth) < ZERO]
+    return KlJudgement(
+        value=_figure(found.value / value - 1),
+        responses=_figure(off(found.gradient, whole)),
+        cos=None if vanishes else _figure(_cosine(found.gradient, whole)),
+        tokens=_figure(off(found.gradient, token)),
+        std=_figure(found.std / float(whole.norm())),
+        regularises="0" if vanishes else next(iter(matches), ""),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CorrectionJudgement:
+    """What a policy loss on samples of mu is on average, beside the gradient of the expected reward under pi.
+
+    Args:
+        bias: Norm of the difference of the two gradients over that of the exact one.
+        cos: Their cosine; None where the expected gradient is 0.
+        shape: What is left of the bias at the best scale: what no learning rate takes away.
+        std: Spread of one response's gradient over the norm of the exact one.
+    """
+
+    bias: float
+    cos: float | None
+    shape: float
+    std: float
+
+
+def judge_correction(problem: Problem, term: Term, rewards: Tensor) -> CorrectionJudgement:
+    """Hold a corrected policy loss against the exact policy gradient, -grad E_pi[R].
+
+    Args:
+        problem: Policies; mu samples.
+        term: The loss, its advantages being `rewards`.
+        rewards: Reward of each response `[N]`, in the order of `Tree.sequences`; `Tree.random_rewards` draws some.
+    """
+    policy = problem.policy.clone().requires_grad_()
+    truth = torch.autograd.grad(-(problem.tree.logprobs(policy).sum(1).exp() @ rewards), policy)[0]
+    found = moments(problem, term)
+    size = float(truth.norm())
+    vanishes = float(found.gradient.norm()) < ZERO * size
+    cosine = None if vanishes else _cosine(found.gradient, truth)
+    return CorrectionJudgement(
+        bias=_figure(off(found.gradient, truth)),
+        cos=None if cosine is None else _figure(cosine),
+        shape=1.0 if cosine is None else _figure(max(0.0, 1 - cosine**2) ** 0.5),
+        std=_figure(found.std / size),
+    )
+
+
+@pytest.fixture(params=["on-policy", "off-policy"])
+def kl_problem(request: pytest.FixtureRequest) -> Problem:
+    """Policy, reference and sampling policy over the responses of five tokens of a vocabulary of three."""
+    return Problem.random(3, 5, 0, distance=0.7, lag=0.0 if request.param == "on-policy" else 0.3)
+
+
+def off(found: Tensor, truth: Tensor) -> float:
+    """Return the norm of the difference of two tensors over that of the second."""
+    return float((found - truth).norm() / truth.norm())
+
+
+def _cosine(found: Tensor, truth: Tensor) -> float:
+    return float((found * truth).sum() / found.norm()) / float(truth.norm())
+
+
+def _figure(value: float) -> float:
+    """Round to six digits, and to 0 what is rounding."""
+    return 0.0 if abs(value) < ZERO else float(f"{value:.6g}")
 
 
 def _call(problem: Problem, term: Term, rows: Tensor) -> tuple[Tensor, Tensor]:
