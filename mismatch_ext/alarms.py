@@ -51,34 +51,23 @@ ANEW = "alarms_anew"
 class Rule:
     """When a metric is out of bounds, for how many logs in a row, and what happens then.
 
-    Args:
-        metric: Name in the log, that name without the prefix `mismatch/`, or a role for which the host has its own name.
-        above: Values greater than this are out of bounds.
-        below: Values less than this are out of bounds; without `above` and `below`, only values that are not finite.
-        patience: Number of logs in a row that raise the alarm, and that clear it.
-        action: What the alarm does.
-        source: Where the threshold comes from.
-        meaning: What an alarm means; the text follows "which means that".
-        advice: What to do.
-        superseded_by: A metric that says the same; if a log holds that metric, this rule is not watched.
-        numerics: Whether the rule is about numerics. If rollouts may be stale, it then watches `mismatch/numerics/...`, and
-            nothing in a log without it, because drift is not a fault of either side.
-        named: Whether the block names the metric.
-        logged: Names under which the metric may be logged.
+    A value is out of bounds above `above`, below `below`, and where it is not finite. `metric` is a name in the log, with or
+    without the prefix `mismatch/`, or a role for which the host has its own name.
     """
 
     metric: str
     above: float | None = None
     below: float | None = None
-    patience: int = PATIENCE
+    patience: int = PATIENCE  # logs in a row that raise the alarm, and that clear it
     action: Literal["warn", "stop"] = "warn"
-    source: str = ""
-    meaning: str = ""
+    source: str = ""  # where the threshold comes from
+    meaning: str = ""  # what an alarm means; follows "which means that"
     advice: str = ""
-    superseded_by: str | None = None
+    superseded_by: str | None = None  # a metric that says the same; this rule is not watched where a log holds it
+    # About numerics: where rollouts may be stale it watches `mismatch/numerics/...` alone, as drift is nobody's fault.
     numerics: bool = False
-    named: bool = False
-    logged: tuple[str, ...] = ()
+    named: bool = False  # whether the block names the metric
+    logged: tuple[str, ...] = ()  # names under which the metric may be logged
 
     @property
     def bounds(self) -> str:
@@ -404,14 +393,14 @@ def unwatched(rules: Mapping[str, Rule], metrics: Mapping[str, Any]) -> dict[str
     }
 
 
-def _names(rule: Rule, found: str | None, metrics: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names under which a rule's metric may be in this log; a name once found is used from then on."""
+def _names(rule: Rule, name: str | None, metrics: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the names under which a rule's metric may be in this log; one under which it was logged is used from then on."""
     if rule.superseded_by in metrics:
         return ()
     names = rule.logged
     if rule.numerics and STALENESS in metrics:
         names = (NUMERICS + rule.metric.removeprefix(PREFIX),)
-    return (found,) if found in names else names
+    return (name,) if name in names else names
 
 
 def _number(value: Any) -> float | None:

@@ -437,8 +437,8 @@ def _not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobErro
 
 def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway."""
-    own = ("rollout_is_", "rollout_rs_", "off_policy_")
-    return {name: value for name, value in metrics.items() if name.startswith(own)}
+    prefixes = ("rollout_is_", "rollout_rs_", "off_policy_")
+    return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
 
 def metrics_over_ranks(

@@ -102,17 +102,17 @@ class RunStream:
         header: Mapping[str, Any],
         of: Segment = "training",
         resume_step: int | None = None,
-        own: int | None = None,
+        new_from: int | None = None,
     ) -> RunStream:
         """Append a segment; a training that resumes nothing first sets an earlier run's file aside. Raises RunDirectoryError.
 
-        `own` is where in the file the new training's own segments start, its evaluations so far; None if it has none.
+        `new_from` is where in the file the new training's own segments start, its evaluations so far; None if it has none.
         """
         path = Path(run_dir) / METRICS_FILE
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             if of == "training" and resume_step is None:
-                _set_aside(path, own)
+                _set_aside(path, new_from)
             fd = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except (OSError, ValueError) as error:
             raise _unwritable(path, error) from error
@@ -151,8 +151,8 @@ class RunStream:
 
     def event(self, step: int, level: str, name: str, message: str, data: Mapping[str, Any] | None = None) -> None:
         """Write something that happened; `level` is info, warning or error."""
-        said = {"level": level, "name": name, "message": message, "data": {} if data is None else data}
-        self._write(self._at("event", step) | said)
+        event = {"level": level, "name": name, "message": message, "data": {} if data is None else data}
+        self._write(self._at("event", step) | event)
 
     def end(self, step: int, status: str, message: str = "") -> None:
         """Write how the segment ended; `status` is completed or failed."""
@@ -201,17 +201,17 @@ def _finite(value: Any, path: str, nonfinite: list[str]) -> Any:
     return value.encode("utf-8", "replace").decode() if isinstance(value, str) else value
 
 
-def _set_aside(path: Path, own: int | None) -> None:
-    """Move the file of an earlier run aside, whoever may still write to it; what starts at `own` stays."""
-    if own == 0 or not path.exists() or not path.stat().st_size:
+def _set_aside(path: Path, new_from: int | None) -> None:
+    """Move the file of an earlier run aside, whoever may still write to it; what starts at `new_from` stays."""
+    if new_from == 0 or not path.exists() or not path.stat().st_size:
         return
     number = 1
     while (aside := path.with_name(f"metrics-{number}.jsonl")).exists():
         number += 1
-    kept = b"" if own is None else path.read_bytes()[own:]
+    new = b"" if new_from is None else path.read_bytes()[new_from:]
     path.rename(aside)
-    if kept:
-        write_whole(path, kept)
+    if new:
+        write_whole(path, new)
     logger.warning("%s holds an earlier run; it is kept as %s.", path, aside.name)
 
 
@@ -381,7 +381,7 @@ class RunLog:
         self._looked = False
         self._stream: RunStream | None = None
         self._segment: Segment | None = None
-        self._own: int | None = None
+        self._new_from: int | None = None
         self._early_events: list[tuple[Any, ...]] = []
         self._sampling = SamplingSettings()
         self._gaps: dict[tuple[str, bool], Sums] = {}
@@ -404,7 +404,7 @@ class RunLog:
     def begin(self, resume_step: int | None = None) -> None:
         """Open a segment for a training; `resume_step` is the last step of the checkpoint that it resumes."""
         self._open("training", resume_step)
-        self._own = None
+        self._new_from = None
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
@@ -433,9 +433,11 @@ class RunLog:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._stream = RunStream.open(self.run_dir, header=self._info(), of=of, resume_step=resume_step, own=self._own)
-        if self._own is None:
-            self._own = self._stream.start
+        self._stream = RunStream.open(
+            self.run_dir, header=self._info(), of=of, resume_step=resume_step, new_from=self._new_from
+        )
+        if self._new_from is None:
+            self._new_from = self._stream.start
         for event in self._early_events:
             self._stream.event(*event)
         self._early_events.clear()

@@ -33,42 +33,26 @@ _LOCK = threading.RLock()  # never held while a target is imported, which takes 
 
 @dataclass(frozen=True, kw_only=True)
 class Patch:
-    """One replacement of one upstream symbol; declaring it changes nothing.
+    """One replacement of one upstream symbol; declaring it changes nothing. It has a probe or an observed effect, or both."""
 
-    Args:
-        name: "peer/what_it_does", unique in the process, for example "trl/engine_arguments".
-        peer: Key of `versions.PEERS`, or a distribution name.
-        supports: Versions that the patch was run with, as a PEP 440 range; others run with a warning.
-        target: "package.module:Attribute.path" of the symbol. A module's by-value import is a symbol of that module.
-        make: Gets the original and, if the patch has one, the handler; returns a new object that wraps the original. For a class
-            it returns a subclass. For a static or class method it gets the function inside.
-        upstream: URL of the upstream issue, pull request or source line.
-        reason: What breaks without the patch.
-        not_covered: What the patch does not reach, such as objects that were built before it was applied.
-        remove_when: When the patch can be deleted.
-        observed: What shows while it runs that it does its work, and where.
-        probe: Gets the original before anything is written; returns None if the original behaves as the patch needs it to,
-            otherwise a sentence that says what it did instead.
-        texts: Digests of the target's source in versions that the patch was run with. Another text warns and names its digest.
-        handler: What the replacement calls or adds, given by `calling`. A function's or class's name is in the patch's digest, of
-            a tuple its values are.
-
-    Raises:
-        PatchError: The patch has neither a probe nor an observed effect.
-    """
-
-    name: str
-    peer: str
-    supports: str
-    target: str
+    name: str  # "peer/what_it_does", unique in the process
+    peer: str  # key of `versions.PEERS`, or a distribution name
+    supports: str  # versions that it was run with, a PEP 440 range; others run with a warning
+    target: str  # "package.module:Attribute.path"; a module's by-value import is a symbol of that module
+    # Gets the original, unpacked from a static or class method, and the handler if there is one; returns a new object that
+    # wraps it, for a class a subclass.
     make: Callable[..., Any]
-    upstream: str
-    reason: str
-    not_covered: str
-    remove_when: str
-    observed: str = ""
+    upstream: str  # URL of the upstream issue, pull request or source line
+    reason: str  # what breaks without the patch
+    not_covered: str  # what it does not reach, such as objects that were built before it was applied
+    remove_when: str  # when it can be deleted
+    observed: str = ""  # what shows while it runs that it does its work, and where
+    # Gets the original before anything is written; returns None if it behaves as needed, else a sentence that says what it
+    # did.
     probe: Callable[[Any], str | None] | None = None
-    texts: tuple[str, ...] = ()
+    texts: tuple[str, ...] = ()  # digests of the target's source that were run; another warns and names its digest
+    # What the replacement calls or adds (`calling`). The patch's digest holds a function's or class's name, a tuple's
+    # values.
     handler: Any = field(default=None, hash=False)
 
     def __post_init__(self) -> None:

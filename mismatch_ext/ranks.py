@@ -122,17 +122,17 @@ def first_error(error: BaseException) -> str:
     A rank that fails between two checks ends its process, and the others see no more than a lost connection. What it leaves in
     the store by which the ranks have met tells why.
     """
-    own = f"{type(error).__name__}: {error}"
+    of_this_rank = f"{type(error).__name__}: {error}"
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return own
-    here = f"rank {dist.get_rank()}: {own}"
+        return of_this_rank
+    here = f"rank {dist.get_rank()}: {of_this_rank}"
     try:
         store = dist.distributed_c10d._get_default_store()
         first = store.compare_set(f"mismatch_ext/error/{next(_failures)}", "", here).decode()
     except Exception:  # noqa: BLE001  # the store went with the rank that held it
-        return own
-    if _cause(first) == _cause(own):
-        return own  # it was first, or all ranks have agreed on it
+        return of_this_rank
+    if _cause(first) == _cause(of_this_rank):
+        return of_this_rank  # it was first, or all ranks have agreed on it
     error.add_note(f"This rank failed after {first}")
     return first
 
@@ -143,6 +143,6 @@ def together(ranks: Ranks) -> Iterator[None]:
     error: Exception | None = None
     try:
         yield
-    except Exception as found:  # noqa: BLE001  # whatever it is, the other ranks must not wait
-        error = found
+    except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait
+        error = raised
     agree(error, ranks)

@@ -415,36 +415,22 @@ class Batch:
 
     With padding on the right, positions begin at 0 in every row, whatever the model does with them. A batch lives from
     `run.batch` to the step that learns from it.
-
-    Args:
-        tokens: `[B, S]`, int64; 0 at padding.
-        attention_mask: True at tokens `[B, S]`.
-        prompt_lengths: Number of tokens of each prompt `[B]`, int64.
-        response_mask: True at tokens that the policy sampled `[B, T]`.
-        rollout_logprobs: The engine's log-probabilities `[B, T]`, in nats, float32; 0 at padding.
-        groups: Number of each row's prompt among the prompts of the batch `[B]`, int64; rows of one prompt share it.
-        temperature: Temperature that the tokens were sampled at.
-        provenance: Provenance of the rollouts, the same for all rows.
-        records: The rollouts.
-        split: "train" or "eval/<name>".
-        routing: A trace per row; None while no routes are known. Under R2 the first scoring pass sets it.
-        origin: An object that a batch shares with all batches that are cut from it.
-        part: Whether this is only a part of the rows of a batch.
     """
 
-    tokens: Tensor
-    attention_mask: Tensor
-    prompt_lengths: Tensor
-    response_mask: Tensor
-    rollout_logprobs: Tensor
-    groups: Tensor
-    temperature: float
-    provenance: Provenance
+    tokens: Tensor  # `[B, S]`, int64; 0 at padding
+    attention_mask: Tensor  # True at tokens `[B, S]`
+    prompt_lengths: Tensor  # in tokens `[B]`, int64
+    response_mask: Tensor  # True at tokens that the policy sampled `[B, T]`
+    rollout_logprobs: Tensor  # the engine's `[B, T]`, nats, float32; 0 at padding
+    groups: Tensor  # number of each row's prompt in the batch `[B]`, int64; rows of one prompt share it
+    temperature: float  # that the tokens were sampled at
+    provenance: Provenance  # of all rows
     records: tuple[RolloutRecord, ...]
-    split: str = "train"
+    split: str = "train"  # "train" or "eval/<name>"
+    # A trace per row; None while no routes are known. Under R2 the first scoring pass sets it.
     routing: list[RoutingTrace] | None = field(default=None, repr=False)
-    origin: object = field(default_factory=object, repr=False)
-    part: bool = False
+    origin: object = field(default_factory=object, repr=False)  # shared with all batches that are cut from this one
+    part: bool = False  # whether this is only a part of the rows of a batch
 
     def __len__(self) -> int:
         return len(self.tokens)

@@ -61,7 +61,7 @@ class TokenSupport:
         Raises RecordError for an id that is not in the vocabulary, or twice at one position.
         """
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        flat = torch.tensor([one for row in rows for one in row], dtype=torch.int64)
+        flat = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
         return cls.from_places(flat, torch.repeat_interleave(counts), len(rows), vocabulary, name)
 
     @classmethod
@@ -145,10 +145,10 @@ class TokenSupport:
         """Return ids of some positions as a rectangle `[stop - start, K]`, int64, and True where it has an id, bool."""
         counts = self.counts[start:stop].to(device)
         width = max(int(counts.max()), 1) if len(counts) else 1
-        held = torch.arange(width, device=device) < counts[:, None]
-        ids = torch.zeros(held.shape, dtype=torch.int64, device=device)
-        ids[held] = self.ids[int(self.offsets[start]) : int(self.offsets[stop])].to(device).long()
-        return ids, held
+        filled = torch.arange(width, device=device) < counts[:, None]
+        ids = torch.zeros(filled.shape, dtype=torch.int64, device=device)
+        ids[filled] = self.ids[int(self.offsets[start]) : int(self.offsets[stop])].to(device).long()
+        return ids, filled
 
     def check_sampled(self, tokens: Sequence[int], mask: Sequence[bool], name: str) -> None:
         """Raise RecordError if a sampled token of the response `[T]`, True in `mask`, is not in the support of its position."""
@@ -163,9 +163,9 @@ class TokenSupport:
         inside[place[self.ids.long() == sampled[place]]] = True
         if bool((outside := torch.tensor(mask, dtype=torch.bool) & ~inside).any()):
             token = int(outside.nonzero()[0])
-            held = int(self.counts[token])
+            count = int(self.counts[token])
             raise RecordError(
-                f"rollout {name}, token {token} (id {tokens[token]}): it is not among the {held} tokens of its sampling mask, so "
+                f"rollout {name}, token {token} (id {tokens[token]}): not among the {count} tokens of its sampling mask, so "
                 "that it could not have been sampled; masks and tokens are of different requests or positions."
             )
 
@@ -211,7 +211,9 @@ class LeftTokens:
         self._settle()
         if not self._read:
             return TokenSupport.empty(0, vocabulary)
-        ids, counts, cut, sampled = (torch.from_numpy(np.concatenate(one)) for one in zip(*self._read, strict=True))
+        ids, counts, cut, sampled = (
+            torch.from_numpy(np.concatenate(column)) for column in zip(*self._read, strict=True)
+        )
         place = torch.repeat_interleave(torch.arange(len(counts)), counts)
         # The sampled token may be less likely than all of the most likely ones.
         besides = sampled >= 0
@@ -268,8 +270,8 @@ def support_logprobs(logits: Tensor, tokens: Tensor, support: TokenSupport, *, t
             "[B, T], one position per token over V or fewer, and > 0."
         )
     _check_inside(tokens.reshape(-1), support)
-    found: Tensor = _FromLogits.apply(logits, tokens, support, float(temperature))
-    return _finite(found)
+    logprobs: Tensor = _FromLogits.apply(logits, tokens, support, float(temperature))
+    return _finite(logprobs)
 
 
 def head_logprobs(
@@ -300,10 +302,10 @@ def head_logprobs(
     _check_inside(tokens, support)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
-    found: Tensor = _FromHead.apply(
+    logprobs: Tensor = _FromHead.apply(
         hidden, weight, bias, tokens, support, (float(scale), softcap, float(temperature)), dtype
     )
-    return _finite(found)
+    return _finite(logprobs)
 
 
 class _FromLogits(torch.autograd.Function):
@@ -313,12 +315,12 @@ class _FromLogits(torch.autograd.Function):
     def forward(ctx: Any, logits: Tensor, tokens: Tensor, support: TokenSupport, temperature: float) -> Tensor:
         ctx.save_for_backward(logits, tokens)
         ctx.support, ctx.temperature = support, temperature
-        found = torch.zeros(tokens.shape, dtype=_wide(logits.dtype), device=logits.device)
+        logprobs = torch.zeros(tokens.shape, dtype=_wide(logits.dtype), device=logits.device)
         for index, part in _sequences(tokens, support):
-            for rows, ids, held, column in _chunks(tokens[index], part, 1):
-                z = logits[index][rows].gather(-1, ids).to(found.dtype) / temperature
-                found[index][rows] = _normalised(z, held, column)
-        return found
+            for rows, ids, filled, column in _chunks(tokens[index], part, 1):
+                z = logits[index][rows].gather(-1, ids).to(logprobs.dtype) / temperature
+                logprobs[index][rows] = _normalised(z, filled, column)
+        return logprobs
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
@@ -326,9 +328,9 @@ class _FromLogits(torch.autograd.Function):
         (outer,) = gradients
         result = torch.zeros_like(logits)
         for index, part in _sequences(tokens, ctx.support):
-            for rows, ids, held, column in _chunks(tokens[index], part, 1):
+            for rows, ids, filled, column in _chunks(tokens[index], part, 1):
                 z = logits[index][rows].gather(-1, ids).to(outer.dtype) / ctx.temperature
-                slope = _slope(z, held, column, outer[index][rows]) / ctx.temperature
+                slope = _slope(z, filled, column, outer[index][rows]) / ctx.temperature
                 # Padding in the rectangle of ids adds 0 to the gradient of id 0.
                 result[index][rows].scatter_add_(-1, ids, slope.to(result.dtype))
         return result, None, None, None
@@ -350,25 +352,25 @@ class _FromHead(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(hidden, weight, bias, tokens)
         ctx.support, ctx.scaling, ctx.dtype = support, scaling, dtype
-        found = torch.zeros(tokens.shape, dtype=_wide(hidden.dtype), device=hidden.device)
-        for rows, ids, held, column in _chunks(tokens, support, hidden.shape[1]):
-            z, _ = _scaled(_products(hidden[rows], weight, bias, ids, dtype).to(found.dtype), scaling)
-            found[rows] = _normalised(z, held, column)
-        return found
+        logprobs = torch.zeros(tokens.shape, dtype=_wide(hidden.dtype), device=hidden.device)
+        for rows, ids, filled, column in _chunks(tokens, support, hidden.shape[1]):
+            z, _ = _scaled(_products(hidden[rows], weight, bias, ids, dtype).to(logprobs.dtype), scaling)
+            logprobs[rows] = _normalised(z, filled, column)
+        return logprobs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *outers: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, tokens = ctx.saved_tensors
-        (outer,) = gradients
+        (outer,) = outers
         of_hidden, of_weight, of_bias = (
-            torch.zeros(one.shape, dtype=outer.dtype, device=one.device) if one is not None and needed else None
-            for one, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+            torch.zeros(x.shape, dtype=outer.dtype, device=x.device) if x is not None and needed else None
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
         )
-        for rows, ids, held, column in _chunks(tokens, ctx.support, hidden.shape[1]):
+        for rows, ids, filled, column in _chunks(tokens, ctx.support, hidden.shape[1]):
             h = hidden[rows].to(ctx.dtype)
             plain = _products(h, weight, bias, ids, ctx.dtype).to(outer.dtype)
             z, inner = _scaled(plain, ctx.scaling)
-            slope = _slope(z, held, column, outer[rows]) * inner
+            slope = _slope(z, filled, column, outer[rows]) * inner
             products = slope.to(ctx.dtype)
             if of_hidden is not None:
                 of_hidden[rows] = torch.bmm(products[:, None], weight[ids].to(ctx.dtype))[:, 0].to(outer.dtype)
@@ -378,11 +380,11 @@ class _FromHead(torch.autograd.Function):
                 of_weight.index_add_(0, ids.flatten(), each.flatten(0, 1))
             if of_bias is not None:
                 of_bias.index_add_(0, ids.flatten(), slope.flatten())
-        found = (
-            None if g is None else g.to(one.dtype)
-            for g, one in zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
+        gradients = tuple(
+            None if g is None else g.to(x.dtype)
+            for g, x in zip((of_hidden, of_weight, of_bias), (hidden, weight, bias), strict=True)
         )
-        return (*found, None, None, None, None)
+        return (*gradients, None, None, None, None)
 
 
 def _products(hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -401,17 +403,17 @@ def _scaled(z: Tensor, scaling: tuple[float, float | None, float]) -> tuple[Tens
     return bent * (softcap / temperature), (1 - bent * bent) * (scale / temperature)
 
 
-def _normalised(z: Tensor, held: Tensor, column: Tensor) -> Tensor:
+def _normalised(z: Tensor, filled: Tensor, column: Tensor) -> Tensor:
     """Return z_y - log sum exp z of each position; 0 if the position has no ids."""
-    normaliser = z.masked_fill(~held, -torch.inf).logsumexp(-1)
-    return torch.where(held[:, 0], z.gather(-1, column[:, None])[:, 0] - normaliser, 0.0)
+    normaliser = z.masked_fill(~filled, -torch.inf).logsumexp(-1)
+    return torch.where(filled[:, 0], z.gather(-1, column[:, None])[:, 0] - normaliser, 0.0)
 
 
-def _slope(z: Tensor, held: Tensor, column: Tensor, outer: Tensor) -> Tensor:
+def _slope(z: Tensor, filled: Tensor, column: Tensor, outer: Tensor) -> Tensor:
     """Return outer * (1[v = y] - pi_S(v)); 0 outside of the support."""
-    slope = z.masked_fill(~held, -torch.inf).softmax(-1).neg_()
+    slope = z.masked_fill(~filled, -torch.inf).softmax(-1).neg_()
     slope.scatter_add_(-1, column[:, None], torch.ones_like(column, dtype=z.dtype)[:, None])
-    return (slope * outer[:, None]).masked_fill_(~held, 0.0)
+    return (slope * outer[:, None]).masked_fill_(~filled, 0.0)
 
 
 def _sequences(tokens: Tensor, support: TokenSupport) -> Iterator[tuple[Any, TokenSupport]]:
@@ -432,8 +434,8 @@ def _chunks(tokens: Tensor, support: TokenSupport, per_id: int) -> Iterator[_Chu
         rows = slice(first, min(first + size, len(tokens)))
         if not bool(counts[rows].any()):
             continue
-        ids, held = support.rows(rows.start, rows.stop, tokens.device)
-        yield rows, ids, held, ((ids == tokens[rows][:, None]) & held).long().argmax(-1)
+        ids, filled = support.rows(rows.start, rows.stop, tokens.device)
+        yield rows, ids, filled, ((ids == tokens[rows][:, None]) & filled).long().argmax(-1)
 
 
 def _check_inside(tokens: Tensor, support: TokenSupport) -> None:
@@ -444,11 +446,11 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _finite(found: Tensor) -> Tensor:
-    if not bool(torch.isfinite(found).all()):
-        place = [int(x) for x in (~torch.isfinite(found.detach())).nonzero()[0]]
+def _finite(logprobs: Tensor) -> Tensor:
+    if not bool(torch.isfinite(logprobs).all()):
+        place = [int(x) for x in (~torch.isfinite(logprobs.detach())).nonzero()[0]]
         raise NonFiniteLogprobError(
-            f"the log-probability over the sampling mask at position {place} is {float(found[tuple(place)])}: a logit of the "
+            f"the log-probability over the sampling mask at position {place} is {float(logprobs[tuple(place)])}: a logit of the "
             "tokens that were left is NaN or infinite."
         )
-    return found
+    return logprobs

@@ -37,15 +37,10 @@ _BESIDE = (
 
 @dataclass(frozen=True)
 class Claim:
-    """A module, class, function or class attribute exists.
-
-    Args:
-        target: "package.module:Attribute.path", or a module.
-        params: First parameters of the function, without `self`; empty claims nothing about them.
-    """
+    """A module, class, function or class attribute exists: "package.module:Attribute.path", or a module."""
 
     target: str
-    params: tuple[str, ...] = ()
+    params: tuple[str, ...] = ()  # first parameters of the function, without `self`
 
     def change(self, importing: bool = False) -> str | None:
         """Return None if the claim holds, otherwise a sentence that says what was found instead."""
@@ -82,25 +77,16 @@ def exists(target: str, *params: str) -> Claim:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Seam:
-    """One place in a peer that this package relies on.
+    """One place in a peer that this package relies on."""
 
-    Args:
-        name: "peer/what", unique.
-        features: Features of the block that need it (`MismatchConfig.features`): a section, or a mode such as "routing.R3".
-        what: What it is used for.
-        claims: What must exist.
-        checked: What shows at run time that it does what we need.
-        upstream: Where the peer documents or defines it.
-        where: Circumstances that must all hold, such as "vllm", "cpu" or the name of a trainer.
-    """
-
-    name: str
+    name: str  # "peer/what", unique
+    # of the block that need it (`MismatchConfig.features`): a section, or a mode such as "routing.R3"
     features: tuple[str, ...]
-    what: str
-    claims: tuple[Claim, ...]
-    checked: str
-    upstream: str
-    where: tuple[str, ...] = ()
+    what: str  # what it is used for
+    claims: tuple[Claim, ...]  # what must exist
+    checked: str  # what shows at run time that it does what we need
+    upstream: str  # where the peer documents or defines it
+    where: tuple[str, ...] = ()  # circumstances that must all hold, such as "vllm", "cpu" or the name of a trainer
 
     @property
     def peer(self) -> str:
@@ -122,19 +108,12 @@ class Seam:
 
 @dataclass(frozen=True)
 class Refusal:
-    """A feature that a host refuses by name.
+    """A feature that a host refuses by name in some circumstances."""
 
-    Args:
-        where: Circumstances that must all hold, as in `Seam.where`.
-        feature: The feature.
-        why: The reason.
-        instead: What is allowed.
-    """
-
-    where: tuple[str, ...]
+    where: tuple[str, ...]  # as in `Seam.where`
     feature: str
     why: str
-    instead: str = "none"
+    instead: str = "none"  # what is allowed
 
 
 @dataclass(frozen=True)

@@ -27,41 +27,25 @@ REMEDY = (
 
 @dataclass(frozen=True, kw_only=True)
 class Trained:
-    """One completion as it is to be trained on.
-
-    Args:
-        prompt_ids: Token ids of its prompt.
-        response_ids: Token ids of the completion `[T]`.
-        response_mask: True where a token counts as the policy's `[T]`.
-        rollout_logprobs: Log-probabilities that it is trained with, nats `[T]`; None if the host keeps none. An entry is None
-            if the host does not know that token's log-probability.
-    """
+    """One completion of T tokens as it is to be trained on."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]
-    response_mask: tuple[bool, ...]
+    response_mask: tuple[bool, ...]  # True where a token counts as the policy's
+    # nats; None if the host keeps none, an entry where it does not know one
     rollout_logprobs: tuple[float | None, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class Joined:
-    """The joined turns of a batch.
+    """The joined turns of a batch."""
 
-    Attributes:
-        records: One record per completion, in order; tokens that no turn sampled are masked.
-        turns: Number of turns that are part of a completion.
-        unused: Number of turns that are part of no completion.
-        sampled_rows: Rows of routes that were recorded when their tokens were sampled.
-        prefilled_rows: Rows of routes that a turn's prefill recorded: prompts, tool output, the previous turn's last token.
-        rerouted_rows: Rows of either kind for which a later turn's prefill chose other experts; counted for each such turn.
-    """
-
-    records: list[RolloutRecord]
-    turns: int
-    unused: int
-    sampled_rows: int
-    prefilled_rows: int
-    rerouted_rows: int
+    records: list[RolloutRecord]  # one per completion, in order; tokens that no turn sampled are masked
+    turns: int  # that are part of a completion
+    unused: int  # turns that are part of none
+    sampled_rows: int  # rows of routes that were recorded when their tokens were sampled
+    prefilled_rows: int  # rows that a turn's prefill recorded: prompts, tool output, the last token before
+    rerouted_rows: int  # times that a later turn's prefill chose other experts for such a row
 
 
 def join_turns(
@@ -223,12 +207,12 @@ def _near(value: float, other: float | None) -> bool:
     return other is None or abs(value - other) <= TOLERANCE * max(1.0, abs(value))
 
 
-def _shared(one: tuple[int, ...], other: tuple[int, ...]) -> int:
+def _shared(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """Return how many tokens two sequences share from the start; in most calls, one sequence is the beginning of the other."""
-    least = min(len(one), len(other))
-    if one[:least] == other[:least]:
+    least = min(len(first), len(second))
+    if first[:least] == second[:least]:
         return least
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 # The record of a completion: log-probabilities, routes, masks and origin.

@@ -110,11 +110,11 @@ class Verdicts:
             step = 0 if self._step is None else self._step()
         self.add([Finding(check=check, step=step, message=message)])
 
-    def add(self, findings: Sequence[Finding], *, said: bool = False) -> None:
-        """Take findings: warn of the first one of each check (unless another process `said` it), and write or keep them."""
+    def add(self, findings: Sequence[Finding], *, warned: bool = False) -> None:
+        """Take findings: warn of the first one of each check (unless another process has `warned`), and write or keep them."""
         for finding in findings:
             self.counts[finding.check] += 1
-            if self.counts[finding.check] == 1 and not said:
+            if self.counts[finding.check] == 1 and not warned:
                 with contextlib.suppress(Warning):  # a user may turn warnings into errors
                     warnings.warn(finding.sentence(), stacklevel=4)
             if self._sink is None:
@@ -138,7 +138,7 @@ class Verdicts:
             return
         for findings in ranks.gather([] if ranks.rank == 0 else self.take()):
             if ranks.rank == 0:
-                self.add(findings, said=True)
+                self.add(findings, warned=True)
 
     def _write(self, finding: Finding) -> None:
         """Write a finding. If a check fails again and again, write the first few, then only those numbered by a power of two."""

@@ -15,19 +15,12 @@ from mismatch_ext.errors import PeerVersionError, UntestedVersionWarning
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """A package we integrate with. Versions from the oldest that was run on are accepted; those that were not run warn.
+    """A package we integrate with. Versions from the oldest that was run on are accepted; those that were not run warn."""
 
-    Args:
-        name: Import name, as users say it.
-        ran: Versions that this release was run with, oldest first.
-        distributions: Distribution names that provide it, in order of preference; empty for its own name.
-        extra: Extra of this package that installs it; empty for its own name.
-    """
-
-    name: str
-    ran: tuple[str, ...]
-    distributions: tuple[str, ...] = ()
-    extra: str = ""
+    name: str  # import name, as users say it
+    ran: tuple[str, ...]  # versions that this release was run with, oldest first
+    distributions: tuple[str, ...] = ()  # those that provide it, in order of preference; empty for its own name
+    extra: str = ""  # our extra that installs it; empty for its own name
 
     @property
     def supports(self) -> str:
@@ -61,27 +54,16 @@ class Peer:
 
 @dataclass(frozen=True, kw_only=True)
 class KnownWrong:
-    """A known fault of a peer.
+    """A known fault of a peer."""
 
-    Args:
-        peer: Key of `PEERS`.
-        versions: PEP 440 range.
-        feature: The feature that does not work there, for example "routing.R3"; None if nothing works.
-        condition: The circumstances in words, as they follow "wrong": "where Triton is not installed".
-        reason: What happens, and how it is known.
-        remedy: What to do.
-        where: Circumstances that must all be present, as in `seams.Seam.where`: "cpu" for an engine on a CPU.
-        applies: Tells whether this environment has the fault.
-    """
-
-    peer: str
-    versions: str
-    feature: str | None
-    condition: str
-    reason: str
-    remedy: str
-    where: tuple[str, ...] = ()
-    applies: Callable[[], bool] = lambda: True
+    peer: str  # key of `PEERS`
+    versions: str  # PEP 440 range
+    feature: str | None  # that does not work there, such as "routing.R3"; None if nothing works
+    condition: str  # in words, as they follow "wrong": "where Triton is not installed"
+    reason: str  # what happens, and how it is known
+    remedy: str  # what to do
+    where: tuple[str, ...] = ()  # circumstances that must all be present, as in `seams.Seam.where`
+    applies: Callable[[], bool] = lambda: True  # whether this environment has the fault
 
 
 PEERS: dict[str, Peer] = {
@@ -182,8 +164,8 @@ def _version_of(distribution: str) -> str | None:
 
 def in_range(version: str, supports: str) -> bool:
     """Tell whether a version lies in a PEP 440 range, without its local part; a build before a release counts as that release."""
-    found = Version(version)
-    exact = Version(found.public if found.is_postrelease else found.base_version)
+    parsed = Version(version)
+    exact = Version(parsed.public if parsed.is_postrelease else parsed.base_version)
     return SpecifierSet(supports).contains(exact, prereleases=True)
 
 
@@ -247,11 +229,11 @@ _TOLD: set[tuple[str, str]] = set()
 """Peers and versions about which this process was warned."""
 
 
-def warn_untested(found: Mapping[str, str], what: str) -> None:
+def warn_untested(versions: Mapping[str, str], what: str) -> None:
     """Warn, once per process, that nobody has run these versions, by peer; `what` ends the sentence with what holds
     nevertheless.
     """
-    if not set(found.items()) <= _TOLD:
-        _TOLD.update(found.items())
-        versions = " and ".join(f"{name} {version}" for name, version in found.items())
-        warnings.warn(f"untested with {versions}; {what}.", UntestedVersionWarning, stacklevel=3)
+    if not set(versions.items()) <= _TOLD:
+        _TOLD.update(versions.items())
+        named = " and ".join(f"{name} {version}" for name, version in versions.items())
+        warnings.warn(f"untested with {named}; {what}.", UntestedVersionWarning, stacklevel=3)

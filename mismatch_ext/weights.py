@@ -181,6 +181,11 @@ class Look:
         return self.mean(self.engine - self.reference)
 
     @property
+    def largest(self) -> float:
+        """Largest difference of engine and reference; infinity if a score is not finite."""
+        return float((self.engine - self.reference).abs().max()) if math.isfinite(self.gap) else math.inf
+
+    @property
     def spread(self) -> float:
         """Standard deviation of the reference."""
         return float(self.reference.std(correction=0))
@@ -289,19 +294,22 @@ def judge_prefill(
     status, why = _prefill_status(now, seen, changed, comparisons)
     history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
     history = replace(history, updates=history.updates + 1)
-    gap_max = float((now.engine - now.reference).abs().max()) if math.isfinite(seen.gap) else math.inf
     message = (
-        f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {gap_max:.3g}; {dtype} "
-        f"baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(status, '')}"
+        f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; "
+        f"{dtype} baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(status, '')}"
     )
-    return history, SyncVerdict(
+    return history, _verdict(status, now, seen, message.rstrip())
+
+
+def _verdict(status: Status, now: Look, seen: Evidence, message: str) -> SyncVerdict:
+    return SyncVerdict(
         status=status,
         gap_mean=seen.gap,
-        gap_max=gap_max,
+        gap_max=now.largest,
         baseline=seen.baseline,
         threshold=seen.threshold,
         movement=seen.movement,
-        message=message.rstrip(),
+        message=message,
     )
 
 
@@ -379,17 +387,8 @@ def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tu
         f"Mean gap between decode and prefill {seen.gap:.3g}, {dtype} noise {seen.baseline:.3g}, threshold {seen.threshold:.3g} "
         f"({now.engine.numel()} tokens)."
     )
-    return history, SyncVerdict(
-        status="stale_decode" if why else "in_sync",
-        gap_mean=seen.gap,
-        gap_max=float((now.engine - now.reference).abs().max()),
-        baseline=seen.baseline,
-        threshold=seen.threshold,
-        movement=seen.movement,
-        message=f"{why} {figures} {REMEDIES[remedy]}"
-        if why
-        else f"The engine decodes as its prefill scores. {figures}",
-    )
+    message = f"{why} {figures} {REMEDIES[remedy]}" if why else f"The engine decodes as its prefill scores. {figures}"
+    return history, _verdict("stale_decode" if why else "in_sync", now, seen, message)
 
 
 # Both sides, asked after each update.
@@ -699,27 +698,30 @@ def added(parts: Iterable[Mapping[str, BitSums]]) -> dict[str, BitSums]:
 
 
 def compare_sums(
-    held: Mapping[str, BitSums], sent: Mapping[str, BitSums], before: Mapping[str, BitSums], shapes: Mapping[str, Shape]
+    engine: Mapping[str, BitSums],
+    sent: Mapping[str, BitSums],
+    before: Mapping[str, BitSums],
+    shapes: Mapping[str, Shape],
 ) -> list[TensorComparison]:
     """Compare tensors that both sides hold whole, once or several times, by their sums over all processes of a side.
 
-    `held` are the engine's, `sent` the trainer's, `before` those of the update before; `shapes` are the whole tensors'.
+    `engine` are the engine's, `sent` the trainer's, `before` those of the update before; `shapes` are the whole tensors'.
     """
     compared = []
     for name in sent:
-        if name not in held or name not in shapes:
+        if name not in engine or name not in shapes:
             continue
         rows, columns = _sampled(shapes[name])
         elements = len(rows) * columns
-        if not elements or not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (held, sent)):
+        if not elements or not all(sums[name][0] and sums[name][0] % elements == 0 for sums in (engine, sent)):
             continue
-        equal = _equal(held[name], sent[name], elements)
+        equal = _equal(engine[name], sent[name], elements)
         compared.append(
             TensorComparison(
                 name=name,
                 equal=equal,
                 max_abs_diff=0.0 if equal else None,
-                matches_previous=_equal(held[name], before[name], elements) if name in before else None,
+                matches_previous=_equal(engine[name], before[name], elements) if name in before else None,
             )
         )
     return compared

@@ -202,7 +202,11 @@ def _sync_checks(policy: PrecisionPolicy, sync: SyncReading) -> list[Check]:
 def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]:
     """Compare an engine's reading with the precision asked for."""
     name = f"{engine.engine} {engine.version}"
-    dtype, cache, held = spelled(engine.model_dtype), spelled(engine.kv_cache_dtype), _counted(engine.parameter_dtypes)
+    dtype, cache, stored = (
+        spelled(engine.model_dtype),
+        spelled(engine.kv_cache_dtype),
+        _counted(engine.parameter_dtypes),
+    )
     checks = [
         Check(
             "engine", "dtype", policy.dtype, dtype, dtype == policy.dtype,
@@ -210,16 +214,16 @@ def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]
             "bfloat16.",
         )
     ]  # fmt: skip
-    if held:
+    if stored:
         # Routers, their biases and lm_head may be float32 on purpose. A quantization method decides how it stores weights, but
         # another compute dtype next to them is wrong.
-        foreign = set(held) - {policy.dtype, "float32"}
+        foreign = set(stored) - {policy.dtype, "float32"}
         wrong = foreign if policy.quantization is None else foreign & set(NAMES)
-        mostly = policy.quantization is not None or max(held, key=lambda key: held[key]) == policy.dtype
+        mostly = policy.quantization is not None or max(stored, key=lambda key: stored[key]) == policy.dtype
         quantized = f"{policy.dtype} beside {policy.quantization} weights"
         checks.append(
             Check(
-                "engine", "parameters", f"mostly {policy.dtype}" if policy.quantization is None else quantized, _shares(held),
+                "engine", "parameters", f"mostly {policy.dtype}" if policy.quantization is None else quantized, _shares(stored),
                 not wrong and mostly,
                 f"Start {name} with dtype={policy.dtype!r} and without quantisation; read the engine's weights again after its "
                 "weight update.",

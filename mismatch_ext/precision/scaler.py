@@ -98,7 +98,7 @@ class LossScaler(torch.amp.GradScaler):
         """Tell whether several ranks step together."""
         return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
 
-    def _agree(self, found: dict[Any, Any]) -> None:
+    def _agree(self, flags: dict[Any, Any]) -> None:
         """Set the overflow flag on every rank if it is set on one."""
         if not self._shared():
             return
@@ -106,13 +106,13 @@ class LossScaler(torch.amp.GradScaler):
         # on the accelerator even if gradients are offloaded to the CPU, because NCCL cannot reduce there.
         device = torch.device(self._device)
         flag = torch.zeros((), dtype=torch.float32, device=device)
-        for value in found.values():
+        for value in flags.values():
             flag = torch.maximum(flag, value.to(device))
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
-        for value in found.values():
+        for value in flags.values():
             value.copy_(flag)
-        if not found:
-            found[device] = flag
+        if not flags:
+            flags[device] = flag
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """Unscale if that was not done yet, then call `optimizer.step` unless the gradients overflowed.

@@ -128,7 +128,7 @@ def _check_distinct(narrow: Ids, layers: tuple[int, ...], where: str) -> None:
     """Refuse a row that names an expert twice; if a whole layer is zero, say that it was not captured."""
     rows = narrow.reshape(-1, narrow.shape[2])
     slots = np.ascontiguousarray(rows.T)  # comparing whole slots is ten times faster than sorting rows of a few ids
-    if not any((slots[one] == slots[other]).any() for other in range(len(slots)) for one in range(other)):
+    if not any((slots[i] == slots[j]).any() for j in range(len(slots)) for i in range(j)):
         return
     _check_captured(narrow, layers, where)
     ordered = np.sort(rows, axis=1)

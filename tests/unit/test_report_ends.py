@@ -25,7 +25,7 @@ def ended_run(run_dir: Path, splits: tuple[str, ...], of: Segment, ended: bool, 
     if ended:
         stream.end(0, "completed")
     if then is not None:
-        stream = RunStream.open(run_dir, header=header("bf16"), of=then, own=0)
+        stream = RunStream.open(run_dir, header=header("bf16"), of=then, new_from=0)
         if then == "evaluation":
             stream.end(0, "completed")
     return run_dir

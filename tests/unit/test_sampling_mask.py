@@ -94,9 +94,9 @@ def test_ids_and_tokens_that_cannot_be_are_named() -> None:
         TokenSupport.from_lists([[3, 3]], 7, "a")
     support = TokenSupport.from_lists([[0, 2], [], [5]], 7)
     support.check_sampled([2, 6, 5], [True, False, True], "b")
-    with pytest.raises(RecordError, match=r"rollout b, token 2 \(id 2\): it is not among the 1 tokens"):
+    with pytest.raises(RecordError, match=r"rollout b, token 2 \(id 2\): not among the 1 tokens"):
         support.check_sampled([2, 6, 2], [True, False, True], "b")
-    with pytest.raises(RecordError, match=r"token 1 \(id 6\): it is not among the 0 tokens"):
+    with pytest.raises(RecordError, match=r"token 1 \(id 6\): not among the 0 tokens"):
         support.check_sampled([2, 6, 5], [True, True, True], "b")
     with pytest.raises(RecordError, match="2 response tokens and sampling masks of 3 positions"):
         support.check_sampled([2, 6], [True, True], "b")
@@ -183,7 +183,7 @@ def test_float32_is_close_to_the_truth_far_from_zero() -> None:
 
 def test_what_does_not_fit_is_refused() -> None:
     logits, support = normal(2, 5), TokenSupport.from_lists([[0, 1], [2]], 5)
-    with pytest.raises(RecordError, match=r"token 1 \(id 3\): it is not among the 1 tokens"):
+    with pytest.raises(RecordError, match=r"token 1 \(id 3\): not among the 1 tokens"):
         support_logprobs(logits, torch.tensor([0, 3]), support)
     with pytest.raises(RecordError, match="over 5 tokens"):
         support_logprobs(logits[:, :4], torch.tensor([0, 2]), support)
@@ -317,5 +317,5 @@ def test_a_record_refuses_a_token_that_was_not_left() -> None:
     rows: Any = {"prompt_ids": [[1]], "response_ids": [[3, 6]], "rollout_logprobs": [[-0.5, -0.5]]}
     (record,) = to_records(**rows, provenance=provenance, supports=[good])
     assert record.support is good
-    with pytest.raises(RecordError, match=r"rollout 0, token 1 \(id 6\): it is not among the 1 tokens"):
+    with pytest.raises(RecordError, match=r"rollout 0, token 1 \(id 6\): not among the 1 tokens"):
         to_records(**rows, provenance=provenance, supports=[TokenSupport.from_lists([[3], [5]], 7)])
