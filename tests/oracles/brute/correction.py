@@ -25,9 +25,8 @@ def weights_and_mask(
         log_ratios = [float(old[place]) - float(rollout[place]) for place in places]
         of_row = [weight(log_ratios, i, settings) for i in range(len(places))]
         row_means.append(sum(of_row) / len(of_row))
-        keep_row = all(
-            rule_keeps(log_ratios, *rule, settings.compat) for rule in settings.rules.items() if rule[0][:5] != "token"
-        )
+        row_rules = [rule for rule in settings.rules.items() if rule[0][:5] != "token"]
+        keep_row = all(rule_keeps(log_ratios, name, bounds, settings.compat) for name, bounds in row_rules)
         if settings.veto is not None and min(log_ratios) < math.log(settings.veto):
             keep_row = False
         if settings.off_policy_threshold is not None:
