@@ -17,11 +17,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.gap import SATURATION, as_bool, output_dtype
+from mismatch_ext.errors import RecordError
+from mismatch_ext.gap import SATURATION
 from mismatch_ext.presets import COMPAT, PRESETS, RULES, Interval, ResolvedCorrection, parse_rules, resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import Sums, over_ranks
+from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
 
 if TYPE_CHECKING:
     from mismatch_ext.config import CorrectionConfig
@@ -123,12 +124,7 @@ def correct(
         ConfigError: The section is malformed.
     """
     settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
-    if not rollout_logprobs.shape == old_logprobs.shape == response_mask.shape or response_mask.dim() != 2:
-        raise RecordError(
-            f"rollout_logprobs {tuple(rollout_logprobs.shape)}, old_logprobs {tuple(old_logprobs.shape)} and response_mask "
-            f"{tuple(response_mask.shape)} need one shape [B, T]."
-        )
-    mask = as_bool("response_mask", response_mask)
+    mask = checked_mask("response_mask", response_mask, rollout_logprobs=rollout_logprobs, old_logprobs=old_logprobs)
     tokens = _Tokens(rollout_logprobs, old_logprobs, mask, settings)
     metrics = tokens.gap_metrics()
     dtype = output_dtype(rollout_logprobs, old_logprobs)
@@ -189,11 +185,8 @@ class _Tokens:
         self.old_row, self.d_row, self.excess_row = (torch.cat(sums) for sums in list(zip(*by_block, strict=True))[:3])
         self.k3, self.chi2 = torch.stack([sums[3] for sums in by_block]).sum(0).tolist()
         if not bool((self.d_row.isfinite() & self.old_row.isfinite()).all()):
-            raise (
-                _not_finite("rollout_logprobs", rollout, mask)
-                or _not_finite("old_logprobs", old, mask)
-                or RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
-            )
+            expect_finite(mask, rollout_logprobs=rollout, old_logprobs=old)
+            raise RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
         self.smallest, self.largest = (float(x) for x in torch.aminmax(self.d))
         beyond = max(self.largest, -self.smallest) > LOG_RATIO_BOUND
         self.c = self.d.clamp(-LOG_RATIO_BOUND, LOG_RATIO_BOUND) if beyond else self.d
@@ -369,8 +362,7 @@ class _Tokens:
             )
         drift = -self.d_row
         if logprobs is not None:
-            if error := _not_finite("logprobs", logprobs, mask):
-                raise error
+            expect_finite(mask, logprobs=logprobs)
             drift = torch.where(mask, rollout.double() - logprobs.double(), 0.0).sum(1)
         advantage = advantages if advantages.dim() == 1 else torch.where(mask, advantages, 0.0).sum(1)
         keep = (advantage >= 0) | (drift / self.length <= (self.settings.off_policy_threshold or 0.0))
@@ -421,18 +413,6 @@ def _of_rule(name: str, values: dict[str, float], by_row: Tensor, low: float, hi
     if low > -math.inf:
         values["seq_fraction_low"] = float((by_row < low).double().mean())
     return {f"rollout_rs_{name}_{key}": value for key, value in values.items()}
-
-
-def _not_finite(name: str, tensor: Tensor, mask: Tensor) -> NonFiniteLogprobError | None:
-    """Return an error that names the first unmasked value that is not finite, or None."""
-    bad = (~torch.isfinite(tensor) & mask).nonzero()
-    if not len(bad):
-        return None
-    row, position = (int(x) for x in bad[0])
-    return NonFiniteLogprobError(
-        f"{name}[{row}, {position}] is {float(tensor[row, position])} in an unmasked position; log-probabilities of sampled "
-        "tokens are finite. Mask the token, or find out why it was not scored."
-    )
 
 
 def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.sums import Sums, merged, moments
+from mismatch_ext.tensors import checked_mask, non_finite
 
 # Largest exponent; larger log-ratios are cut and counted. exp(600) is 4e260, so a sum over 1e47 tokens still fits float64;
 # with exp(700), the sum would overflow at the 18,000th token.
@@ -75,9 +76,14 @@ def gap_sums(
         RecordError: Shapes differ, a dtype is wrong, or the mask holds other values than 0 and 1.
         NonFiniteLogprobError: An unmasked value is NaN or infinite; the message names tensor, row, position and value.
     """
-    mask = _checked(old, rollout, mask, lengths)
+    shape = "[B, T]" if lengths is None else "[R]"
+    mask = checked_mask("response_mask", mask, shape, old_logprobs=old, rollout_logprobs=rollout)
     if lengths is None:
         lengths = torch.full((mask.shape[0],), mask.shape[1], device=mask.device)
+    elif int(lengths.sum()) != len(mask) or bool((lengths < 0).any()):
+        raise RecordError(
+            f"lengths {lengths.tolist()[:8]} ... must be >= 0 and add up to the {len(mask)} places of the rows."
+        )
     old, rollout, mask = (x.detach().flatten() for x in (old, rollout, mask))
     generator = torch.Generator().manual_seed(seed)
     parts = []
@@ -159,21 +165,6 @@ def gap_sample(sums: Sums) -> dict[str, list[float]]:
     return {"rollout_logprobs": rollout, "old_logprobs": old}
 
 
-def as_bool(name: str, mask: Tensor) -> Tensor:
-    """Return a mask of zeros and ones as booleans; raise RecordError for other values, which look like weights."""
-    if mask.dtype == torch.bool:
-        return mask
-    chosen = mask != 0
-    if not torch.equal(chosen.to(mask.dtype), mask):
-        raise RecordError(f"{name} holds values other than 0 and 1; weights belong in the loss, not here.")
-    return chosen
-
-
-def output_dtype(*tensors: Tensor) -> torch.dtype:
-    """Return float64 if one of the tensors is, otherwise float32."""
-    return torch.float64 if any(tensor.dtype == torch.float64 for tensor in tensors) else torch.float32
-
-
 class _Tokens:
     """The unmasked tokens of some rows, gathered once and widened to float64; everything below runs only over them."""
 
@@ -187,10 +178,11 @@ class _Tokens:
         self.present, self.size = counts > 0, len(lengths)
         self.old, self.rollout = old[places].double(), rollout[places].double()
         for name, values in (("old_logprobs", self.old), ("rollout_logprobs", self.rollout)):
-            if not bool(values.isfinite().all()):
-                at = int((~values.isfinite()).nonzero()[0])
-                row = int(self.rows[at])
-                raise _not_finite(name, values, at, first + row, int(places[at] - (ends - lengths)[row]))
+            broken = (~values.isfinite()).nonzero()[:, 0]
+            if len(broken):
+                at, row = int(broken[0]), int(self.rows[broken[0]])
+                position = int(places[at] - (ends - lengths)[row])
+                raise non_finite(name, first + row, position, float(values[at]), len(broken), len(values))
         self.position = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[self.rows]
         self.d = self.old - self.rollout
         self.abs, self.k3 = self.d.abs(), k3(self.d)
@@ -295,27 +287,3 @@ def _chunks(lengths: list[int]) -> Iterator[tuple[slice, slice]]:
         first, place = last, place + places
         if first >= len(lengths):
             return
-
-
-def _checked(old: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    shapes = {"old_logprobs": old, "rollout_logprobs": rollout, "response_mask": mask}
-    dims = 2 if lengths is None else 1
-    if len({tuple(t.shape) for t in shapes.values()}) != 1 or mask.dim() != dims:
-        listed = ", ".join(f"{name} {list(t.shape)}" for name, t in shapes.items())
-        raise RecordError(f"{listed}: the three must have one shape {'[B, T]' if dims == 2 else '[R]'}.")
-    for name, tensor in (("old_logprobs", old), ("rollout_logprobs", rollout)):
-        if not tensor.is_floating_point():
-            raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
-    if lengths is not None and (int(lengths.sum()) != len(mask) or bool((lengths < 0).any())):
-        raise RecordError(
-            f"lengths {lengths.tolist()[:8]} ... must be >= 0 and add up to the {len(mask)} places of the rows."
-        )
-    return as_bool("response_mask", mask)
-
-
-def _not_finite(name: str, values: Tensor, at: int, row: int, position: int) -> NonFiniteLogprobError:
-    return NonFiniteLogprobError(
-        f"{name}[{row}, {position}] (row, position) is {float(values[at])}, and {int((~values.isfinite()).sum())} of "
-        f"{len(values)} unmasked values are not finite. An overflow in float16 or broken weights cause this; a position "
-        "without a log-probability must be masked."
-    )

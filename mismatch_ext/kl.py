@@ -17,10 +17,10 @@ from torch.autograd.function import once_differentiable
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.gap import as_bool, output_dtype
 from mismatch_ext.gap import k3 as exact_k3
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged
+from mismatch_ext.tensors import checked_mask, expect_finite, expect_float, output_dtype
 
 ESTIMATORS = tuple(name for name in get_args(get_type_hints(KlConfig)["estimator"]) if name != "full")
 """Estimators from the log-probabilities of the sampled tokens alone: all that the section has but `full`."""
@@ -82,8 +82,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
         raise RecordError(
             f"logprobs {list(logprobs.shape)}, ref_logprobs {list(ref_logprobs.shape)}: the two must have one shape."
         )
-    for name, tensor in (("logprobs", logprobs), ("ref_logprobs", ref_logprobs)):
-        _require_float(name, tensor)
+    expect_float(logprobs=logprobs, ref_logprobs=ref_logprobs)
     estimate: Tensor = _Estimate.apply(logprobs.double() - ref_logprobs.detach().double(), estimator)
     return estimate.to(output_dtype(logprobs, ref_logprobs))
 
@@ -304,14 +303,8 @@ def _checked_tokens(
     tensors = {"logprobs": logprobs, "ref_logprobs": ref_logprobs}
     if behavior is not None:
         tensors["behavior"] = behavior
-    shapes = {name: list(tensor.shape) for name, tensor in {**tensors, "mask": mask}.items()}
-    if any(shape != shapes["logprobs"] for shape in shapes.values()) or mask.dim() != 2:
-        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise RecordError(f"{listed}: all must have one shape [B, T].")
-    mask = as_bool("mask", mask)
-    for name, tensor in tensors.items():
-        _require_float(name, tensor)
-        _require_finite(name, tensor.detach(), mask)
+    mask = checked_mask("mask", mask, "[B, T]", **tensors)
+    expect_finite(mask, **{name: values.detach() for name, values in tensors.items()})
     # `where` comes before any arithmetic, so that NaN * 0 enters neither values nor gradients.
     policy, *constants = (torch.where(mask, tensor, 0.0).double() for tensor in tensors.values())
     reference, *mu = (tensor.detach() for tensor in constants)
@@ -334,33 +327,9 @@ def _checked_baseline(baseline: Tensor, mask: Tensor, settings: KlConfig) -> Ten
         raise RecordError(
             f"baseline {list(baseline.shape)} does not fit logprobs {list(mask.shape)}; it must be [B, T]."
         )
-    _require_float("baseline", baseline)
-    _require_finite("baseline", baseline.detach(), mask)
+    expect_float(baseline=baseline)
+    expect_finite(mask, baseline=baseline.detach())
     return torch.where(mask, baseline.detach(), 0.0).double()
-
-
-def _require_float(name: str, tensor: Tensor) -> None:
-    if not tensor.is_floating_point():
-        raise RecordError(f"{name} has dtype {tensor.dtype}; log-probabilities must be floating point.")
-
-
-def _require_finite(name: str, values: Tensor, mask: Tensor) -> None:
-    broken = mask & ~torch.isfinite(values)
-    if not broken.any():
-        return
-    row, position = (int(x) for x in broken.nonzero()[0])
-    value = float(values[row, position])
-    reasons = {
-        "ref_logprobs": "The reference gives a sampled token no probability: the KL divergence is infinite.",
-        "logprobs": "A token that was sampled cannot have probability 0 under the policy.",
-        "behavior": "A token cannot have been sampled with probability 0.",
-    }
-    broken_model = "An overflow in half precision or broken weights cause this."
-    reason = reasons.get(name, broken_model) if value == -math.inf else broken_model
-    raise NonFiniteLogprobError(
-        f"{name}[{row}, {position}] (row, position) is {value}, and {int(broken.sum())} of {int(mask.sum())} unmasked "
-        f"values are not finite. {reason} A position without a log-probability must be masked."
-    )
 
 
 def _weights(tokens: _Tokens, settings: KlConfig) -> Tensor:

@@ -163,7 +163,7 @@ def test_what_is_not_finite_is_named(value: float, which: str) -> None:
     tensors = dict(zip(("rollout_logprobs", "old_logprobs"), draw(2)[:2], strict=True))
     mask = torch.ones(9, 70)
     tensors[which][3, 5] = value
-    with pytest.raises(NonFiniteLogprobError, match=rf"{which}\[3, 5\] is"):
+    with pytest.raises(NonFiniteLogprobError, match=rf"{which}\[3, 5\] \(row, position\) is"):
         correct(**tensors, response_mask=mask, config=PRESETS["tis"])
 
 
