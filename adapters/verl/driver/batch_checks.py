@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.replay import FIELD
+from mismatch_ext.adapters.verl.measure import sampled_rows
+from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
 from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN
 
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RecordError, RoutingError
 
 SHOWN = 5
 """How many faulty rollouts an error message describes."""
-
-
-def sampled_rows(batch: Any) -> list[int]:
-    """Return the rows of a batch that were sampled, without those that verl added to fill it up."""
-    return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
@@ -73,3 +71,18 @@ def check_routes(batch: Any, step: int) -> None:
 
 def _lack_routes(keys: Sequence[str], partition: str) -> bool:
     return FIELD not in tq.get_client().kv_retrieve_meta(list(keys), partition).field_names
+
+
+@contextmanager
+def without_routes(batch: Any, routing: RoutingConfig | None) -> Iterator[None]:
+    """Keep the routes of a batch from a pass that does not replay them: they are most of its bytes."""
+    if routing is None:
+        yield
+        return
+    given = batch.fields
+    known = given or tq.get_client().kv_retrieve_meta(list(batch.keys), batch.partition_id).field_names
+    batch.fields = [name for name in known if name not in (FIELD, TOKENS)]
+    try:
+        yield
+    finally:
+        batch.fields = given

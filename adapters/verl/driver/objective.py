@@ -4,18 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mismatch_ext.adapters.verl.driver.kl import apply_kl_to_rewards, groups
+from mismatch_ext.adapters.verl.measure import measure_kl
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.kl import COEF
-from mismatch_ext.adapters.verl.worker.spread import shares
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 
-from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PatchError
-from mismatch_ext.kl import KlTerm
+from mismatch_ext.kl import KlTerm, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch, apply
-from mismatch_ext.sums import Sums, merged
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -52,7 +50,7 @@ class ObjectiveMixin(_Host):
             PatchError: verl did not ask for the penalty among the rewards.
         """
         if self._kl is not None:
-            sums = self._kl_sums(batch, self._kl.config)
+            sums = measure_kl(batch, self._kl.config)
             # While the critic alone is updated, the policy stands still, whatever its coefficient.
             learns = int(self.config.trainer.critic_warmup) <= self.global_steps
             self._kl.begin()
@@ -68,13 +66,29 @@ class ObjectiveMixin(_Host):
             )
         return advantages
 
-    def _kl_sums(self, batch: Any, section: KlConfig) -> Sums:
-        """Let the workers sum up the KL of a batch, and put its leave-one-out baseline where their loss finds it."""
-        ranks = self.actor_rollout_wg.world_size
-        parts = shares(groups(batch.keys), ranks)
-        return merged(*self.actor_rollout_wg.mismatch_kl(parts, [batch.partition_id] * ranks, [section] * ranks))
-
     def _carry_coefficient(self, batch: Any) -> None:
         """Send the coefficient of this batch along with it to the workers."""
         if self._kl is not None:
             batch.extra_info[COEF] = self._kl.coef
+
+
+def apply_kl_to_rewards(data: Any, term: KlTerm) -> dict[str, float]:
+    """Take the KL penalty off verl's token-level scores, instead of verl's `apply_kl_penalty`.
+
+    Args:
+        data: verl's DataProto with `token_level_scores`, `old_log_probs`, `ref_log_prob` and `response_mask` before rejection;
+            `token_level_rewards` is set.
+        term: The run's.
+
+    Returns:
+        verl's own two metrics: the mean over responses of the mean estimate per token, nats, and the coefficient.
+    """
+    batch, mask = data.batch, data.batch["response_mask"].bool()
+    penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward
+    batch["token_level_rewards"] = batch["token_level_scores"] - penalty.to(batch["token_level_scores"].dtype)
+    per_response = penalty.sum(-1) / term.coef / mask.sum(-1).clamp(min=1)
+    responses = max(int(mask.any(-1).sum()), 1)
+    return {
+        "actor/reward_kl_penalty": float(per_response.sum()) / responses,
+        "actor/reward_kl_penalty_coeff": term.coef,
+    }

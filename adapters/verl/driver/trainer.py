@@ -18,25 +18,26 @@ from mismatch_ext.adapters.verl.block import active_block
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     check_masks,
     check_routes,
-    sampled_rows,
     versions,
+    without_routes,
 )
-from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin, asking, flags_of_scoring
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
 from mismatch_ext.adapters.verl.driver.saving import SavingMixin
-from mismatch_ext.adapters.verl.driver.staleness import StalenessMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
+from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, measure, sampled_rows
 from mismatch_ext.adapters.verl.replay import NATIVE
+from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from omegaconf import DictConfig, OmegaConf, open_dict
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog, run_folder
+from mismatch_ext.lr import leading_statistics, numerics_statistics
 from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.rollout import Origins
 from mismatch_ext.routing.agreement import of_layer
@@ -45,11 +46,13 @@ from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Finding, Verdicts
 
 
-class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveMixin, SavingMixin):
+class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
     """The trainer that `settings.prepare` chooses for a configuration with a block; without one, verl's own trainer runs."""
 
     host_mode: ClassVar[str] = SYNC
     """Mode of the verl trainer that this class is combined with."""
+    _measured: Measured | None = None
+    """What is known of the batch that the next update learns from."""
 
     def __init__(self, config: DictConfig) -> None:
         block = active_block()
@@ -76,7 +79,8 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         super().__init__(config)
         self._origins = Origins(self._sampling())
         self._begin_objective()
-        self._follow_versions()
+        if self.trainer_mode != SYNC and not self._bypasses():
+            self._log.follow_versions()
 
     def _new_log(self, config: DictConfig) -> RunLog:
         """Return the run's log, which writes into the folder of verl's checkpoints."""
@@ -170,42 +174,53 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         if self._has_routes():
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-        with self._measuring(batch), self._by_version(batch):
-            batch = super()._compute_old_log_prob(batch, metrics)
+        batch = super()._compute_old_log_prob(batch, metrics)
+        self._measured = None
         with self._verdicts.checking("gap"):
-            self._measure_gap(batch, metrics)
+            self._measure_gap(batch)
         return batch
 
     def _has_routes(self) -> bool:
         """Whether rollouts come with the routes they were sampled with."""
         return self._block.routing is not None and self._block.routing.mode == "R3"
 
-    def _measure_gap(self, batch: Any, metrics: dict[str, Any]) -> None:
-        """Collect what the workers measured of a batch in verl's scoring pass; in bypass mode, which has none, let them look."""
-        self._measured = None
+    def get_llm_client(self) -> Any:
+        """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
+        acting = self._block.acting
+        return versioned(super().get_llm_client(), turns=bool(acting.routing or acting.sampling_mask))
+
+    def _measure_gap(self, batch: Any) -> None:
+        """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
         if self._bypasses():
-            self._measured = self._known(batch, self._looked_at(batch), {})
+            self._measured = self._measure(batch, None)
             return
-        gap, parts = self._collected(batch)
-        self._measured = self._known(batch, parts, gap_metrics(gap))
-        self._log.merge("train", gap)
-        self._measure_parts()
-        if not self._first_update:
-            return  # a further pass would score with weights that an update has changed
-        self._measure_native(batch)
+        # The weights that score are those of the last weight update.
+        version = self.global_steps - 1 if self._log.follows_versions else None
+        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes()))
+        assert measured.gap is not None
+        self._log.merge("train", measured.gap)
+        if measured.drift is not None:
+            self._log.add_drift(measured.drift)
+        self._measured = measured
+        if self._first_update:  # a further pass would score with weights that an update has changed
+            self._measure_native(batch)
+
+    def _measure(self, batch: Any, scoring: Scoring | None) -> Measured:
+        longest = int(self.config.actor_rollout_ref.rollout.response_length)
+        return measure(batch, self.global_steps, scoring, longest=longest, **self._log.part())
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         if self._block.routing is not None and self._block.routing.reference:
             return super()._compute_ref_log_prob(batch, metrics)
-        with self._without_routes(batch):
+        with without_routes(batch, self._block.routing):
             return super()._compute_ref_log_prob(batch, metrics)
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        with self._without_routes(batch):
+        with without_routes(batch, self._block.routing):
             return super()._compute_values(batch, metrics)
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        with self._without_routes(batch):
+        with without_routes(batch, self._block.routing):
             return super()._update_critic(batch, metrics)
 
     def _measure_native(self, batch: Any) -> None:
@@ -214,11 +229,27 @@ class MismatchTrainer(PreflightMixin, StalenessMixin, MeasuringMixin, ObjectiveM
         megatron = self.config.actor_rollout_ref.actor.strategy == "megatron"
         if self._draws is None or megatron or not self._draws.native_gap():
             return
-        flags = flags_of_scoring(self.config.actor_rollout_ref.rollout.temperature, NATIVE)
-        with asking(batch, flags), self._without_routes(batch), self._measuring(batch):
-            self.actor_rollout_wg.compute_log_prob(batch)
-        gap, _ = self._collected(batch)
+        temperature = self.config.actor_rollout_ref.rollout.temperature
+        flags = {"calculate_entropy": False, "compute_loss": False, "temperature": temperature, NATIVE: True}
+        given, batch.extra_info = batch.extra_info, flags
+        try:
+            with without_routes(batch, self._block.routing):
+                self.actor_rollout_wg.compute_log_prob(batch)
+        finally:
+            batch.extra_info = given
+        gap = self._measure(batch, Scoring(field=SCORED)).gap
+        assert gap is not None
         self._log.merge("train", gap, native=True)
+
+    def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
+        """Return the statistics of the batch measured last that lead the rate; a stale batch's gap is that of numerics only."""
+        measured = self._measured
+        if measured is None:
+            return {}
+        if measured.drift is not None and trigger in ("mismatch_kl", "f_tau"):
+            return {**numerics_statistics(measured.drift)}
+        gap = {} if measured.gap is None else gap_metrics(measured.gap)
+        return {**leading_statistics(trigger, measured.lengths, measured.truncated, gap)}
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""

@@ -16,24 +16,19 @@ from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.measuring import ASKED, PartMeasured, device_of_rank, fields_of, measured
-from mismatch_ext.adapters.verl.worker.spread import Group, kl_of, looked_at
-from mismatch_ext.adapters.verl.worker.staleness import STALE, fields_of_stale, stale_gap
 from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import nn
-from verl.single_controller.base.decorator import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
-from verl.utils import tensordict_utils as tu
+from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
-from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
-from mismatch_ext.sums import Sums
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import fingerprint, sums_of
@@ -46,9 +41,6 @@ register_engine()
 F = TypeVar("F", bound=Callable[..., Any])
 # verl adds the members of Dispatch as it is imported.
 on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL)  # type: ignore[attr-defined]
-on_each_rank: Callable[[F], F] = register(dispatch_mode=Dispatch.DP_COMPUTE)  # type: ignore[attr-defined]
-"""For arguments that are lists with an entry for each rank."""
-on_its_part: Callable[[F], F] = register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn(mesh_name="actor"))
 started_on_all_ranks: Callable[[F], F] = register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)  # type: ignore[attr-defined]
 
 
@@ -56,8 +48,6 @@ class MismatchWorker(ActorRolloutRefWorker):
     """verl's worker with the block: the objects that it has built are looked at before the first step."""
 
     _readiness: str | None = None
-    _measured: PartMeasured | None = None
-    _stale: Any = None
 
     @property
     def _actor(self) -> TrainingWorker:
@@ -129,46 +119,6 @@ class MismatchWorker(ActorRolloutRefWorker):
             if replay is not None and global_steps is not None:
                 replay.weight_version, replay.moved = global_steps, False
         return metrics
-
-    @on_its_part
-    def compute_log_prob(self, data: Any) -> Any:
-        """Score a part of a batch as verl does, and measure it where the driver asks: `mismatch_measured` hands that out."""
-        asked = tu.pop(data, key=ASKED, default=None)
-        fields, by_version = fields_of(data), tu.pop(data, key=STALE, default=None)
-        of_stale = {} if by_version is None else fields_of_stale(data)
-        output = super().compute_log_prob(data)
-        # Several ranks may hold the same part, for example if they share its sequences: only one of them has the output.
-        if asked is not None and output is not None:
-            part = self._actor.engine.get_data_parallel_rank()
-            given = {"log_probs": output["log_probs"], "device": device_of_rank(), **asked}
-            with self._verdicts.checking("gap"):
-                self._measured = measured(fields, part=part, **given)
-        if by_version is not None and output is not None:
-            with self._verdicts.checking("gap"):
-                self._stale = stale_gap(of_stale, output["log_probs"], **by_version)
-        return output
-
-    @on_all_ranks
-    def mismatch_measured(self) -> PartMeasured | None:
-        """Return what this rank has measured in the last pass that asked for it; None if another rank has the output."""
-        found, self._measured = self._measured, None
-        return found
-
-    @on_all_ranks
-    def mismatch_stale(self) -> Any:
-        """Return what this rank has measured by version in the last pass that asked for it; None if another rank did."""
-        found, self._stale = self._stale, None
-        return found
-
-    @on_each_rank
-    def mismatch_look_at(self, keys: list[str], partition: str, first: int) -> list[PartMeasured]:
-        """Look at rows of a batch that no pass scores before its update; see `spread.looked_at`."""
-        return looked_at(keys, partition, first)
-
-    @on_each_rank
-    def mismatch_kl(self, groups: list[Group], partition: str, section: KlConfig) -> Sums:
-        """Sum up the KL of groups of rows, and put their baseline into the batch; see `spread.kl_of`."""
-        return kl_of(groups, partition, section)
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:

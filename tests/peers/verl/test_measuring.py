@@ -1,4 +1,4 @@
-"""What verl's workers measure where the tokens lie is what one process measures that has all of them, and errors name the row."""
+"""What verl's driver measures chunk by chunk is what it would measure of the whole batch, and errors name rollout and token."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ def same(found: Any, expected: Any) -> bool:
     return found == expected if expected is None else found == pytest.approx(expected, rel=1e-12, abs=1e-15)
 
 
-def test_parts_in_any_order_are_the_whole(run: Run) -> None:
-    found = run(scenarios.parts).expect()
+def test_chunks_are_the_whole(run: Run) -> None:
+    found = run(scenarios.chunks).expect()
     whole = found["whole"]
     assert whole["scalars"]["tokens"] == sum(found["tokens"]) and whole["scalars"]["k3_kl"] > 1e-6
-    # Orders of 1, 2 and 4 parts.
-    assert len(found["parts"]) == 1 + 2 + 24
-    for part in found["parts"]:
+    assert len(found["chunks"]) == 4
+    for part in found["chunks"]:
         assert same({name: part[name] for name in whole}, whole)
         assert part["lengths"] == found["tokens"]
         # Tokens of a tool fill a response up, too: the second has 17 places, of which 13 are the policy's.
         assert part["truncated"] == [False, True, False, False, True, False]
-        assert part["drawn"] == sum(found["tokens"]) and part["bytes"] < 16000
+        assert part["drawn"] == sum(found["tokens"]) and part["together"][0] == part["together"][1]
+    assert found["unscored"] == [None, found["tokens"]]
 
 
 def test_values_that_are_no_logprobs_are_named_by_their_rollout(run: Run) -> None:
@@ -47,20 +47,47 @@ def test_values_that_are_no_logprobs_are_named_by_their_rollout(run: Run) -> Non
     assert found["a tool's"] == found["filled up"] == "nothing was refused"
     expected = "NonFiniteLogprobError: rollout prompt_6_0 of step 4, token 11: the trainer gives log-probability inf"
     assert found["trainer's"].startswith(expected)
-    assert "the workers measured 4 of the 7 responses of step 4" in found["a rank is missing"]
-    assert "response 1 of part 1 of the batch has 9 rollout_log_probs and 30 places" in found["short"]
-    assert "calculate_log_probs=True" in found["absent"]
+    assert "rollout prompt_5_0 of step 4 has 9 rollout_log_probs and 30 places" in found["short"]
+    assert "calculate_log_probs=True" in found["absent rollout_log_probs"]
+    assert "prompt_0_0 to prompt_2_0 of step 4 have no old_log_probs" in found["absent old_log_probs"]
 
 
-def test_prompts_are_handed_out_whole_and_once(run: Run) -> None:
-    found = run(scenarios.spreading).expect()
+def test_each_token_is_measured_by_its_version(run: Run) -> None:
+    found = run(scenarios.by_version).expect()
+    # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.
+    assert found["segments"] == [[[6, 0], [7, 2]], [[7, 0]], [[None, 0]]]
+    assert found["first_turn"] == [[None, 0]]  # as a loop keeps it that asks for each turn under another id
+    of_batch = found["batch"]
+    assert of_batch["numerics/batch/tokens"] == 5 and of_batch["staleness_max"] == 1
+    assert of_batch["numerics/logp_abs_diff_mean"] == pytest.approx((2 * 1.0 + 3 * 0.5) / 5)
+    assert of_batch["unknown_version_frac"] == pytest.approx(2 / 9)
+    assert (of_batch["same_version_frac"], of_batch["mixed_routes_frac"]) == (pytest.approx(5 / 9), 0)
+    # The first response's end is of this version, and what is before it was routed by older weights.
+    replayed = found["replayed"]
+    assert replayed["numerics/batch/tokens"] == 3 and replayed["numerics/logp_abs_diff_mean"] == pytest.approx(0.5)
+    assert (replayed["same_version_frac"], replayed["mixed_routes_frac"]) == (
+        pytest.approx(5 / 9),
+        pytest.approx(2 / 9),
+    )
+    assert found["ahead"].startswith(
+        "RecordError: a token was sampled by weights of version 7, and the batch is scored"
+    )
+
+
+def test_kl_and_baseline_do_not_depend_on_chunks(run: Run) -> None:
+    found = run(scenarios.kl).expect()
+    whole, parts = found["whole"], found["one by one"]
+    assert whole["error"] < 1e-9 and parts["error"] < 1e-9
+    assert whole["baseline"] == [pytest.approx(row, rel=1e-6) for row in parts["baseline"]]
+    assert any(value for row in whole["baseline"] for value in row)
+
+
+def test_groups_stay_whole_and_come_once(run: Run) -> None:
+    found = run(scenarios.grouping).expect()
     keys, groups = found["keys"], found["groups"]
     assert sorted(key for group in groups for key in group) == sorted(keys)
     # Four answers to the first prompt, of which one came late; a session of several outputs is in no group.
     assert len(groups[0]) == 4 and ["turns_0_0"] in groups and ["turns_0_1"] in groups and ["turns_1_0"] in groups
-    for ranks, shares in found["ranks"].items():
-        assert len(shares) == int(ranks)
-        assert sorted(group for share in shares for group in share) == sorted(groups)
-    assert [group for block in found["blocks"] for group in block] == groups
-    sizes = [(len(block), sum(map(len, block))) for block in found["blocks"]]
+    assert [group for chunk in found["chunks"] for group in chunk] == groups
+    sizes = [(len(chunk), sum(map(len, chunk))) for chunk in found["chunks"]]
     assert all(rows <= 64 or count == 1 for count, rows in sizes) and max(rows for _, rows in sizes) == 80

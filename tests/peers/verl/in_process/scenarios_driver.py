@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.driver.kl import groups
+from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
+from mismatch_ext.adapters.verl.measure import groups
 from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
 from mismatch_ext.adapters.verl.worker.kl import BASELINE, loss_term
 from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.spread import block_baseline
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -136,14 +136,14 @@ def bypass_preset(theirs: Any, config: DictConfig, block: MismatchConfig) -> dic
 
 
 def baseline_of(data: Any, section: KlConfig, keys: list[str] | None = None) -> Any:
-    """Return the baseline of a batch as ranks compute it, group by group; without keys each row is a session of its prompt."""
+    """Return the baseline of a batch group by group; without keys each row is a session of its prompt."""
     uids = data.non_tensor_batch["uid"]
     keys = [f"{uid}_{row}_0" for row, uid in enumerate(uids)] if keys is None else keys
     found = torch.zeros_like(data.batch["old_log_probs"])
     for group in groups(keys):
         rows = [keys.index(key) for key in group]
         part = {name: values[rows] for name, values in data.batch.items()}
-        found[rows] = block_baseline(part, section, torch.zeros(len(rows), dtype=torch.long))
+        found[rows] = baseline_of_rows(part, section, torch.zeros(len(rows), dtype=torch.long))
     return found
 
 
@@ -252,11 +252,13 @@ def rewards() -> dict[str, Any]:
 
 def warmed_up() -> list[float]:
     """Return the coefficient of six steps, of which the first two update the critic alone: the policy is its reference."""
+    from mismatch_ext.adapters.verl.driver import objective  # imported here for the reason that `driving` gives
+
     section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl
     found = []
     with driving(kl=section) as (driver, _):
         driver.config.trainer.critic_warmup = 3
-        driver._kl_sums = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
+        objective.measure_kl = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
         for driver.global_steps in range(1, 7):
             metrics: dict[str, Any] = {}
             driver._compute_advantage(None, metrics)

@@ -1,25 +1,20 @@
-"""What ranks measure of their parts of a batch, added up as verl's driver does, without Ray."""
+"""What verl's driver measures of a batch, in chunks of rows, without Ray: the queue is a dictionary of rows."""
 
 from __future__ import annotations
 
-import itertools
-import tempfile
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.driver.kl import groups
-from mismatch_ext.adapters.verl.driver.measuring import MeasuringMixin
-from mismatch_ext.adapters.verl.worker.measuring import PartMeasured, fields_of, measured
-from mismatch_ext.adapters.verl.worker.spread import _blocks, shares
-from tensordict import TensorDict
+from mismatch_ext.adapters.verl import measure
+from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
+from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig
+from mismatch_ext.drift import drift_metrics
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
-from mismatch_ext.log import RunLog
-from mismatch_ext.sums import Sums
+from mismatch_ext.kl import kl_sums
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -28,83 +23,83 @@ FILLED_UP = 4
 STEP = 4
 
 
-def rows(seed: int = 0) -> tuple[TensorDict, Tensor]:
-    """Return a batch with a tool's tokens between the policy's, and the trainer's log-probabilities of all of its tokens."""
+class Queue:
+    """Rows by key, as verl's TransferQueue hands them out."""
+
+    def __init__(self, rows: dict[str, list[Any]]) -> None:
+        self.rows = rows
+        self.keys = [f"prompt_{row}_0" for row in range(len(rows["response_mask"]))]
+        self.most = 0  # rows that were fetched together
+
+    def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> TensorDict:
+        self.most = max(self.most, len(keys))
+        chosen = [self.keys.index(key) for key in keys]
+        fields = {name: [self.rows[name][row] for row in chosen] for name in select_fields if name in self.rows}
+        return TensorDict(
+            {n: nested(v) if isinstance(v[0], Tensor) else NonTensorStack(*v) for n, v in fields.items()},
+            batch_size=len(keys),
+        )
+
+    def kv_batch_put(self, keys: list[str], partition_id: str, fields: TensorDict) -> None:
+        for name, values in fields.items():
+            row_of = dict(zip(keys, values.unbind(), strict=True))
+            known = self.rows.setdefault(name, [None] * len(self.keys))
+            self.rows[name] = [row_of.get(key, value) for key, value in zip(self.keys, known, strict=True)]
+
+
+def queue(seed: int = 0) -> Queue:
+    """Return a batch with a tool's tokens between the policy's."""
     generator = torch.Generator().manual_seed(seed)
-    masks, rollout, whole = [], [], []
+    rows: dict[str, list[Any]] = {n: [] for n in ("response_mask", "rollout_log_probs", "log_probs", "ref_log_prob")}
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         mask = torch.ones(response, dtype=torch.int64)
         mask[5:9] = 0
-        masks.append(torch.zeros_like(mask) if row == FILLED_UP else mask)
-        rollout.append(-2 * torch.rand(response, generator=generator))
+        rows["response_mask"].append(torch.zeros_like(mask) if row == FILLED_UP else mask)
+        rows["rollout_log_probs"].append(-2 * torch.rand(response, generator=generator))
         found = -2 * torch.rand(prompt + response, generator=generator)
         # The token at a place is scored by the row before it.
-        found[prompt - 1 : -1] = rollout[-1] + 0.01 * torch.randn(response, generator=generator)
-        whole.append(found)
-    fields = {"rollout_log_probs": nested(rollout), "response_mask": nested(masks)}
-    return TensorDict(fields, batch_size=len(masks)), nested(whole)
+        found[prompt - 1 : -1] = rows["rollout_log_probs"][-1] + 0.01 * torch.randn(response, generator=generator)
+        rows["log_probs"].append(found)
+        rows["ref_log_prob"].append(found[prompt - 1 : -1] + 0.1 * torch.randn(response, generator=generator))
+    rows[OLD] = [row[prompt - 1 : -1] for prompt, row in zip(PROMPTS, rows["log_probs"], strict=True)]
+    return Queue(rows)
 
 
-def driver(folder: str) -> Any:
-    """Return verl's driver as far as it adds parts up."""
-    found: Any = MeasuringMixin()
-    found._log = RunLog(MismatchConfig(), Path(folder), info=dict, step=lambda: STEP)
-    found.global_steps = STEP
-    found.config = SimpleNamespace(actor_rollout_ref=SimpleNamespace(rollout=SimpleNamespace(response_length=17)))
-    return found
-
-
-def parts_of(data: TensorDict, logprobs: Tensor, sizes: tuple[int, ...], **options: Any) -> list[PartMeasured]:
-    """Let each of so many rows be measured by a rank of its own."""
-    found, first = [], 0
-    for part, size in enumerate(sizes):
-        chosen = range(first, first + size)
-        own = TensorDict(
-            {name: nested([data[name][row] for row in chosen]) for name in ("rollout_log_probs", "response_mask")},
-            batch_size=size,
-        )
-        found.append(
-            measured(fields_of(own), part=part, log_probs=nested([logprobs[row] for row in chosen]), **options)
-        )
-        first += size
-    return found
-
-
-def batch() -> Any:
+def batch(given: Queue) -> Any:
     """Return verl's keys of the batch."""
-    tags = [{"is_padding": row == FILLED_UP} for row in range(len(RESPONSES))]
-    return SimpleNamespace(keys=[f"prompt_{row}_0" for row in range(len(RESPONSES))], tags=tags)
+    tags = [{"is_padding": row == FILLED_UP, "prompt_len": PROMPTS[row]} for row in range(len(given.keys))]
+    return SimpleNamespace(keys=given.keys, tags=tags, partition_id="train")
 
 
-def figures(sums: Sums) -> dict[str, Any]:
+def measured(given: Queue, scoring: Scoring | None, chunk: int = 3, sample: int = 0) -> Measured:
+    """Measure a batch, so many rows at a time."""
+    measure.tq, measure.CHUNK = given, chunk
+    return measure.measure(batch(given), STEP, scoring, longest=17, sample=sample, seed=5)
+
+
+def figures(sums: Any) -> dict[str, Any]:
     """Return everything that is measured."""
     return {"scalars": gap_metrics(sums), "profiles": gap_profiles(sums)}
 
 
-def parts() -> dict[str, Any]:
-    """Compare what ranks measure of their parts, in every order, with what one process measures of the whole, padded."""
-    data, logprobs = rows()
-    mask = data["response_mask"].to_padded_tensor(0).bool()
-    rollout = data["rollout_log_probs"].to_padded_tensor(0.0)
-    old = torch.zeros_like(rollout)
-    for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        old[row, :response] = logprobs[row][prompt - 1 : prompt - 1 + response]
-    found: dict[str, Any] = {"whole": figures(gap_sums(old, rollout, mask)), "parts": []}
-    with tempfile.TemporaryDirectory() as folder:
-        host = driver(folder)
-        for sizes in ((7,), (4, 3), (2, 2, 2, 1)):
-            measured_parts = parts_of(data, logprobs, sizes, **host._log.part())
-            for order in itertools.permutations(measured_parts):
-                host.actor_rollout_wg = SimpleNamespace(mismatch_measured=lambda order=order: list(order))
-                gap, known = host._collected(batch())
-                stated = host._known(batch(), known, gap_metrics(gap))
-                found["parts"].append(
-                    {
-                        **figures(gap), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
-                        "drawn": len(gap_sample(gap)["old_logprobs"]),
-                        "bytes": sum(value.numel() * value.element_size() for value in gap.values()),
-                    }
-                )  # fmt: skip
+def chunks() -> dict[str, Any]:
+    """Compare what is measured chunk by chunk, of either field of scores, with what is measured of the whole, padded."""
+    rows = queue().rows
+    mask = nested(rows["response_mask"]).to_padded_tensor(0).bool()
+    rollout, old = (nested(rows[name]).to_padded_tensor(0.0) for name in ("rollout_log_probs", OLD))
+    found: dict[str, Any] = {"whole": figures(gap_sums(old, rollout, mask)), "chunks": []}
+    for field, chunk in ((OLD, 7), (OLD, 3), (SCORED, 2), (OLD, 1)):
+        given = queue()
+        stated = measured(given, Scoring(field=field), chunk, sample=1000)
+        assert stated.gap is not None and stated.drift is None
+        found["chunks"].append(
+            {
+                **figures(stated.gap), "lengths": stated.lengths.tolist(), "truncated": stated.truncated.tolist(),
+                "drawn": len(gap_sample(stated.gap)["old_logprobs"]), "together": [given.most, chunk],
+            }
+        )  # fmt: skip
+    unscored = measured(queue(), None)
+    found["unscored"] = [unscored.gap, unscored.lengths.tolist()]
     found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
     return found
 
@@ -112,41 +107,82 @@ def parts() -> dict[str, Any]:
 def unfit() -> dict[str, Any]:
     """Say what becomes of values that are no log-probabilities, by the side and the row that they are of."""
     found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        host = driver(folder)
-        for name, (side, row, token, value) in {
-            "sampled": ("rollout", 5, 9, float("nan")),
-            "infinite": ("rollout", 2, 0, float("-inf")),
-            "a tool's": ("rollout", 1, 6, float("nan")),
-            "filled up": ("rollout", FILLED_UP, 0, float("nan")),
-            "trainer's": ("trainer", 6, 11, float("inf")),
-        }.items():
-            data, logprobs = rows()
-            if side == "rollout":
-                data["rollout_log_probs"][row][token] = value
-            else:
-                logprobs[row][PROMPTS[row] - 1 + token] = value
-            found[name] = refused(host._added_up, batch(), parts_of(data, logprobs, (4, 3)))
-        data, logprobs = rows()
-        lost = parts_of(data, logprobs, (4, 3))
-        found["a rank is missing"] = refused(host._added_up, batch(), lost[:1])
-        short = [data["rollout_log_probs"][row][: 9 if row == 5 else None] for row in range(len(RESPONSES))]
-        data["rollout_log_probs"] = nested(short)
-        found["short"] = refused(host._added_up, batch(), parts_of(data, logprobs, (4, 3)))
-        found["absent"] = refused(
-            host._added_up, batch(), [measured({"rollout_log_probs": None, "response_mask": None}, part=0)]
-        )
+    for name, (field, row, token, value) in {
+        "sampled": ("rollout_log_probs", 5, 9, float("nan")),
+        "infinite": ("rollout_log_probs", 2, 0, float("-inf")),
+        "a tool's": ("rollout_log_probs", 1, 6, float("nan")),
+        "filled up": ("rollout_log_probs", FILLED_UP, 0, float("nan")),
+        "trainer's": (OLD, 6, 11, float("inf")),
+    }.items():
+        given = queue()
+        given.rows[field][row] = given.rows[field][row].clone()
+        given.rows[field][row][token] = value
+        found[name] = refused(measured, given, Scoring())
+    given = queue()
+    given.rows["rollout_log_probs"][5] = given.rows["rollout_log_probs"][5][:9]
+    found["short"] = refused(measured, given, Scoring())
+    for name in ("rollout_log_probs", OLD):
+        given = queue()
+        del given.rows[name]
+        found[f"absent {name}"] = refused(measured, given, Scoring())
     return found
 
 
-def spreading() -> dict[str, Any]:
-    """Hand out the prompts of a batch to ranks, some of more answers than are fetched at a time and one of several outputs."""
+def by_version() -> dict[str, Any]:
+    """Measure rows of several versions."""
+    lengths, prompts = [4, 3, 2], [2, 1, 3]
+    extra = [
+        {"weight_versions": [(6, 2), (7, 4)], "min_global_steps": 6, "max_global_steps": 7},
+        {"min_global_steps": 7, "max_global_steps": 7},
+        {"weight_versions": [(7, 5)], "min_global_steps": 6, "max_global_steps": 7},  # of its second turn alone
+    ]
+    given = Queue(
+        {
+            "rollout_log_probs": [torch.full((n,), -1.0) for n in lengths],
+            OLD: [torch.full((n,), -1.0 - 0.5**row) for row, n in enumerate(lengths)],
+            "response_mask": [torch.ones(n, dtype=torch.int64) for n in lengths],
+            "extra_fields": extra,
+        }
+    )
+    keys = SimpleNamespace(keys=given.keys, tags=[{"prompt_len": n} for n in prompts], partition_id="train")
+    first_turn = {"weight_versions": [(6, 2)], "min_global_steps": 6, "max_global_steps": 7}
+    found: dict[str, Any] = {
+        "segments": [segments_of(e, p) for e, p in zip(extra, prompts, strict=True)],
+        "first_turn": segments_of(first_turn, 2),
+    }
+    measure.tq, measure.CHUNK = given, 2
+    for name, version in (("batch", 7), ("replayed", 7)):
+        scoring = Scoring(version=version, replayed=name == "replayed")
+        sums = measure.measure(keys, STEP, scoring, longest=9).drift
+        assert sums is not None
+        found[name] = drift_metrics(sums)
+    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), longest=9)
+    return found
+
+
+def kl() -> dict[str, Any]:
+    """Sum up the KL and put the baseline of a batch, prompt by prompt and all prompts together."""
+    found: dict[str, Any] = {}
+    section = KlConfig(coef=1.0)
+    for name, chunk in (("whole", 7), ("one by one", 1)):
+        given = queue()
+        given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
+        measure.tq, measure.CHUNK = given, chunk
+        sums = measure.measure_kl(batch(given), section)
+        padded = [nested(given.rows[field]).to_padded_tensor(0) for field in (OLD, "ref_log_prob", "response_mask")]
+        expected = kl_sums(*padded)
+        found[name] = {
+            "error": max(float((sums[key] - value).abs().max()) for key, value in expected.items()),
+            "baseline": [row.tolist() for row in given.rows[measure.BASELINE]],
+        }
+    return found
+
+
+def grouping() -> dict[str, Any]:
+    """Group a batch's rows, some prompts with more answers than are fetched at a time, and one session of several outputs."""
+    measure.CHUNK = 64
     answers = [3, 80, 1, 40, 30, 2, 64]
     keys = [f"prompt{prompt}_{answer}_0" for prompt, count in enumerate(answers) for answer in range(count)]
     keys += ["turns_0_0", "turns_0_1", "turns_1_0", "prompt0_3_0"]
-    found = groups(keys)
-    return {
-        "keys": keys, "groups": found,
-        "ranks": {ranks: shares(found, ranks) for ranks in (1, 3, 16)},
-        "blocks": list(_blocks(found)),
-    }  # fmt: skip
+    found = measure.groups(keys)
+    return {"keys": keys, "groups": found, "chunks": list(measure.chunks(found))}

@@ -1,61 +1,17 @@
-"""Parts of a gap by the versions of its tokens, without Ray."""
+"""The versions that verl's client notes for each answer, without Ray."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import pickle
-import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from mismatch_ext.adapters.verl.rollout.client import versioned
-from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
-from mismatch_ext.adapters.verl.worker.staleness import segments_of, stale_gap
 from omegaconf import OmegaConf
-from tensordict import NonTensorStack
 from transformers import BatchEncoding
-from verl.utils import tensordict_utils as tu
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
-
-from mismatch_ext.drift import drift_metrics
-from mismatch_ext.verdicts import Level, Verdicts
-from tests.peers.verl.in_process.workers import batch, worker
-
-
-def parts() -> dict[str, Any]:
-    """Measure nested rows of several versions, as a worker does."""
-    lengths, prompts = [4, 3, 2], [2, 1, 3]
-    nested = lambda rows: torch.nested.as_nested_tensor(rows, layout=torch.jagged)  # noqa: E731
-    rollout = nested([torch.full((n,), -1.0) for n in lengths])
-    first_turn = {"weight_versions": [(6, 2)], "min_global_steps": 6, "max_global_steps": 7}
-    # A token's log-probability stands at the place before it, and the last place has none.
-    whole = [torch.full((p + n,), -1.0 - 0.5**row) for row, (p, n) in enumerate(zip(prompts, lengths, strict=True))]
-    extra = [
-        {"weight_versions": [(6, 2), (7, 4)], "min_global_steps": 6, "max_global_steps": 7},
-        {"min_global_steps": 7, "max_global_steps": 7},
-        {"weight_versions": [(7, 5)], "min_global_steps": 6, "max_global_steps": 7},  # of its second turn alone
-    ]
-    fields = {
-        "rollout_log_probs": rollout,
-        "response_mask": nested([torch.ones(n, dtype=torch.int64) for n in lengths]),
-        "extra_fields": NonTensorStack(*extra),
-        "prompts": nested([torch.zeros(n, dtype=torch.int64) for n in prompts]),
-    }
-    found: dict[str, Any] = {
-        "segments": [segments_of(e, p) for e, p in zip(extra, prompts, strict=True)],
-        "first_turn": segments_of(first_turn, 2),
-    }
-    for name, version in (("batch", 7), ("ahead", 6), ("replayed", 7)):
-        state = stale_gap(fields, nested(whole), version=version, replayed=name == "replayed")
-        if isinstance(state, Exception):
-            found[name] = f"{type(state).__name__}: {state}"
-            continue
-        found[name] = drift_metrics(state)
-    return found
 
 
 def resumed() -> dict[str, Any]:
@@ -146,32 +102,3 @@ def one_id() -> list[list[Any]]:
     finally:
         LLMServerClient.generate = before  # type: ignore[method-assign]
     return [[list(one) for one in output.extra_fields["weight_versions"]] for output in found]
-
-
-@contextlib.contextmanager
-def _asked(built: Any, level: Level) -> Iterator[Any]:
-    """Yield verl's worker with the block around an engine that is there."""
-    whole: Any = object.__new__(MismatchWorker)
-    whole.actor, whole._verdicts, whole.enable_routing_replay = built, Verdicts(level), False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield whole
-
-
-def unreadable(model: str) -> dict[str, Any]:
-    """Score rows whose versions nobody can read, as both levels do."""
-    found: dict[str, Any] = {}
-    levels: tuple[Level, ...] = ("enforce", "observe")
-    for level in levels:
-        data = batch()
-        mask = data["response_mask"]
-        data["rollout_log_probs"] = torch.nested.nested_tensor_from_jagged(-mask.values().float(), mask.offsets())
-        data["extra_fields"] = NonTensorStack(1, 2, 3, 4)
-        tu.assign_non_tensor_data(data, "mismatch_stale", {"version": 1, "replayed": False})
-        with _asked(worker(model, {}), level) as asked:
-            try:
-                found[level] = len(asked.compute_log_prob(data)["log_probs"].offsets())
-            except AttributeError as error:
-                found[level] = type(error).__name__
-            found[f"{level}_findings"] = [one.check for one in asked._verdicts.take()]
-    return found

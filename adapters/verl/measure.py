@@ -1,0 +1,257 @@
+"""What verl's driver measures of a batch: the gap, its parts by version, lengths, and the KL to the reference.
+
+verl's driver fetches the same fields of the whole batch for its own metrics. This module fetches `CHUNK` rows at a time from
+verl's TransferQueue, so that its memory does not grow with the batch.
+
+Shapes: B rows of a chunk, T tokens of its longest response, R tokens of its responses one after the other, without padding.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import transfer_queue as tq
+from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
+from mismatch_ext.adapters.verl.worker.kl import BASELINE, sampled_by
+from tensordict import TensorDict
+from torch import Tensor
+from verl.workers.utils.padding import response_from_nested, response_to_nested
+
+from mismatch_ext.config import KlConfig
+from mismatch_ext.drift import drift_sums, of_one_version, token_versions
+from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.gap import gap_sums
+from mismatch_ext.kl import kl_baseline, kl_sums
+from mismatch_ext.rollout import non_finite
+from mismatch_ext.sums import Sums, merged
+
+CHUNK = 64
+"""Rows that are fetched at a time; a larger group of answers to one prompt is fetched whole for its baseline."""
+OLD, SCORED, ROLLOUT, REFERENCE = "old_log_probs", "log_probs", "rollout_log_probs", "ref_log_prob"
+MASK, EXTRA = "response_mask", "extra_fields"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scoring:
+    """Which pass of the trainer scored a batch, and with which weights.
+
+    Args:
+        field: `OLD`, or `SCORED` for a pass whose scores verl has not cut to the responses.
+        version: Version of the weights, to measure older versions' tokens apart; None measures all tokens together.
+        replayed: Whether the pass replays the rollouts' routes.
+    """
+
+    field: str = OLD
+    version: int | None = None
+    replayed: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What is known of the sampled responses of a batch; rows that verl added to fill it up are left out of both tensors.
+
+    Args:
+        lengths: How many tokens of each response the policy itself sampled `[N]`.
+        truncated: Whether each response, tools' tokens included, has reached the length limit `[N]`.
+        gap: Sums of `gap_sums`; None if the trainer has scored nothing.
+        drift: Sums of `drift_sums`; None if versions are not measured apart.
+    """
+
+    lengths: Tensor
+    truncated: Tensor
+    gap: Sums | None = None
+    drift: Sums | None = None
+
+
+def sampled_rows(batch: Any) -> list[int]:
+    """Return the rows of a batch that were sampled, without those that verl added to fill it up."""
+    return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
+
+
+def measure(
+    batch: Any, step: int, scoring: Scoring | None, *, longest: int, sample: int = 0, seed: int = 0
+) -> Measured:
+    """Measure a batch whose fields are in verl's TransferQueue.
+
+    Args:
+        batch: verl's keys of the batch.
+        step: Its step, for error messages.
+        scoring: The pass that scored it; None without one.
+        longest: Length limit of a response, tokens.
+        sample, seed: As for `gap_sums`; the number of the chunk is added to the seed.
+
+    Raises:
+        NonFiniteLogprobError: A log-probability is NaN or infinite; names rollout and token.
+        RecordError: A field is missing or too short, or a version is ahead of the trainer's; names the rollout.
+    """
+    names = [ROLLOUT, MASK]
+    if scoring is not None:
+        names += [scoring.field] if scoring.version is None else [scoring.field, EXTRA]
+    tokens, places, gaps, drifts = [], [], [], []
+    for number, first in enumerate(range(0, len(batch.keys), CHUNK)):
+        rows = slice(first, first + CHUNK)
+        data = tq.kv_batch_get(keys=list(batch.keys[rows]), partition_id=batch.partition_id, select_fields=names)
+        chunk = _Chunk(data, batch.keys[rows], step)
+        tokens.append(chunk.tokens)
+        places.append(chunk.lengths)
+        chunk.check(ROLLOUT)
+        if scoring is None:
+            continue
+        if scoring.field == SCORED:
+            data[SCORED] = response_from_nested(data[SCORED], data[MASK])
+        chunk.check(scoring.field)
+        old, rollout = (data[name].values().float() for name in (scoring.field, ROLLOUT))
+        gaps.append(gap_sums(old, rollout, chunk.sampled, chunk.lengths, sample=sample, seed=seed + number))
+        if scoring.version is not None:
+            drifts.append(_drift_of(data, batch.tags[rows], scoring))
+    kept, limit = sampled_rows(batch), torch.cat(places) >= longest
+    return Measured(
+        lengths=torch.cat(tokens)[kept],
+        truncated=limit[kept],
+        gap=merged(*gaps) if gaps else None,
+        drift=merged(*drifts) if drifts else None,
+    )
+
+
+class _Chunk:
+    """Some rows of a batch, whose responses are one after the other."""
+
+    def __init__(self, data: Any, keys: Sequence[str], step: int) -> None:
+        self._data, self._keys, self._step = data, keys, step
+        mask = self._field(MASK)
+        self.lengths = mask.offsets().diff()  # places of each response, tools' tokens included
+        self.sampled = mask.values().bool()
+        self._ends = self.lengths.cumsum(0)
+        before = torch.nn.functional.pad(self.sampled.cumsum(0), (1, 0))
+        self.tokens = before[self._ends] - before[self._ends - self.lengths]
+
+    def _field(self, name: str) -> Any:
+        field = self._data.get(name, None)
+        if field is None:
+            raise RecordError(
+                f"rollouts {self._keys[0]} to {self._keys[-1]} of step {self._step} have no {name}: the gap is measured to the "
+                "rollout engine's log-probabilities. Set actor_rollout_ref.rollout.calculate_log_probs=True, and let the agent "
+                "loop return them."
+            )
+        return field
+
+    def check(self, name: str) -> None:
+        """Refuse a field that has not one finite value for each sampled token."""
+        field = self._field(name)
+        counts = field.offsets().diff()
+        if len(wrong := (counts != self.lengths).nonzero()):
+            row = int(wrong[0])
+            raise RecordError(
+                f"rollout {self._keys[row]} of step {self._step} has {int(counts[row])} {name} and {int(self.lengths[row])} "
+                f"places in {MASK}; the agent loop must give one of each for every token of a response."
+            )
+        values = field.values()
+        broken = (~values.isfinite() & self.sampled).nonzero()
+        if not len(broken):
+            return
+        place = broken[0, 0]
+        row = int(torch.searchsorted(self._ends, place, right=True))
+        token, value = int(place - self._ends[row] + self.lengths[row]), float(values[place])
+        where = f"{self._keys[row]} of step {self._step}"
+        if name == ROLLOUT:
+            raise non_finite(where, token, value)
+        raise NonFiniteLogprobError(
+            f"rollout {where}, token {token}: the trainer gives log-probability {value}. An overflow in float16 or broken "
+            "weights cause this; check the checkpoint with `mismatch-ext readiness`."
+        )
+
+
+def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring) -> Sums:
+    """Measure a chunk by the versions that sampled its tokens."""
+    assert scoring.version is not None
+    old, rollout = (data[name].to_padded_tensor(0.0).float() for name in (scoring.field, ROLLOUT))
+    mask = data[MASK].to_padded_tensor(0).bool()
+    extra = data.pop(EXTRA).tolist()
+    segments = [segments_of(row or {}, int(tag.get("prompt_len", 0))) for row, tag in zip(extra, tags, strict=True)]
+    versions = token_versions(segments, mask)
+    comparable = of_one_version(versions, mask) if scoring.replayed else mask
+    return drift_sums(old, rollout, mask, versions, scoring=scoring.version, comparable=comparable)
+
+
+def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None, int]]:
+    """Return the segments of a rollout, pairs (version, first token).
+
+    There is one for each request if a client noted them, otherwise one from its first and last version.
+
+    Args:
+        extra: The rollout's `extra_fields` in verl.
+        prompt: Tokens of its prompt.
+    """
+    noted, span = extra.get(VERSIONS), (extra.get("min_global_steps"), extra.get("max_global_steps"))
+    # The segments of a whole conversation begin right after the prompt; segments of only some turns do not tell of the others.
+    if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
+        return [(version, start - prompt) for version, start in noted]
+    # Where the versions differ, nobody says at which token the weights changed.
+    return [(span[0] if span[0] == span[1] else None, 0)]
+
+
+def measure_kl(batch: Any, section: KlConfig) -> Sums:
+    """Return `kl_sums` of a batch; put its leave-one-out baseline into the batch where the section has one.
+
+    Args:
+        batch: verl's keys of the batch.
+        section: The `kl` section.
+    """
+    names = [OLD, REFERENCE, MASK, *([ROLLOUT] if section.has_baseline and section.ratio != "none" else [])]
+    sums = [kl_sums(*torch.zeros(3, 0))]
+    for chunk in chunks(groups(batch.keys)):
+        keys = [key for group in chunk for key in group]
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
+        responses, padded = data[MASK], data.to_padded_tensor()
+        sums.append(kl_sums(padded[OLD], padded[REFERENCE], padded[MASK]))
+        if section.has_baseline:
+            prompts = torch.tensor([number for number, group in enumerate(chunk) for _ in group])
+            values = {BASELINE: response_to_nested(baseline_of(padded, section, prompts), responses)}
+            fields = TensorDict(values, batch_size=len(keys))
+            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=fields)
+    return merged(*sums)
+
+
+def baseline_of(fields: Any, section: KlConfig, prompts: Tensor) -> Tensor:
+    """Return the leave-one-out baseline of each token `[B, T]`, nats; see `kl_baseline`.
+
+    Args:
+        fields: `OLD`, `REFERENCE` and `MASK` before rejection `[B, T]`; with `ROLLOUT` where the engine reports it.
+        section: The `kl` section.
+        prompts: Number of the group that each row belongs to `[B]`.
+    """
+    behavior = sampled_by(fields) if section.ratio != "none" else None
+    return kl_baseline(fields[OLD], fields[REFERENCE], fields[MASK].bool(), section, behavior=behavior, groups=prompts)
+
+
+def groups(keys: Sequence[str]) -> list[list[str]]:
+    """Return the rows of a batch whose responses answer the same prompt, by their keys, in the order of their first rows.
+
+    Outputs of one session, such as the turns of an agent, depend on each other. Where a session has several, each is a group of
+    its own: it has no baseline, and is in no other row's baseline.
+
+    Args:
+        keys: verl's keys of the rows, `{uid}_{session}_{output}`.
+    """
+    sessions = [key.rsplit("_", 1)[0] for key in keys]
+    outputs = Counter(sessions)
+    rows: dict[str, list[str]] = {}
+    for key, session in zip(keys, sessions, strict=True):
+        rows.setdefault(key if outputs[session] > 1 else session.rsplit("_", 1)[0], []).append(key)
+    return list(rows.values())
+
+
+def chunks(groups: Sequence[list[str]]) -> Iterator[list[list[str]]]:
+    """Return whole groups, together `CHUNK` rows or fewer unless one alone has more."""
+    chunk: list[list[str]] = []
+    for group in groups:
+        if chunk and sum(map(len, chunk)) + len(group) > CHUNK:
+            yield chunk
+            chunk = []
+        chunk.append(group)
+    if chunk:
+        yield chunk
