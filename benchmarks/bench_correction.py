@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from benchmarks._timing import paired
-from mismatch_ext.correction import PRESETS, correct
+from mismatch_ext.correction import correct
+from mismatch_ext.presets import PRESETS
 
 BATCH, LENGTH = 256, 8192
 # verl computes both in float32; a sum over a million tokens is accurate to about this relative error.

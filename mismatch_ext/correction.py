@@ -19,29 +19,13 @@ from torch import Tensor
 
 from mismatch_ext.errors import RecordError
 from mismatch_ext.gap import SATURATION
-from mismatch_ext.presets import COMPAT, PRESETS, RULES, Interval, ResolvedCorrection, parse_rules, resolve
+from mismatch_ext.presets import Interval, ResolvedCorrection, resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import Sums, over_ranks
 from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
 
 if TYPE_CHECKING:
     from mismatch_ext.config import CorrectionConfig
-
-__all__ = [
-    "COMPAT",
-    "LOGGED",
-    "PRESETS",
-    "RULES",
-    "Correction",
-    "ResolvedCorrection",
-    "correct",
-    "of_weights",
-    "masked_metrics",
-    "masked_sums",
-    "metrics_over_ranks",
-    "parse_rules",
-    "resolve",
-]
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0

@@ -36,7 +36,7 @@ from torch import Tensor
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import Correction, correct, metrics_over_ranks, resolve
+from mismatch_ext.correction import Correction, correct, metrics_over_ranks
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
@@ -47,6 +47,7 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of
@@ -153,8 +154,7 @@ class Run:
         return self
 
     def _begin(self, state: dict[str, Any] | None) -> None:
-        readiness: str | None = None
-        initial_warnings: list[tuple[str, str]] = []
+        readiness = surplus = None
         with self._together():
             if self.trainer.device.type == "mps":
                 raise ConfigError(
@@ -171,16 +171,20 @@ class Run:
             self._begin_replay()
             self._log.sampled_with(self.rollout.sampling)
             self._control_rate(0 if state is None else state["run"]["step"])
-        self._begin_verifying(dtype, resumed=state is not None)
+        if self.block.monitor.weight_sync != "off":
+            with self._together(), self._verdicts.checking("weight_sync"):
+                self._begin_verifying(dtype, resumed=state is not None)
         with self._together():
             if state is not None:
                 self._load(state)
             self._log.begin(None if state is None else self.steps)
         with self._together():
             with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
-                initial_warnings = self._initial_warnings(readiness)
-            for name, message in initial_warnings if self.ranks.rank == 0 else ():
-                self._warn(name, message)
+                surplus = self.trainer.surplus()
+            bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().renormalises)
+            for name, message in (("readiness", readiness), ("vocabulary", surplus), ("ratio_bias", bias)):
+                if message is not None and self.ranks.rank == 0:
+                    self._warn(name, str(message))
             self._log.announce()
         if state is not None:
             if (changed := changed_settings(state.get("config"), self.block.to_dict())) is not None:
@@ -214,39 +218,18 @@ class Run:
 
     def _begin_verifying(self, trainer_dtype: str, *, resumed: bool) -> None:
         monitor = self.block.monitor
-        if monitor.weight_sync == "off":
-            return
 
         def bad_update(level: str, name: str, message: str) -> None:
             self._log.event(level, name, message)
             if monitor.weight_sync == "warn":
                 warnings.warn(message, stacklevel=6)
 
-        with self._together(), self._verdicts.checking("weight_sync"):
-            probes = draw_probes(self.trainer.vocabulary(), self.rollout.longest)
-            engine_dtype = self.rollout.reading().model_dtype
-            verifier = WeightVerifier(
-                self.trainer,
-                self.rollout,
-                monitor,
-                probes,
-                dtype=engine_dtype,
-                trainer_dtype=trainer_dtype,
-                event=bad_update,
-            )
-            if not resumed:  # else the engine does not hold the trainer's weights yet
-                verifier.begin()
-            self._verifier = verifier
-
-    def _initial_warnings(self, readiness: str | None) -> list[tuple[str, str]]:
-        surplus = self.trainer.surplus()
-        bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().renormalises)
-        messages = {
-            "readiness": readiness,
-            "vocabulary": None if surplus is None else str(surplus),
-            "ratio_bias": bias,
-        }
-        return [(name, message) for name, message in messages.items() if message is not None]
+        probes = draw_probes(self.trainer.vocabulary(), self.rollout.longest)
+        dtype, sides = self.rollout.reading().model_dtype, (self.trainer, self.rollout)
+        verifier = WeightVerifier(*sides, monitor, probes, dtype=dtype, trainer_dtype=trainer_dtype, event=bad_update)
+        if not resumed:  # else the engine does not hold the trainer's weights yet
+            verifier.begin()
+        self._verifier = verifier
 
     def _info(self, name: str) -> dict[str, Any]:
         device = self.trainer.device.type
@@ -637,16 +620,13 @@ class Run:
         self._expect_started()
         state: dict[str, Any] = {"run": {"step": self.steps}, "config": self.block.to_dict()}
         state |= self._log.state_dict() | {"weight_version": self.rollout.weight_version}
-        parts = {
-            "kl": self._kl,
-            "routing": self._replay,
-            "weight_sync": self._verifier,
-            "scaler": self.trainer.scaler,
-        }
-        state |= {name: part.state_dict() for name, part in parts.items() if part is not None}
-        if self._rate is not None:
-            state["lr"] = self._rate.state_dict()
-        return state
+        parts = self._parts | {"weight_sync": self._verifier, "lr": self._rate}
+        return state | {name: part.state_dict() for name, part in parts.items() if part is not None}
+
+    @property
+    def _parts(self) -> dict[str, Any]:
+        """The parts that go on from a checkpoint with nothing else to do, by their keys in it; None if they are off."""
+        return {"kl": self._kl, "routing": self._replay, "scaler": self.trainer.scaler}
 
     def save(self, folder: str | Path) -> Path:
         """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file."""
@@ -669,7 +649,7 @@ class Run:
         self._pending.take()  # these metrics belong to steps that are undone
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)
-        for name, part in (("kl", self._kl), ("routing", self._replay), ("scaler", self.trainer.scaler)):
+        for name, part in self._parts.items():
             if part is not None and state.get(name) is not None:
                 part.load_state_dict(state[name])
         if self._rate is not None:

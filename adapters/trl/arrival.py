@@ -21,9 +21,9 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import MARKER, applied
+from mismatch_ext.presets import resolve
 
 LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
 """Methods by which a subclass can make a loss of its own."""

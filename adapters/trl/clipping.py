@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
-from mismatch_ext.correction import ResolvedCorrection
 from mismatch_ext.drift import clip_metrics, clip_sums
 from mismatch_ext.precision.dtypes import limits
+from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import over_ranks
 

@@ -17,9 +17,9 @@ from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.presets import resolve
 from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:

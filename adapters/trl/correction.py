@@ -10,7 +10,8 @@ import torch
 from mismatch_ext.adapters.trl.kl import prompt_groups
 from torch import Tensor
 
-from mismatch_ext.correction import ResolvedCorrection, correct, metrics_over_ranks
+from mismatch_ext.correction import correct, metrics_over_ranks
+from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks, together
 
 # TRL's bound where the weights are our own: it never binds, so that TRL's metrics show the plain ratios.

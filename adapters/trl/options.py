@@ -11,8 +11,8 @@ from mismatch_ext.adapters.trl.correction import native_options, own_options
 from trl import GRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig
-from mismatch_ext.correction import ResolvedCorrection, resolve
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.presets import ResolvedCorrection, resolve
 
 if TYPE_CHECKING:
     from trl import GRPOConfig as _Host

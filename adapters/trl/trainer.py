@@ -43,11 +43,11 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlTerm, kl_sums
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import applied, described, digest_of
+from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import Batch, collate, expect_present

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch_ext.correction import PRESETS
 from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.presets import PRESETS
 
 HOSTS = ("TRL GRPO", "TRL RLOO", "verl", "MismatchCallback")
 TRIGGERS = ("response_length", "grad_norm", "mismatch_kl", "f_tau")

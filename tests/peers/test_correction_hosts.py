@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.correction import PRESETS, ResolvedCorrection, correct, parse_rules
-from mismatch_ext.presets import Interval
+from mismatch_ext.correction import correct
+from mismatch_ext.presets import PRESETS, Interval, ResolvedCorrection, parse_rules
 
 VERL = (
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, RULES, ResolvedCorrection, correct, parse_rules, resolve
+from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
+from mismatch_ext.presets import PRESETS, RULES, ResolvedCorrection, parse_rules, resolve
 
 pytestmark = pytest.mark.numeric
 

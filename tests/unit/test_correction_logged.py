@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks, of_weights, resolve
+from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks, of_weights
 from mismatch_ext.names import CORRECTION_MEASURES, MEASURES
+from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS
 
 SETTINGS: dict[str, dict[str, Any]] = {

@@ -11,9 +11,9 @@ from mismatch_ext.adapters.trl.seams import REFUSALS
 from trl.experimental.async_grpo import AsyncGRPOConfig
 
 from mismatch_ext.config import CorrectionConfig, MismatchConfig, RoutingConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.presets import resolve
 from mismatch_ext.seams import named
 
 

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import ResolvedCorrection, correct, metrics_over_ranks
+from mismatch_ext.correction import correct, metrics_over_ranks
 from mismatch_ext.drift import UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
+from mismatch_ext.presets import ResolvedCorrection
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import Sums, merged

@@ -42,11 +42,11 @@ from trl.experimental.async_grpo.packing import TreeRow
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.drift import ENOUGH
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.presets import resolve
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes

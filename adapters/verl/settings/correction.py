@@ -12,9 +12,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import PRESETS, ResolvedCorrection, resolve
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.presets import Interval
+from mismatch_ext.presets import PRESETS, Interval, ResolvedCorrection, resolve
 
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""

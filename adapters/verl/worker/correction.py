@@ -8,9 +8,10 @@ import torch
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
-from mismatch_ext.correction import ResolvedCorrection, correct
+from mismatch_ext.correction import correct
 from mismatch_ext.errors import RecordError
 from mismatch_ext.names import PREFIX
+from mismatch_ext.presets import ResolvedCorrection
 
 
 def without_drifted(model_output: Any, data: Any, settings: ResolvedCorrection) -> tuple[Any, dict[str, Any]]:

@@ -25,7 +25,7 @@ from verl.workers.utils.losses import ppo_loss
 from verl.workers.utils.padding import no_padding_2_padding
 
 from mismatch_ext.config import KlConfig, MismatchConfig
-from mismatch_ext.correction import ResolvedCorrection
+from mismatch_ext.presets import ResolvedCorrection
 
 BYPASS = "bypass_mode"
 

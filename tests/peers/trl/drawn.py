@@ -7,7 +7,7 @@ import random
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch_ext.correction import PRESETS
+from mismatch_ext.presets import PRESETS
 
 LOSSES = ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo")
 COEF = 0.05

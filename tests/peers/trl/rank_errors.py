@@ -28,9 +28,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
 from mismatch_ext.rollout import Provenance, SamplingSettings
 from mismatch_ext.verdicts import Verdicts

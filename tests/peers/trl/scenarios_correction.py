@@ -15,7 +15,7 @@ from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import resolve
+from mismatch_ext.presets import resolve
 from tests.peers.trl.scenarios_kl import gradients, relative
 from tests.peers.trl.scenarios_training import build, digest_of, history
 

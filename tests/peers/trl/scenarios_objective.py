@@ -23,9 +23,9 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import resolve
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm
+from mismatch_ext.presets import resolve
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 from tests.peers.trl.user_losses import (

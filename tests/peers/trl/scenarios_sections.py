@@ -27,10 +27,11 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.config import CorrectionConfig, KlConfig
-from mismatch_ext.correction import correct, resolve
+from mismatch_ext.correction import correct
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.presets import resolve
 from tests.peers.section_cases import CASES, names
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import arguments, graded, rows

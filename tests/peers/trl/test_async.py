@@ -33,9 +33,10 @@ from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
 from examples.trl_async import on_cpu, problems, tokenizer_of
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.correction import correct, resolve
+from mismatch_ext.correction import correct
 from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS
 from mismatch_ext.routing import RoutingShape
 from tests.peers.trl.failing import fail

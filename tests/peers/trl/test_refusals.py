@@ -16,7 +16,6 @@ from typing import Any
 import pytest
 import torch
 
-from mismatch_ext.correction import PRESETS
 from mismatch_ext.errors import (
     ConfigError,
     MismatchError,
@@ -26,6 +25,7 @@ from mismatch_ext.errors import (
     RoutingError,
     RunDirectoryError,
 )
+from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
 
 Make = Callable[..., Any]
