@@ -239,8 +239,10 @@ class SamplingMaskConfig:
 
 @_section("mismatch.lr")
 class LrConfig:
-    """Lowers the learning rate when responses grow (arXiv 2602.01826): max(decay^floor(t / period), floor) times the host's own
-    schedule. t counts from the end of warm-up.
+    """Lowers the learning rate when responses grow (arXiv 2602.01826): the host's schedule times max(decay^floor(t/period),
+    floor).
+
+    t counts from the end of warm-up.
     """
 
     period: Count | None = None

@@ -144,7 +144,7 @@ def drift_sums(
 def numerics_metrics(
     sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH
 ) -> tuple[str, dict[str, float]] | None:
-    """Return the source of numerics, the first with enough tokens or that with most, and its metrics; None if it is unknown."""
+    """Return the source of numerics, the first with enough tokens or that with most, and its metrics; None if unknown."""
     counts = {source: float(sums[f"{source}/tokens"]) for source in SOURCES}
     source = next((name for name in SOURCES if counts[name] >= enough), max(SOURCES, key=counts.__getitem__))
     metrics = gap_metrics(part(sums, source), support_truncated=support_truncated)

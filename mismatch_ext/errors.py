@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 
 
 class MismatchError(Exception):
-    """Root of the exceptions. Each message says what was found, what is allowed, and what to do."""
+    """Root of the exceptions that this package raises. Each message says what was found, what is allowed, and what to do."""
 
 
 class ConfigError(MismatchError, ValueError):

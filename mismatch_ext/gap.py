@@ -94,14 +94,16 @@ def gap_sums(
 
 
 def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, float]:
-    """Return the gap's metrics by name; docs/metrics.md has the formula and unit of each.
+    """Return the gap's metrics by name, such as `k3_kl`, the mean of exp(d) - 1 - d (Schulman 2020) in nats per token.
+
+    docs/metrics.md has the formula and unit of each.
 
     Args:
         sums: Sums from `gap_sums`, or several of them merged.
         support_truncated: Whether top-p, top-k or min-p truncated the distribution that the tokens were sampled from.
 
     Returns:
-        Metrics without prefix, such as `k3_kl` in nats per token; empty if no token was counted.
+        Metrics without prefix; empty if no token was counted.
     """
     s = {name: value.item() for name, value in sums.items() if value.dim() == 0}
     n, m = s["tokens"], s["sequences"]

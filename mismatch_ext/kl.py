@@ -121,9 +121,7 @@ def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
 
 
 class KlTerms(NamedTuple):
-    """The two parts of a KL term `[B, T]`, coefficient included: to add to the per-token loss, and to subtract from the
-    rewards.
-    """
+    """The two parts of a KL term `[B, T]`, coefficient included: to add to the per-token loss, and to take off the rewards."""
 
     loss: Tensor
     reward: Tensor
@@ -532,9 +530,7 @@ def kl_means(sums: Sums) -> dict[str, float]:
 
 @state
 class KlState:
-    """What `kl_step` carries from step to step; `integral` is the accumulated error times its gain, in nats of
-    log-coefficient.
-    """
+    """What `kl_step` carries from step to step; `integral` is the sum of errors times its gain, in nats of log-coefficient."""
 
     initial: Annotated[float, Field(gt=0)]
     coef: Annotated[float, Field(ge=0)]

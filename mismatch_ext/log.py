@@ -454,9 +454,7 @@ class RunLog:
             say(banner(self.block, self._info(), self.rules, self.run_dir))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
-        """Write what is left and how training ended ("completed" or "failed"; by default with the alarm that stopped it), and
-        print it.
-        """
+        """Write what is left and how training ended ("completed" or "failed"; by default with the alarm that stopped it)."""
         if self._segment != "training":
             return
         at = self._step() if step is None else step
@@ -527,9 +525,7 @@ class RunLog:
         self._drift = merged(self._drift, sums)
 
     def flush(self, split: str, step: int) -> dict[str, float]:
-        """Return a split's metrics since the last flush, over all ranks, with prefix, and write its profiles when they are
-        due.
-        """
+        """Return a split's metrics since the last flush, over all ranks, with prefix; write its profiles when they are due."""
         sums = over_ranks(self._take(split), self.ranks)
         truncated = self._sampling.truncates_support
         scalars, native = (gap_metrics(part(sums, of), support_truncated=truncated) for of in ("gap", "native"))

@@ -135,8 +135,8 @@ class Run:
     # Begin.
 
     def start(self, *, resume: str | Path | None = None) -> Run:
-        """Check and set what the config asks for on both sides, and print what is active; the result is a context that ends
-        the run.
+        """Check and set what the config asks for on both sides, and print what is active; used as a context, the run ends with
+        it.
 
         `resume` is a folder that `save` wrote to. Load the trainer's own state first; the engine then gets its weights. Raises
         MismatchError if something that you asked for is not active: the message says what, and what to do.
@@ -316,8 +316,7 @@ class Run:
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
-        """Run the trainer's forward pass of a batch, or of some of its rows, under its routes; nothing without a `routing`
-        section.
+        """Run the trainer's forward pass of a batch, or of some rows of it, under its routes, if there is a `routing` section.
 
         A checkpointed backward pass may come after the `with` block. Raises RoutingError if the routes do not fit tokens or
         model, ReplayError if the pass was over other tokens or did not follow the routes.
@@ -637,9 +636,7 @@ class Run:
         return path
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from what `state_dict` returned, as `start(resume=folder)` does from a file; raises RecordError for other
-        settings.
-        """
+        """Continue from what `state_dict` returned, as `start(resume=folder)` does from a file; raises RecordError."""
         self._expect_started()
         with self._together():
             self._load(state)

@@ -342,9 +342,7 @@ class LrControl:
         self._grad_norm = norm if math.isfinite(norm) else self._grad_norm
 
     def lead(self) -> dict[str, float]:
-        """Give the collected statistics to the rule, for the next step, and return the values to log of it; raises as
-        `lr_step`.
-        """
+        """Give the collected statistics to the rule, for the next step, and return the values to log; raises as `lr_step`."""
         collected, self._collected = self._collected, []
         counted = [(weight * (batch.get("responses") or 1.0), batch) for weight, batch in collected if weight]
         if not counted:
@@ -513,9 +511,7 @@ def gap_statistics(sums: Sums) -> dict[str, float]:
 
 
 def numerics_statistics(sums: Sums) -> dict[str, float]:
-    """Return the statistics of `drift_sums`: of the numerics only, because drift is not mismatch; no measurement if it is
-    unknown.
-    """
+    """Return the statistics of `drift_sums`, of the numerics alone because drift is not mismatch; no measurement if unknown."""
     numerics = numerics_metrics(sums)
     if numerics is None:
         return {"responses": 0.0}

@@ -167,6 +167,11 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
     "slime_cis": ResolvedCorrection(level="token", bound="clip", lower=0.5, upper=2.0),
 }
+"""Complete corrections by the names that verl, TRL, slime and papers give them, for `correction.preset` and `correct`.
+
+Truncated importance sampling is `tis` per token and `seq_tis` per sequence; `seq_mis` drops sequences beyond the bound, `icepop`
+tokens outside of a band, `geo_mask` sequences by their geometric mean, and `opsm` is DeepSeek-V3.2's mask (arXiv 2512.02556).
+"""
 
 
 def resolve(config: CorrectionConfig) -> ResolvedCorrection:

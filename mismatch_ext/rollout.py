@@ -29,7 +29,7 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingSettings:
-    """The engine's sampling settings.
+    """The settings that an engine samples with; they say which distribution a rollout's log-probabilities are of.
 
     Args:
         temperature: Divides the logits; > 0.
@@ -101,7 +101,7 @@ class SamplingSettings:
 
 @dataclass(frozen=True, kw_only=True)
 class Provenance:
-    """Where a rollout comes from.
+    """Where a rollout comes from: engine, dtypes, version of the weights, patches and sampling settings.
 
     Args:
         engine: Name of the rollout engine.
@@ -188,8 +188,7 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
 def sampled_by(
     name: str, provenance: Provenance | None, first: int | None, last: int | None, *, allow_mixed: bool = False
 ) -> Provenance:
-    """Return the provenance of a rollout from what all of the engine's have in common and its versions at first and last
-    token.
+    """Return the provenance of a rollout whose engine reports these versions of its weights at the first and last token.
 
     With `allow_mixed`, several versions are accepted, as partial rollouts have, and the last is taken. Raises RecordError.
     """
@@ -285,7 +284,7 @@ class Origins:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutRecord:
-    """One response of the engine.
+    """One response of the engine, as the trainer gets it: T tokens, their log-probabilities, and where they come from.
 
     Args:
         prompt_ids: Token ids of the prompt.
@@ -463,9 +462,7 @@ class Batch:
 
 
 def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu", split: str = "train") -> Batch:
-    """Turn rollouts of one provenance into a batch; rollouts of the same prompt form a group, in any order. Raises
-    RecordError.
-    """
+    """Turn rollouts of one provenance into a batch; rollouts of one prompt form a group, in any order. Raises RecordError."""
     provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
     for row, record in enumerate(records):
         if not record.prompt_ids:

@@ -178,9 +178,7 @@ def _narrow(vocabulary: int) -> torch.dtype:
 
 
 class LeftTokens:
-    """The support of each position of a response, taken from an engine's arrays while it samples, without an object for each
-    token.
-    """
+    """The support of each position of a response, taken from an engine's arrays as it samples, without objects per token."""
 
     def __init__(self) -> None:
         self._pending: list[tuple[NDArray[Any], NDArray[Any]]] = []
@@ -188,9 +186,7 @@ class LeftTokens:
         self._read: list[tuple[Any, ...]] = []
 
     def take(self, ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
-        """Add positions: ids `[positions, 1 + asked]`, the sampled one first, and their log-probabilities, NaN or -inf if cut
-        off.
-        """
+        """Add positions: ids `[positions, 1 + asked]`, the sampled one first, and log-probabilities, NaN or -inf if cut off."""
         self._pending.append((ids, logprobs))
         if len(self._pending) == PENDING:
             self._settle()
@@ -285,7 +281,7 @@ def head_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return log pi_S of sampled tokens `[N]` from the last hidden states `[N, H]` and the output projection `[V, H]`, with
+    """Return log pi_S of sampled tokens `[N]` from last hidden states `[N, H]` and the output projection `[V, H]`, with
     gradient.
 
     Only the logits of S are computed: scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature. Under

@@ -42,7 +42,6 @@ class Joined:
 
     records: list[RolloutRecord]  # one per completion, in order; tokens that no turn sampled are masked
     turns: int  # that are part of a completion
-    unused: int  # turns that are part of none
     sampled_rows: int  # rows of routes that were recorded when their tokens were sampled
     prefilled_rows: int  # rows that a turn's prefill recorded: prompts, tool output, the last token before
     rerouted_rows: int  # times that a later turn's prefill chose other experts for such a row
@@ -73,7 +72,6 @@ def join_turns(
     return Joined(
         records=[_record(row, counts) for row in rows],
         turns=sum(len(row.turns) for row in rows),
-        unused=len(left),
         sampled_rows=counts["sampled"],
         prefilled_rows=counts["prefilled"],
         rerouted_rows=counts["rerouted"],
@@ -323,9 +321,7 @@ def _support(row: _Completion) -> TokenSupport | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One call of the engine. `support` holds what each token was sampled from, or says why it is unknown; None if nobody
-    asked.
-    """
+    """One call of the engine. `support` holds what each token was sampled from, or why it is unknown; None if nobody asked."""
 
     prompt_ids: tuple[int, ...]
     response_ids: tuple[int, ...]

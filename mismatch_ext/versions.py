@@ -230,9 +230,7 @@ _TOLD: set[tuple[str, str]] = set()
 
 
 def warn_untested(versions: Mapping[str, str], what: str) -> None:
-    """Warn, once per process, that nobody has run these versions, by peer; `what` ends the sentence with what holds
-    nevertheless.
-    """
+    """Warn, once per process, that nobody has run these versions; `what` ends the sentence with what holds nevertheless."""
     if not set(versions.items()) <= _TOLD:
         _TOLD.update(versions.items())
         named = " and ".join(f"{name} {version}" for name, version in versions.items())

@@ -106,9 +106,7 @@ class TensorComparison:
 
 @dataclass(frozen=True, kw_only=True)
 class Decoded:
-    """Tokens `[N, P+L]` that an engine sampled one by one at temperature 1, after N prompts, and their log-probabilities `[N,
-    L]`.
-    """
+    """Tokens `[N, P+L]` that an engine sampled at temperature 1 after N prompts, and their log-probabilities `[N, L]`, nats."""
 
     tokens: Tensor
     logprobs: Tensor
@@ -116,13 +114,12 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True)
 class SyncVerdict:
-    """Judgment of one weight update; gaps are means over the probes, nats per token, infinite if a score of the engine is not
-    finite.
+    """Judgment of one weight update; gaps are means over the probes, nats per token, infinite if a score is not finite.
 
     `status` is "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale"; "garbled"; or
     "stale_decode" (prefill is in sync, but the engine decodes with older weights). A gap above `threshold` counts as garbled;
     `baseline` is that between two sides with the same weights. `movement` is the mean change of the trainer's probes since the
-    engine's last changed. `decode_gap` is |decode - prefill|; None when the engine did not decode.
+    engine's last changed.
     """
 
     status: Status
@@ -132,7 +129,6 @@ class SyncVerdict:
     threshold: float
     movement: float
     message: str
-    decode_gap: float | None = None
 
     @property
     def ok(self) -> bool:
@@ -411,8 +407,7 @@ class ProbedEngine(Protocol):
         """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode `count` tokens after each prompt of `[N, P]`, beyond end tokens, without drawing from the engine's random
-        numbers.
+        """Decode `count` tokens after each prompt of `[N, P]`, beyond end tokens, without drawing the engine's random numbers.
 
         Log-probabilities are at temperature 1, without truncation; the same weights give the same tokens.
         """
@@ -515,11 +510,10 @@ class WeightVerifier:
         return self.probes[:, : self.probes.shape[1] - self.decoded]
 
     def begin(self) -> None:
-        """Note the gap before the first update, while the engine holds the weights that training starts from; raises as
-        `judge`.
+        """Note the gap before the first update, while the engine holds the weights that training starts from.
 
         Do not call this if the engine's weights are random until the first update. The first update's gap is then the only
-        baseline, and garbled weights go unnoticed up to the ceiling.
+        baseline, and garbled weights go unnoticed up to the ceiling. Raises as `judge`.
         """
         look = self.look()  # first: ranks that share the weights look together, and one rank's engine may fail
         engine, decode = self._ask()
@@ -560,14 +554,12 @@ class WeightVerifier:
             self.state = replace(self.state, decode=decode)
             # If prefill is wrong too, that is the cause to name.
             worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
-            verdict = replace(verdict, status=worse.status, message=worse.message, decode_gap=decode_verdict.gap_mean)
+            verdict = replace(verdict, status=worse.status, message=worse.message)
         self._before, self._fingerprint, self.verdict = sent, look.fingerprint, verdict
         return verdict
 
     def verify(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
-        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says
-        "error".
-        """
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says so."""
         verdict = self.judge(sent, look)
         if not verdict.ok:
             if self._event is not None:

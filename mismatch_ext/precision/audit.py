@@ -124,7 +124,7 @@ def audit(
     sync: SyncReading | None,
     fixes: TrainerFixes | None = None,
 ) -> AuditReport:
-    """Compare what was read back with the precision asked for; `raise_for_findings` refuses one that is applied by half.
+    """Compare the dtypes read back from both sides with the one precision asked for (uniform FP16, arXiv 2510.26788).
 
     Args:
         policy: The precision asked for.

@@ -25,19 +25,18 @@ MAX_OVERFLOW_STREAK = 20  # a choice: from 2^16 the scale falls below MIN_SCALE 
 
 
 class LossScaler(torch.amp.GradScaler):
-    """Replacement for `torch.amp.GradScaler` that raises an error where torch's stays silent (arXiv 2510.26788 needs scaling
-    throughout).
+    """`torch.amp.GradScaler` that raises an error where torch's stays silent: float16 needs scaling throughout (arXiv
+    2510.26788).
 
     It cannot be created disabled, unlike torch's `ShardedGradScaler`, which disables itself on a CPU. Ranks agree on an
     overflow before any of them steps. On an overflow `optimizer.step` is never called, not even a fused optimizer's. Overflows
-    are counted, and too long a streak of them is an error. Its state contains the counters; torch's scaler can load its state,
-    and it can load torch's.
+    are counted, and too long a streak of them is an error. Its state contains the counters; torch's scaler can load it, and it
+    torch's.
 
     Args:
         device: Device type that gradients live on, for example "cuda" or "cpu".
         init_scale: First loss scale, at least 1; a power of two keeps scaling exact.
         growth_interval: Steps in a row without overflow before the scale doubles (400 in arXiv 2510.26788's code).
-        process_group: Ranks that step together; None is all of them.
 
     Raises:
         PrecisionError: `init_scale` is below 1, or torch would disable the scaler on this device.
@@ -49,7 +48,6 @@ class LossScaler(torch.amp.GradScaler):
         *,
         init_scale: float = 2.0**16,
         growth_interval: int = 400,
-        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         kind = torch.device(device).type
         if not MIN_SCALE <= init_scale < math.inf or growth_interval < 1:
@@ -67,7 +65,6 @@ class LossScaler(torch.amp.GradScaler):
                 "would run unscaled. Name the device that the gradients are on, or train in bfloat16 or float32."
             )
         self.init_scale = init_scale
-        self.process_group = process_group
         self.steps = 0
         self.overflow_steps = 0
         self.overflow_streak = 0
@@ -96,7 +93,7 @@ class LossScaler(torch.amp.GradScaler):
 
     def _shared(self) -> bool:
         """Tell whether several ranks step together."""
-        return dist.is_available() and dist.is_initialized() and dist.get_world_size(self.process_group) > 1
+        return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
     def _agree(self, flags: dict[Any, Any]) -> None:
         """Set the overflow flag on every rank if it is set on one."""
@@ -108,7 +105,7 @@ class LossScaler(torch.amp.GradScaler):
         flag = torch.zeros((), dtype=torch.float32, device=device)
         for value in flags.values():
             flag = torch.maximum(flag, value.to(device))
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.process_group)
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)
         for value in flags.values():
             value.copy_(flag)
         if not flags:

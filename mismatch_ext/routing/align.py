@@ -19,7 +19,7 @@ from mismatch_ext.routing.trace import RoutingTrace, run_lengths
 def align(
     traces: Sequence[RoutingTrace], attention_mask: Tensor, *, device: torch.device | str | None = None
 ) -> tuple[RoutingTrace, Tensor]:
-    """Lay one trace per row along a padded batch, left- or right-padded or both.
+    """Lay one trace per row along a padded batch, left- or right-padded or both, for routing replay (R3, arXiv 2510.11370).
 
     Args:
         traces: One per row.

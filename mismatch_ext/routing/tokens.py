@@ -73,8 +73,7 @@ def token_rows(
 
 
 class Proof:
-    """Tells whether a pass has the tokens of some routes, and counts the `others`, which were left to the model for a
-    `reason`.
+    """Tells whether a pass has the tokens of some routes, and counts the `others`, which the model routed itself (`reason`).
 
     Raises RoutingError if the tokens are not known, and `action` is not "replay".
     """

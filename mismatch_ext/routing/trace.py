@@ -166,9 +166,7 @@ class RoutingTrace:
         )
 
     def of_tokens(self, ids: Sequence[int] | Tensor) -> RoutingTrace:
-        """Return the trace with the ids of its sequence, which replay compares with a pass; raises RoutingError if they do not
-        fit.
-        """
+        """Return the trace with its sequence's ids, which replay compares with a pass; raises RoutingError if they do not fit."""
         end = self.start + self.rows
         tokens = torch.as_tensor(ids).flatten()[:end].to(torch.int32)
         if len(tokens) < end:
@@ -214,9 +212,7 @@ class RoutingTrace:
 
     @classmethod
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
-        """Join pieces of one sequence, of several turns or policy versions, without copying; raises RoutingError if they do
-        not fit.
-        """
+        """Join pieces of one sequence, of several turns or versions, without copying; raises RoutingError if they do not fit."""
         head, end, whole = traces[0], traces[0].start, traces[-1].tokens
         parts: list[Tensor] = []
         versions: list[tuple[int, int]] = []

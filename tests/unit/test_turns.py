@@ -77,7 +77,7 @@ def test_a_token_keeps_the_experts_that_it_was_sampled_with() -> None:
     assert record.routing.tokens is not None and record.routing.tokens.tolist() == [*PROMPT, *ROW][:-1]
     # Each later turn has routed all earlier tokens anew, by other experts.
     assert (joined.turns, joined.sampled_rows, joined.prefilled_rows) == (3, 2 + 1 + 2, 2 + 1 + 2 + 1 + 1)
-    assert joined.rerouted_rows == 4 + 8 and joined.unused == 0
+    assert joined.rerouted_rows == 4 + 8
     assert record.support.counts.tolist() == [2 * kept for kept in MASK]
     assert record.support.slice(5, 6).ids.tolist() == [0, 6]
 
@@ -237,7 +237,7 @@ def test_calls_about_something_else_are_left_out() -> None:
     with pytest.raises(RecordError, match="a turn was dropped"):
         join_turns([*turns(), judge], [whole()])
     joined = join_turns([*turns(), judge, candidate], [whole()], every_turn=False)
-    assert joined.unused == 2 and joined.turns == 3
+    assert joined.turns == 3
     # One that goes on from the completion is none.
     with pytest.raises(RecordError, match="a turn was dropped"):
         join_turns(turns(), [shortened(5)], every_turn=False)
