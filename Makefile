@@ -1,9 +1,10 @@
 # setup            the pinned CPU environments: .venv, and .venv-sglang beside it (SGLang pins other versions of what vLLM needs)
-# check            lint, types and unit tests: 3 minutes          test     check, then the tests with the real peers: 20 minutes
+# check            lint, types, docs and unit tests: 3 minutes    test     check, then the tests with the real peers: 20 minutes
 # nightly          everything else, for hours; ONLY='tests/peers/trl' runs one part of it
 # mutants          plants faults in the product and runs the tests that must notice; FAULTS='kl verl' plants those alone
 # stack            builds what users of STACK=trl-oldest, trl-newest, verl-pins or verl-sglang have, and runs its tests
 # demo             the main job, settings side by side             bench    ratios as JSON lines
+# docs             the site in runs/site, with search and the API reference; a dead link is an error
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 export PYTHON ?= python3
@@ -16,9 +17,10 @@ PYTEST := $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reor
 
 export OMP_NUM_THREADS ?= 1
 export HF_HUB_OFFLINE = 1
+export NO_MKDOCS_2_WARNING = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup check test nightly mutants stack demo bench lock clean
+.PHONY: setup check docs test nightly mutants stack demo bench lock clean
 
 setup: .venv/.installed .venv-sglang/.installed
 
@@ -28,8 +30,11 @@ setup: .venv/.installed .venv-sglang/.installed
 .venv-sglang/.installed: requirements/*sglang-cpu.txt requirements/torchtitan-cpu.txt requirements/install.sh pyproject.toml
 	@bash requirements/install.sh sglang .venv-sglang
 
+docs: .venv/.installed
+	$(BIN)/mkdocs build --quiet
+
 # mypy has one thread, and a minute to do in a fresh clone: beside the tests, the two fill two cores.
-check: .venv/.installed
+check: docs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy & types=$$!; $(BIN)/python -m pytest -q -n $(JOBS) -m "not nightly" tests/unit tests/patching || { kill $$types; exit 1; }; wait $$types

@@ -282,7 +282,7 @@ class LrConfig:
 class AlarmConfig:
     """When a metric of the training logs is out of bounds, and what happens then.
 
-    A value that is not finite is out of bounds under any rule. docs/alarms.md lists the rules that are built
+    A value that is not finite is out of bounds under any rule. docs/metrics.md lists the rules that are built
     in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
     its threshold. Another metric needs `above` or `below`.
     """

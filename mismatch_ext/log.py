@@ -300,7 +300,7 @@ def alarm_lines(rules: Mapping[str, Rule], run_dir: Path) -> list[str]:
     """Return the lines that say which alarms are watched, and where metrics are written."""
     named = [rule.describe() for rule in rules.values() if rule.named]
     if built_in := len(rules) - len(named):
-        named.append(f"{built_in} built-in ones (docs/alarms.md)")
+        named.append(f"{built_in} built-in ones (docs/metrics.md)")
     return [_line("alarms", "; ".join(named) or "none"), _line("metrics", str(run_dir))]
 
 

@@ -797,7 +797,7 @@ def check_block(block: MismatchConfig) -> None:
     if block.sampling_mask is not None:
         raise ConfigError(
             "mismatch.sampling_mask in your own loop, which scores its batches itself: it takes log-probabilities over the "
-            "masks with mismatch_ext.support_logprobs (docs/sampling-mask.md); remove the section."
+            "masks with mismatch_ext.support_logprobs (docs/loop.md); remove the section."
         )
     if block.kl is not None and block.kl.coef is None:
         raise ConfigError("mismatch.kl.coef is not given, and your own loop has no coefficient of a host; set it.")

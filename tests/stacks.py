@@ -1,7 +1,7 @@
 """The floor and the newest of each host, as users install them: `python -m tests.stacks NAME`. Standard library alone.
 
 A stack is an environment in .stacks/NAME, built from the exact versions of requirements/stacks/NAME.txt, and the tests that run
-there. docs/install.md says what they cover.
+there. docs/index.md says what they cover.
 """
 
 from __future__ import annotations

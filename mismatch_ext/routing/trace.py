@@ -95,7 +95,8 @@ class RoutingTrace:
         Args:
             array: Expert ids `[rows, layers, K]`, integers, numpy or torch; of the MoE layers, or of all decoder layers, whose
                 dense ones must be all zero and are dropped.
-            num_experts, top_k: Experts per layer, and per token if known.
+            num_experts: Experts per layer.
+            top_k: Experts per token, if known.
             layers: Absolute indices of the MoE layers.
             tokens: Token ids of prompt and response, which a replayed pass must have; or only their number, until `of_tokens`.
             version: Policy version that sampled.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 from contextlib import suppress
 from dataclasses import fields
@@ -18,8 +19,7 @@ from mismatch_ext.config import MismatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-MAINTAINERS_PAGES = ("architecture.md", "development.md")
-PAGES = [README, *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def plain(path: Path) -> str:
@@ -106,7 +106,7 @@ def test_examples_have_blocks() -> None:
 
 USERS_TEXTS = [
     ROOT / "README.md",
-    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name not in MAINTAINERS_PAGES),
+    *(page for page in sorted((ROOT / "docs").rglob("*.md")) if page.name != "reference.md"),
     *sorted((ROOT / "examples").rglob("*.py")),
 ]
 
@@ -134,3 +134,16 @@ def test_users_need_no_other_name_of_the_core_than_the_public_ones() -> None:
         "gap",
     }
     assert len(mismatch_ext.__all__) <= 25
+
+
+def test_every_public_name_has_its_entry_in_the_api_reference() -> None:
+    listed = re.findall(r"^::: mismatch_ext\.([\w.]+)$", (ROOT / "docs/reference.md").read_text("utf-8"), flags=re.M)
+    assert sorted(entry.split(".")[-1] for entry in listed) == sorted(mismatch_ext.__all__)
+    for entry in listed:
+        module, _, name = entry.rpartition(".")
+        assert getattr(importlib.import_module(f"mismatch_ext.{module}"), name) is getattr(mismatch_ext, name), entry
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    named = set(re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text("utf-8"), flags=re.M))
+    assert named == {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
