@@ -7,7 +7,6 @@ changed setting (a KL coefficient, a loss scale, an alarm), it starts again. Oth
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -77,23 +76,6 @@ def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
             yield f"mismatch.{name} was {before} and is {now}"
         else:
             yield f"mismatch.{name} was {_short(before)} and is {_short(now)}"
-
-
-def random_state(generator: random.Random) -> dict[str, Any]:
-    """Return the state of a random-number generator as JSON-able data."""
-    version, numbers, gauss = generator.getstate()
-    return {"version": version, "numbers": list(numbers), "gauss": gauss}
-
-
-def load_random_state(generator: random.Random, state: Any) -> None:
-    """Let a generator go on from a state of `random_state`; raises RecordError and leaves it as it was for any other."""
-    try:
-        generator.setstate((state["version"], tuple(state["numbers"]), state["gauss"]))
-    except (TypeError, ValueError, KeyError, OverflowError) as error:
-        raise RecordError(
-            f"the state of the choice of measured passes is damaged: {_short(state)} ({error}); expected version, numbers and "
-            "gauss. Resume from another checkpoint."
-        ) from error
 
 
 def _short(value: object) -> str:

@@ -14,12 +14,12 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from typing import Annotated, Any, Protocol
 
 import torch
+from pydantic import Field
 from torch import Tensor
 
-from mismatch_ext.checkpoint import load_random_state, random_state
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, gathered, together
 from mismatch_ext.routing.agreement import (
@@ -32,6 +32,7 @@ from mismatch_ext.routing.agreement import (
 from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.tokens import Others
 from mismatch_ext.routing.trace import RoutingTrace
+from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks
 
 Layers = tuple[int, ...]
@@ -58,6 +59,13 @@ class Backend(Protocol):
         """Return a context in which routes are recorded; it gives an object with the trace of each forward pass, `passes`."""
 
 
+@state
+class Draws:
+    """How many draws have been made; with the seed it decides the next one."""
+
+    made: Annotated[int, Field(ge=0)] = 0
+
+
 class MeasuredPasses:
     """Draws at random what is measured during training; every process and a resumed run draw the same from the host's seed."""
 
@@ -67,23 +75,27 @@ class MeasuredPasses:
 
     def begin_anew(self) -> None:
         """Start the draws again, because a training begins."""
-        self._random = random.Random(self._seed)
+        self._made = 0
+
+    def _draw(self) -> bool:
+        self._made += 1
+        return random.Random(f"{self._seed}/{self._made}").random() < self._config.measured
 
     def agreement(self) -> bool:
         """Draw whether the model's own choice is measured in a replayed pass."""
-        return self._random.random() < self._config.measured
+        return self._draw()
 
     def native_gap(self) -> bool:
         """Draw whether a rollout batch is also scored without replay; never under R2, whose recorded pass is without."""
-        return self._random.random() < self._config.measured and self._config.mode == "R3"
+        return self._draw() and self._config.mode == "R3"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the draws as JSON-able data."""
-        return {"random": random_state(self._random)}
+        return to_json(Draws(made=self._made))
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from what `state_dict` returned; raises RecordError if it is damaged."""
-        load_random_state(self._random, state.get("random"))
+        self._made = from_json(Draws, state, "routing").made
 
 
 class RouteReplay:

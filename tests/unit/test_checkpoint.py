@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import random
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,6 @@ import pytest
 from mismatch_ext.checkpoint import (
     STATE_FILE,
     changed_settings,
-    load_random_state,
-    random_state,
     read_state,
     write_state,
 )
@@ -103,33 +100,6 @@ def test_the_same_settings_and_those_of_another_release_say_nothing() -> None:
     saved["kl"]["gone"] = 1
     assert changed_settings(saved, present.to_dict()) is None
     assert changed_settings(None, present.to_dict()) is None
-
-
-def test_a_generator_goes_on_where_another_stood() -> None:
-    first, second = random.Random(3), random.Random(4)
-    [first.random() for _ in range(700)]
-    load_random_state(second, json.loads(json.dumps(random_state(first))))
-    assert [second.random() for _ in range(700)] == [first.random() for _ in range(700)]
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        None,
-        [],
-        {"numbers": [1, 2]},
-        {"numbers": None},
-        {"version": 9},
-        {"numbers": [-1] * 625},
-        {"numbers": ["a"] * 625},
-    ],
-)
-def test_a_damaged_choice_is_refused_and_leaves_the_generator(change: Any) -> None:
-    generator = random.Random(3)
-    state = {**random_state(random.Random(4)), **change} if isinstance(change, dict) else change
-    with pytest.raises(RecordError, match="choice of measured passes is damaged"):
-        load_random_state(generator, state)
-    assert generator.getstate() == random.Random(3).getstate()
 
 
 @state

@@ -33,8 +33,7 @@ def hosts(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict
 
 def draws(seed: int) -> list[bool]:
     """Return which passes are measured at a rate of a half."""
-    generator = random.Random(seed)
-    return [generator.random() < 0.5 for _ in range(PASSES)]
+    return [random.Random(f"{seed}/{number}").random() < 0.5 for number in range(1, PASSES + 1)]
 
 
 @pytest.mark.parametrize("name", FAULTS)
