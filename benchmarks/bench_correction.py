@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 from mismatch_ext.correction import correct
 from mismatch_ext.presets import PRESETS
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._memory import peak
+from benchmarks.harness import peak
 from mismatch_ext.kl import kl_full
 
 TOKENS, VOCABULARY, REPEATS = 2048, 152_000, 2

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 from mismatch_ext.gap import PROFILES, gap_metrics, gap_profiles, gap_sums, k3
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 from mismatch_ext.precision.scaler import LossScaler
 
 

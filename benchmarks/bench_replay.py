@@ -9,7 +9,7 @@ import torch
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
 from torch import Tensor, nn
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 
 LAYERS, EXPERTS, TOP_K, HIDDEN, BATCH, WIDTH = 8, 64, 8, 512, 4, 1024
 

@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import MEASURES

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from benchmarks._timing import paired
+from benchmarks.harness import paired
 from mismatch_ext.routing import RoutingTrace, align, align_packed
 
 SEQUENCES, PROMPT, LAYERS, EXPERTS, TOP_K = 512, 64, 48, 128, 8

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks._memory import peak
+from benchmarks.harness import peak
 from mismatch_ext.sampling_mask import TokenSupport, head_logprobs, support_logprobs
 
 TOKENS, HIDDEN, VOCABULARY, REPEATS = 256, 512, 152_000, 2

@@ -4,7 +4,7 @@ Two trainers have a server each, and take turns by single steps, so that a machi
 beside a step that is timed. TRL's own client reaches no server on a CPU: the stock one sends weights in the same requests as
 ours, and asks nothing. What the block does here changes no number, so that both sample the same tokens and learn the same, which
 is checked. Two ratios are printed: of the clock, and of the processor time of trainer and server together, which other programs
-do not lengthen. Of each part, the ratio is of the whole stock step to it, by the clock.
+do not lengthen.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import multiprocessing
 import os
 import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -27,8 +26,8 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
 
-from benchmarks._quiet import be_quiet
-from benchmarks.gpu.miniature import END
+from benchmarks.harness import be_quiet
+from benchmarks.stability.miniature import END
 from tests.peers.engines.vllm_server import processes, serving
 
 BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
@@ -90,85 +89,17 @@ def reward(completions: list[str], **_: Any) -> list[float]:
     return [sum(word[-1] in "02468" for word in text.split()) / max(len(text.split()), 1) for text in completions]
 
 
-class Parts:
-    """Seconds spent in each timed function, without the time in other timed functions that it calls."""
-
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = defaultdict(float)
-        self._inner: list[float] = []
-
-    def take(self) -> dict[str, float]:
-        """Return the seconds since the last call."""
-        found, self.seconds = dict(self.seconds), defaultdict(float)
-        return found
-
-    def time(self, owner: Any, name: str, part: str) -> None:
-        """Time a function of an object from here on."""
-        plain = getattr(owner, name)
-
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            began = time.perf_counter()
-            self._inner.append(0.0)
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                took = time.perf_counter() - began
-                self.seconds[part] += took - self._inner.pop()
-                if self._inner:
-                    self._inner[-1] += took
-
-        setattr(owner, name, timed)
-
-
-def watch(trainer: Any) -> Parts:
-    """Time what a block adds to a step."""
-    from mismatch_ext.adapters.trl import generation
-    from mismatch_ext.adapters.trl import trainer as module
-
-    parts, checked = Parts(), trainer.vllm_generation
-    verifier, client = checked.verifier, checked.vllm_client
-    for owner, name, part in (
-        (client, "expect_own_weights", "names of updates"),
-        (verifier, "verify", "verification: comparing, tensors of every worker"),
-        (verifier.rollout, "score", "verification: the server's prefill of probes"),
-        (verifier.rollout, "decode", "verification: the server's decode after probes"),
-        (verifier, "look", "verification: the trainer's scores of probes"),
-        (verifier, "moved", "whether weights moved since the last update"),
-        (generation.engine.Sending, "note", "verification: comparing, tensors of every worker"),
-        (generation, "to_records", "records"),
-        (trainer, "_check_records", "records"),
-        (trainer._log, "observe", "the gap, metrics and alarms"),
-        (module, "phantom", "the gap, metrics and alarms"),
-        (trainer, "_steer_by_rollouts", "the gap, metrics and alarms"),
-        (trainer, "_extra_metrics", "the gap, metrics and alarms"),
-        (trainer._log, "write", "the gap, metrics and alarms"),
-    ):
-        parts.time(owner, name, part)
-    plain = client.http.post
-
-    def post(path: str, body: Any = None) -> Any:
-        return naming(path, body) if path == "/update_weight_version" else plain(path, body)
-
-    holder = type("Naming", (), {"post": staticmethod(plain)})()
-    parts.time(holder, "post", "names of updates")
-    naming = holder.post
-    client.http.post = post
-    return parts
-
-
 class TakesTurns(TrainerCallback):
     """Waits for its turn before each step, and reports what the step took, logging and checks included."""
 
     def __init__(self, pipe: Connection) -> None:
         self.pipe = pipe
-        self.parts = Parts()
         self.began: tuple[float, float] | None = None
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Report the step before, and wait."""
         self._report(state)
         self.pipe.recv()
-        self.parts.take()
         self.began = time.perf_counter(), time.process_time()
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -181,7 +112,7 @@ class TakesTurns(TrainerCallback):
         kept = {name: logs.get(name) for name in ("num_tokens", "reward", "loss", "grad_norm")}
         gap = logs.get("sampling/sampling_logp_difference/mean")
         spent = {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
-        self.pipe.send({**spent, "learnt": kept, "gap": gap, "parts": self.parts.take()})
+        self.pipe.send({**spent, "learnt": kept, "gap": gap})
 
 
 def transport(base: type) -> type:
@@ -230,7 +161,6 @@ def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, p
     }
     if kind == "ours":
         trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=BLOCK), **rest)
-        turns.parts = watch(trainer)
     else:
         module.VLLMClient = transport(module.VLLMClient)  # type: ignore[misc]
         trainer = GRPOTrainer(args=GRPOConfig(**given), **rest)
@@ -284,7 +214,7 @@ def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[dict[str, Any], d
 
 
 def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of a shape: the whole step by the clock and by the processor, then each part of what we add."""
+    """Return the rows of a shape: the whole step by the clock and by the processor."""
     size, pairs = measure(shape, steps)
     same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
@@ -298,12 +228,6 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
         mine, stock = ([side[unit] for side in sides] for sides in zip(*pairs, strict=True))
         ratio = median(theirs / ours for ours, theirs in zip(mine, stock, strict=True))
         found.append({"name": name, "ours": median(mine), "theirs": median(stock), "ratio": ratio, "equal": equal})
-    step = median(theirs["clock"] for _, theirs in pairs)
-    for part in sorted({part for ours, _ in pairs for part in ours["parts"]}):
-        seconds = median(ours["parts"].get(part, 0.0) for ours, _ in pairs)
-        name = f"{what}: {part}, against the whole stock step, clock time"
-        ratio = step / seconds if seconds else None
-        found.append({"name": name, "ours": seconds, "theirs": step, "ratio": ratio, "equal": equal})
     return found
 
 

@@ -5,7 +5,7 @@
 Every run is GRPO by TRL on addition problems, with several optimizer steps per rollout and nothing in the loss that makes up
 for the gap. Three engines sample: vLLM in bf16, vLLM with an fp8 KV cache, and, as the control, the trainer's own model in the
 trainer's own precision; each at a constant rate, a controlled one, and a constant one of the same mean. Runs that are finished
-are not run again. Prints the tables of docs/lr.md and writes the plot.
+are not run again. Prints the tables of docs/lr.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.lr_gap.plot import write_figure
 from benchmarks.lr_gap.tables import RATES, Results, report
 from examples.arithmetic.pretrain import ensure_model
 
@@ -77,7 +76,7 @@ def run_all(args: argparse.Namespace, model: Path) -> None:
 
 
 def main() -> None:
-    """Run what is missing, print the tables, write the plot."""
+    """Run what is missing, and print the tables."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.lr_gap", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -91,15 +90,10 @@ def main() -> None:
         "--rates", nargs="+", choices=RATES, default=RATES, help="off, on, or flat: constant at the mean rate of on"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/lr_gap"))
-    parser.add_argument("--figure", type=Path, help="plot, .html or an image (default: lr_gap.html beside the runs)")
     parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
     args = parser.parse_args()
     run_all(args, ensure_model("dense", args.model_cache))
-    results = Results.read(args.out, args.engines, args.rates, args.seeds, args.steps)
-    print(report(results))
-    figure = args.figure or args.out / "lr_gap.html"
-    write_figure(figure, results)
-    print(f"\nplot: {figure}")
+    print(report(Results.read(args.out, args.engines, args.rates, args.seeds, args.steps)))
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks._quiet import be_quiet
+from benchmarks.harness import be_quiet
 from benchmarks.lr_gap.sampler import TrainerSampler
 from examples.arithmetic.task import make_dataset, reward
 

@@ -1,4 +1,4 @@
-"""Stability with controls, in miniature: train every arm with several seeds, print the table, draw the figure.
+"""Stability with controls, in miniature: train every arm with several seeds, and print the table.
 
     python -m benchmarks.stability --out runs/stability --jobs 2
     python -m benchmarks.stability --out runs/stability --arms bypass matched --seeds 2
@@ -20,9 +20,8 @@ from tqdm import tqdm
 
 from benchmarks.stability.arms import ARMS, EXPERTS
 from benchmarks.stability.jobs import Job, run_one
-from benchmarks.stability.page import write_page
 from benchmarks.stability.record import RECORDED, Runs, record
-from benchmarks.stability.table import table
+from benchmarks.stability.table import table, write_page
 
 
 def jobs_of(args: argparse.Namespace) -> list[Job]:

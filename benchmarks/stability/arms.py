@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from benchmarks.gpu.miniature import Grid
+from benchmarks.stability.miniature import Grid
 
 Objective = Literal["clip", "ratio", "decoupled", "plain", "sequence clip"]
 FLOAT32, BF16, FP16 = Grid(), Grid(dtype=torch.bfloat16), Grid(dtype=torch.float16)

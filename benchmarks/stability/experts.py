@@ -10,9 +10,9 @@ from mismatch_ext.adapters.transformers.routing import moe_layout, replay_routin
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from benchmarks.gpu.engine import Rollout, decode
-from benchmarks.gpu.miniature import END, Language, advantages, learn, on_grid
+from benchmarks.gpu import Rollout, decode
 from benchmarks.stability.arms import ExpertArm
+from benchmarks.stability.miniature import END, Language, advantages, learn, on_grid
 from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
 from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
 from mismatch_ext.gap import k3
@@ -75,7 +75,7 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
     kept: Curves = {name: [] for name in (*MEASURES, "flipped")}
     for step in range(steps):
         prompts = language.sample(PROMPTS, PROMPT, generator, end=False).repeat_interleave(SAMPLES, 0)
-        rollout = decode(engine_of(policy, arm.bits), prompts, NEW, generator=generator, routed=True, ends=(END,))
+        rollout = decode(engine_of(policy, arm.bits), prompts, NEW, generator, routed=True)
         mask, engine = rollout.mask, rollout.logprobs.float()
         reward = advantages(mask.sum(1), SAMPLES)[:, None].expand(mask.shape)
         trainer, flipped = _scored(policy, rollout, arm.replayed, counting=step % COUNTED == 0)
@@ -101,23 +101,21 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
 
 def _scored(policy: nn.Module, rollout: Rollout, replayed: bool, *, counting: bool) -> tuple[Tensor, list[float]]:
     """Return the trainer's log-probabilities `[B, T]`, and where asked the share of tokens that it would route otherwise."""
-    assert rollout.routes is not None
-    before = torch.ones(len(rollout.ids), rollout.prompt, dtype=torch.int64)
-    real = torch.cat([before, rollout.mask.to(torch.int64)], 1)
-    trace, known = align(list(rollout.routes), real)
-    flipped = [_flipped(policy, rollout.ids, real, trace, known)] if counting else []
+    ids = rollout.ids[:, :-1]
+    trace, known = align(rollout.routes, torch.ones_like(ids))
+    real = torch.cat([torch.ones(len(ids), PROMPT, dtype=torch.bool), rollout.mask], 1)[:, :-1]
+    flipped = [_flipped(policy, ids, trace, known, known & real.flatten())] if counting else []
     with replay_routing(policy, trace, known) if replayed else nullcontext():
-        logits = policy(input_ids=rollout.ids, attention_mask=real, use_cache=False).logits[:, PROMPT - 1 : -1]
+        logits = policy(input_ids=ids, use_cache=False).logits[:, PROMPT - 1 :]
     logprobs = logits.float().log_softmax(-1).gather(-1, rollout.ids[:, PROMPT:, None])[..., 0]
     return logprobs, flipped
 
 
 @torch.no_grad()
-def _flipped(policy: nn.Module, ids: Tensor, real: Tensor, trace: RoutingTrace, known: Tensor) -> float:
-    """Return the share of tokens, mean over layers, that the policy would route otherwise than the engine did."""
+def _flipped(policy: nn.Module, ids: Tensor, trace: RoutingTrace, known: Tensor, counted: Tensor) -> float:
+    """Return the share of counted tokens, mean over layers, that the policy would route otherwise than the engine did."""
     with replay_routing(policy, trace, known, native=True) as replay:
-        policy(input_ids=ids, attention_mask=real, use_cache=False)
+        policy(input_ids=ids, use_cache=False)
     own = replay.native
-    assert own is not None
     other = [own.layer(at).sort(-1).values != trace.layer(at).sort(-1).values for at in trace.layers]
-    return float(torch.stack([rows.any(-1)[known].float().mean() for rows in other]).mean())
+    return float(torch.stack([rows.any(-1)[counted].float().mean() for rows in other]).mean())

@@ -16,10 +16,9 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.stability.arms import REAL
-from benchmarks.stability.page import write_page
 from benchmarks.stability.record import RECORDED_REAL, record
 from benchmarks.stability.runs import read, run_apart
-from benchmarks.stability.table import table
+from benchmarks.stability.table import table, write_page
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerFast
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from benchmarks.gpu.miniature import END, Language, coarse, on_grid
 from benchmarks.stability.arms import RealArm
+from benchmarks.stability.miniature import END, Language, coarse, on_grid
 from benchmarks.stability.train import PROMPT, SHORT, base, publish
 from benchmarks.stability.watching import Curves, Shorter, sent_within
 

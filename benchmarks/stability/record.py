@@ -15,7 +15,6 @@ from mismatch_ext.versions import installed
 ROOT = Path(__file__).resolve().parents[2]
 RECORDED = Path(__file__).with_name("recorded.json")
 RECORDED_REAL = Path(__file__).with_name("recorded_real.json")
-RECORDED_ASYNC = Path(__file__).with_name("recorded_async.json")
 Curves = dict[str, list[float]]
 Runs = dict[str, dict[int, Curves]]
 

@@ -9,7 +9,7 @@ from multiprocessing.context import BaseContext
 from pathlib import Path
 from typing import Any
 
-from benchmarks._quiet import be_quiet
+from benchmarks.harness import be_quiet
 from benchmarks.stability.record import Runs
 
 FINISHED = "run.json"

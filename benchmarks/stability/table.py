@@ -8,12 +8,14 @@ from collections.abc import Sequence
 
 from benchmarks.lr_gap.analysis import T_975
 from benchmarks.stability.arms import ARMS, CONTROLS, EXPERTS, REAL, Arm, ExpertArm, RealArm
-from benchmarks.stability.record import Curves, Runs
+from benchmarks.stability.record import RECORDED, RECORDED_REAL, ROOT, Curves, Runs, recorded
 
 FIRST = 20
 EVERY: dict[str, Arm | ExpertArm | RealArm] = {**REAL, **ARMS, **EXPERTS}
 BUDGET = {**dict.fromkeys(EVERY, 60), **dict.fromkeys(EXPERTS, 50)}
 LONG = 32
+PAGE = ROOT / "docs/stability.md"
+BEGIN, END = "<!-- table: python -m benchmarks.stability --page -->", "<!-- end of table -->"
 
 
 def half(curves: Curves, target: float = LONG / 2) -> int | None:
@@ -99,3 +101,17 @@ def row(runs: Runs, name: str, arm: Arm | ExpertArm | RealArm) -> str:
 def share(value: float, digits: int) -> str:
     """Write a share in percent; nothing where it is not known."""
     return f"{100 * value:.{digits}f} %" if math.isfinite(value) else ""
+
+
+def write_page() -> None:
+    """Write the tables of what is recorded between the marks of docs/stability.md."""
+    parts = []
+    for file in (RECORDED_REAL, RECORDED):
+        on, runs = recorded(file)
+        versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
+        said = f"Measured {on['date']} on {on['cpu']}, a core a run, with {versions}; commit {on['commit']}."
+        parts.append(f"{said}\n\n{table(runs)}")
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
+    _, _, after = rest.partition(END)
+    tables = "\n".join(parts)
+    PAGE.write_text(f"{before}{BEGIN}\n\n{tables}\n{END}{after}", encoding="utf-8")

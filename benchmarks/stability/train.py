@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.gpu.miniature import END, Grid, Language, Shape, Sides, advantages, coarse, on_grid, pretrained
 from benchmarks.stability.arms import Arm
+from benchmarks.stability.miniature import END, Grid, Language, Shape, Sides, advantages, coarse, on_grid, pretrained
 from examples.dither import IntegerCells, dither
 from mismatch_ext.config import CorrectionConfig, KlConfig, LrConfig
 from mismatch_ext.correction import correct

@@ -1,9 +1,13 @@
-"""Paired timing: ours and theirs run in turn, so that a machine that drifts affects both; returns medians and their ratio."""
+"""What the benchmarks share: paired timing, peak memory, and runs that keep what they print."""
 
 from __future__ import annotations
 
+import os
+import socket
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -17,7 +21,7 @@ def paired(
     repeats: int = 15,
     wait: Callable[[], Any] = lambda: None,
 ) -> dict[str, Any]:
-    """Time two functions in turn.
+    """Time two functions in turn, so that a machine that drifts affects both.
 
     Args:
         name: Name of the comparison.
@@ -47,3 +51,22 @@ def paired(
         "ratio": median(b / a for a, b in seconds),
         "equal": equal,
     }
+
+
+def peak() -> float:
+    """Return the largest resident size in MB; `ru_maxrss` would be its parent's, where that was larger."""
+    status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    (line,) = [line for line in status if line.startswith("VmHWM:")]
+    return int(line.split()[1]) / 1024
+
+
+def be_quiet(out: Path) -> None:
+    """Give this process its own port, and write everything that it and its libraries print from now on to `out/log.txt`."""
+    with socket.socket() as free:  # on a CPU, accelerate takes a fixed port, which another run may hold
+        free.bind(("localhost", 0))
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "localhost", str(free.getsockname()[1])
+    log = os.open(out / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)

@@ -1,1 +1,0 @@
-"""What one GPU shows of the gap, in one command: `python -m benchmarks.gpu`."""
