@@ -116,8 +116,8 @@ def correct(
     if settings.level == "none":
         weights = mask.to(dtype)
     else:
-        weight, of_weights = tokens.weigh()
-        metrics |= of_weights
+        weight, weight_metrics = tokens.weigh()
+        metrics |= weight_metrics
         if settings.normalize:
             factor = weight.mean() if settings.level == "token" else weight[tokens.present].mean()
             metrics["rollout_is_batch_norm_factor"] = divisor = float(factor) if factor > 1e-8 else 1.0
@@ -397,12 +397,6 @@ def _of_rule(name: str, values: dict[str, float], by_row: Tensor, low: float, hi
     if low > -math.inf:
         values["seq_fraction_low"] = float((by_row < low).double().mean())
     return {f"rollout_rs_{name}_{key}": value for key, value in values.items()}
-
-
-def of_weights(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return a correction's metrics of weights and rejection, without those of the gap, which is measured anyway."""
-    prefixes = ("rollout_is_", "rollout_rs_", "off_policy_")
-    return {name: value for name, value in metrics.items() if name.startswith(prefixes)}
 
 
 def metrics_over_ranks(

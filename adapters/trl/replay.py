@@ -196,7 +196,7 @@ def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Ten
 def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> list[RoutingTrace]:
     """Store the routes of a prompt once for all of its completions."""
     keys = [tuple(prompt) for prompt in prompts]
-    return share_prompts(traces, [len(prompt) for prompt in keys], keys).traces
+    return share_prompts(traces, [len(prompt) for prompt in keys], keys)
 
 
 def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list[int]]:

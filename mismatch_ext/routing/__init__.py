@@ -9,13 +9,12 @@ from mismatch_ext.routing.agreement import (
 )
 from mismatch_ext.routing.align import align, align_packed
 from mismatch_ext.routing.ingest import storage_dtype
-from mismatch_ext.routing.trace import RoutingShape, RoutingTrace, Shared, share_prompts
+from mismatch_ext.routing.trace import RoutingShape, RoutingTrace, share_prompts
 
 __all__ = [
     "OTHER_PASSES",
     "RoutingShape",
     "RoutingTrace",
-    "Shared",
     "agreement",
     "agreement_metrics",
     "align",

@@ -314,40 +314,27 @@ def stamped(
     return trace
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Shared:
-    """Traces that share prompt rows: how many use those of an earlier trace, and how many keep other rows of the same prompt."""
-
-    traces: list[RoutingTrace]
-    shared: int
-    differing: int
-
-
 def share_prompts(
-    traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable] | None = None
-) -> Shared:
-    """Store the prompt rows of each group of completions once, if they are bit-equal; without `groups` all are one group.
+    traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable]
+) -> list[RoutingTrace]:
+    """Store the prompt rows of each group of completions once, if they are bit-equal.
 
     If rows differ, for example because the engine computed the same prompt in two batches, each trace keeps its own.
     """
-    keys: Sequence[Hashable] = [0] * len(traces) if groups is None else groups
     prompts: dict[Hashable, list[Tensor]] = {}
-    result = []
-    shared = differing = 0
-    for trace, length, group in zip(traces, prompt_lengths, keys, strict=True):
+    sharing = []
+    for trace, length, group in zip(traces, prompt_lengths, groups, strict=True):
         rows = min(max(length - trace.start, 0), trace.rows)
         if not rows:
-            result.append(trace)
+            sharing.append(trace)
             continue
         variants = prompts.setdefault((group, trace.start, trace.layers, trace.num_experts), [])
         prompt = trace.slice(0, rows).experts
         block = next((variant for variant in variants if torch.equal(variant, prompt)), None)
-        shared += block is not None
-        differing += block is None and bool(variants)
         if block is None:
             # Copy, because a view would keep the whole recording in memory, including the response rows.
             block = prompt.clone()
             variants.append(block)
         response = tuple(part.clone() for part in trace.slice(rows, trace.rows).parts if len(part))
-        result.append(replace(trace, parts=(block, *response)))
-    return Shared(traces=result, shared=shared, differing=differing)
+        sharing.append(replace(trace, parts=(block, *response)))
+    return sharing

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks, of_weights
-from mismatch_ext.names import CORRECTION_MEASURES, MEASURES
+from mismatch_ext.correction import LOGGED, correct, metrics_over_ranks
+from mismatch_ext.names import CORRECTION_MEASURES
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS
 
@@ -70,16 +70,6 @@ def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
 
 def test_ranks_without_a_token_log_nothing() -> None:
     assert metrics_over_ranks({}, torch.zeros(2, 3), resolve(CorrectionConfig(preset="tis")), ONE_PROCESS) == {}
-
-
-def test_the_gap_is_not_logged_a_second_time() -> None:
-    settings = resolve(CorrectionConfig(preset="icepop", veto=0.5, off_policy_threshold=0.0))
-    rollout, old, mask = batch()
-    metrics = correct(rollout, old, mask, settings, advantages=-torch.ones(12)).metrics
-    weights = of_weights(metrics)
-    # Otherwise the weights' names would take the place of the recorder's under the same prefix.
-    assert set(metrics) - set(weights) == set(metrics) & set(MEASURES) != set()
-    assert {"rollout_is_mean", "rollout_rs_masked_fraction", "off_policy_masked_fraction"} <= set(weights)
 
 
 def test_the_table_of_metrics_has_all_of_them() -> None:

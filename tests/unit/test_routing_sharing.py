@@ -24,27 +24,26 @@ def test_a_prompt_is_held_once_by_its_group() -> None:
         _completion(1, 15),
         _completion(1, 16),
     ]
-    result = share_prompts(own, [4] * 6, ["A", "A", "A", "A", "B", "B"])
-    assert all(a.same_as(b) for a, b in zip(result.traces, own, strict=True))
-    assert (result.shared, result.differing) == (3, 1)
-    first = [found.parts[0] for found in result.traces]
+    sharing = share_prompts(own, [4] * 6, ["A", "A", "A", "A", "B", "B"])
+    assert all(a.same_as(b) for a, b in zip(sharing, own, strict=True))
+    first = [found.parts[0] for found in sharing]
     assert first[0] is first[1] and first[2] is first[3] and first[4] is first[5]
     assert len({id(part) for part in first}) == 3
-    assert traces_nbytes(result.traces) == (3 * 4 + 6 * 3) * 6
+    assert traces_nbytes(sharing) == (3 * 4 + 6 * 3) * 6
     # Nothing keeps the recordings alive.
     before = {found.parts[0].untyped_storage().data_ptr() for found in own}
-    assert not before & {part.untyped_storage().data_ptr() for found in result.traces for part in found.parts}
+    assert not before & {part.untyped_storage().data_ptr() for found in sharing for part in found.parts}
 
 
 def test_prompts_left_out_in_part_or_whole() -> None:
     partly = [_completion(1, 11, start=2), _completion(1, 12, start=2), _completion(1, 13)]
-    result = share_prompts(partly, [4, 4, 4])
-    assert all(a.same_as(b) for a, b in zip(result.traces, partly, strict=True))
-    assert (result.shared, result.differing) == (1, 0)  # the third starts elsewhere: not comparable, not counted
+    sharing = share_prompts(partly, [4, 4, 4], [0] * 3)
+    assert all(a.same_as(b) for a, b in zip(sharing, partly, strict=True))
+    first, second, third = (found.parts[0] for found in sharing)
+    assert first is second is not third  # which starts elsewhere: not comparable
     without = [_completion(1, seed, start=4) for seed in (11, 12)]
-    result = share_prompts(without, [4, 4])
-    assert (result.shared, result.differing) == (0, 0)
-    assert all(a.same_as(b) for a, b in zip(result.traces, without, strict=True))
+    assert all(a is b for a, b in zip(share_prompts(without, [4, 4], [0, 0]), without, strict=True))
     # An empty response leaves the prompt's rows but the last; here the trace ends inside the prompt.
     short = [_completion(1, 1).slice(0, 3)] * 2
-    assert share_prompts(short, [4, 4]).shared == 1
+    first, second = share_prompts(short, [4, 4], [0, 0])
+    assert first.parts[0] is second.parts[0]

@@ -228,9 +228,9 @@ def groups(llm: LLM, model: nn.Module) -> dict[str, Any]:
     return {
         **compared(outputs, model),
         "completions": len(traces),
-        "shared": shared.shared,
-        "same": all(a.same_as(b) for a, b in zip(traces, shared.traces, strict=True)),
-        "saved": traces_nbytes(traces) - traces_nbytes(shared.traces),
+        "shared": len(shared) - len({id(trace.parts[0]) for trace in shared}),
+        "same": all(a.same_as(b) for a, b in zip(traces, shared, strict=True)),
+        "saved": traces_nbytes(traces) - traces_nbytes(shared),
         "prompt_bytes": sum(len(o.prompt_token_ids) for o in outputs) * traces[0].nbytes // traces[0].rows,
     }
 
