@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import tracemalloc
 import warnings
@@ -91,8 +90,3 @@ def run() -> list[dict[str, Any]]:
             "equal": "not compared: a limit",
         },
     ]
-
-
-if __name__ == "__main__":
-    for line in run():
-        print(json.dumps(line))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -129,8 +128,3 @@ def run() -> list[dict[str, Any]]:
         )
     )
     return results
-
-
-if __name__ == "__main__":
-    for row in run():
-        print(json.dumps(row))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -87,8 +86,3 @@ def run() -> list[dict[str, Any]]:
             repeats=5,
         ),
     ]
-
-
-if __name__ == "__main__":
-    for row in run():
-        print(json.dumps(row))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import json
 import warnings
 from typing import Any
 
@@ -167,8 +166,3 @@ def run() -> list[dict[str, Any]]:
         )
     )
     return [*rows, *sizes()]
-
-
-if __name__ == "__main__":
-    for result in run():
-        print(json.dumps(result))
