@@ -4,6 +4,7 @@
 # mutants          plants faults in the product and runs the tests that must notice; FAULTS='kl verl' plants those alone
 # stack            builds what users of STACK=trl-oldest, trl-newest, verl-pins or verl-sglang have, and runs its tests
 # demo             the main job, settings side by side             bench    ratios as JSON lines
+# dist             sdist and wheel in dist/, the wheel installed and run in an empty environment
 # docs             the site in runs/site, with search and the API reference; a dead link is an error
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
@@ -20,7 +21,7 @@ export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup check docs test nightly mutants stack demo bench lock clean
+.PHONY: setup check docs test nightly mutants stack demo bench dist lock clean
 
 setup: .venv/.installed .venv-sglang/.installed
 
@@ -58,6 +59,9 @@ demo: .venv/.installed
 
 bench: .venv/.installed
 	@$(BIN)/python -m benchmarks
+
+dist: .venv/.installed
+	@bash requirements/dist.sh
 
 # Rewrites the constraints from the present .venv, for a maintainer who has changed requirements/cpu.txt.
 lock: .venv/.installed
