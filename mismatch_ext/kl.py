@@ -545,16 +545,9 @@ def kl_step(state: KlState, measured: float, settings: KlConfig) -> tuple[KlStat
         integral += 0.05 e                                  undone if e pushes log coef below further out of bounds
         log coef = log initial + integral + 0.1 e           then clipped to [1e-6, 10]
 
-    Because the integral does not grow at a bound, the first error of the other sign takes the coefficient off the bound, however
-    long it was there.
-
-    Args:
-        state: State before; `KlState(initial=coef, coef=coef)` at the start.
-        measured: KL divergence from the reference, nats per token; a sampled estimate may be negative.
-        settings: The `kl` section; without `target_kl`, the coefficient stays.
-
-    Raises:
-        RecordError: The measurement that would lead the coefficient is NaN or infinite.
+    Because the integral does not grow at a bound, the first error of the other sign takes the coefficient off it, however long
+    it was there. `measured` is in nats per token, and may be negative as an estimate; RecordError if it is not finite. The
+    first state is `KlState(initial=coef, coef=coef)`.
     """
     if settings.target_kl is None:
         return replace(state, steps=state.steps + 1), state.coef
@@ -583,16 +576,8 @@ class KlTerm:
         term.add(over_ranks(kl_sums(old, ref, mask), ranks))             # for each of its parts
         kl_terms(logprobs, ref, mask, term.config, coef=term.coef, ...)  # for each micro-batch
 
-    Args:
-        config: The `kl` section.
-        coef: First coefficient.
-
-    Attributes:
-        coef: Coefficient of the present batch, for loss and rewards.
-        state: State of `kl_step`, whose coefficient is the next batch's.
-
-    Raises:
-        ConfigError: The coefficient is not a positive number, or lies outside the controller's bounds.
+    `coef` is the present batch's, for loss and rewards; `state` has the next one's. Raises ConfigError for a first coefficient
+    that is not a positive number, or outside of the controller's bounds.
     """
 
     def __init__(self, config: KlConfig, coef: float) -> None:

@@ -104,27 +104,20 @@ class LrState:
 
 
 def lr_step(state: LrState, statistics: Statistics | None, config: LrConfig, *, step: int) -> tuple[LrState, float]:
-    """Return state and multiplier of an optimizer step, by the rule of arXiv 2602.01826: decay every `period` steps to a floor.
+    """Return state and multiplier of an optimizer step, by the rule of arXiv 2602.01826: decay every `period` steps to a
+    floor.
 
         multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
 
     t counts from the end of warm-up. The paper leaves open where; counted from the surge, the first decay would come after the
-    collapse that it shows for a constant rate (surge at about 110, collapse at about 300). Until a surge that is needed is found,
-    the multiplier is 1. Only one surge is looked for. The multiplier is a function of step, period and surge, so no error
-    accumulates over steps.
+    collapse that it shows for a constant rate (surge at about 110, collapse at about 300). Until a surge that is needed is
+    found, the multiplier is 1. Only one surge is looked for. The multiplier is a function of step, period and surge, so no
+    error accumulates.
 
-    A step's number is how many optimizer steps came before it; steps may be left out. Gradient accumulation and a step that was
-    skipped for an overflow keep the number, and only the first measurement of a step counts.
-
-    Args:
-        state: State before; it is not changed.
-        statistics: Of a new batch of rollouts, over all ranks; None at a step without one.
-        config: The `lr` section; its `warmup_steps` are 0 if they are None.
-        step: Optimizer steps taken before this one.
-
-    Raises:
-        RecordError: The step is before the state's, or a new state's first step is late; the trigger's statistic is missing; a
-            statistic is not finite, negative or above its maximum; the state is of another trigger.
+    `step` is how many optimizer steps came before it; steps may be left out. Gradient accumulation and a step that was skipped
+    for an overflow keep the number, and only the first measurement of a step counts. `statistics` are of a new batch of
+    rollouts, over all ranks; None at a step without one. Raises RecordError for a step before the state's, and for a statistic
+    that is missing or not possible.
     """
     if state.trigger != config.trigger:
         raise RecordError(

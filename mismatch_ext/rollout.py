@@ -219,24 +219,15 @@ class EngineAnswer:
 
 
 class Origins:
-    """Follows the weights of a run's engines, and checks that the rollouts of each batch come from these weights.
-
-    Args:
-        sampling: Settings that the engines sample with.
-
-    Attributes:
-        present: Provenance of a rollout that is sampled now; None before the first weight update.
-    """
+    """Follows the weights of a run's engines, whose rollouts have the provenance `present` from the first update on."""
 
     def __init__(self, sampling: SamplingSettings) -> None:
         self._sampling = sampling
         self.present: Provenance | None = None
 
     def sent(self, version: int, answers: Iterable[EngineAnswer]) -> Provenance:
-        """Take every engine's report after weights of a version were sent, and return the engines' provenance.
-
-        Raises:
-            RecordError: There is no engine, one has other weights, or its settings differ from the others' or from before.
+        """Take every engine's report after weights of a version were sent, and return their one provenance; raises
+        RecordError.
         """
         engines = []
         for answer in answers:
@@ -253,12 +244,8 @@ class Origins:
     def check(self, rollouts: Iterable[tuple[str, int | None, int | None]], *, older: bool = False) -> Provenance:
         """Return the provenance of a batch; refuse the batch if a rollout was not sampled by the engines' present weights.
 
-        Args:
-            rollouts: Name of each rollout, and the versions of the weights at its first and last token; None if unknown.
-            older: Accept rollouts of older weights, and of several versions, because an asynchronous host trains on them.
-
-        Raises:
-            RecordError: A rollout's origin is unknown, or other weights sampled it; names the rollout.
+        Each rollout has a name and the versions of the weights at its first and last token; None if unknown. With `older`,
+        earlier and several versions are accepted, because an asynchronous host trains on them. Raises RecordError.
         """
         sampled = [
             (name, first, sampled_by(name, self.present, first, last, allow_mixed=older))
