@@ -9,7 +9,7 @@ from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
 from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
-from mismatch_ext.patches.verl.validate_config import NOT_LOADED, RUNTIME_ENV, VALIDATE_CONFIG
+from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
 from mismatch_ext.patches.vllm.top_logprobs import TOP_LOGPROBS
@@ -27,8 +27,7 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (TOP_LOGPROBS, "with `sampling_mask`: while TRL's colocated vLLM generates, and in verl's vLLM servers"),
     (RESPONSE_LOGPROBS, "while verl's FSDP engine takes log-probabilities with `sampling_mask`"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
-    (RUNTIME_ENV, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
-    (NOT_LOADED, "wherever verl could not load this package; without a `mismatch` block it calls verl's own"),
+    (GUARD, "wherever verl has loaded this package, or failed to; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
     (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),
     (CLOSED_TOPK, "in workers of a Megatron actor of verl, with `routing`"),

@@ -1,19 +1,20 @@
-"""The `mismatch:` block on its way from verl's driver into every Ray worker and rollout server."""
+"""The `mismatch:` block in verl's configuration: the driver copies it to where the other processes read theirs.
+
+Workers and agent loops get `actor_rollout_ref`; rollout servers get only `actor_rollout_ref.rollout`.
+"""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
 
-BLOCK_VARIABLE = "MISMATCH_EXT_BLOCK"
-"""Environment variable that holds the block as JSON; Ray hands it to all processes of a run, as it does verl's settings."""
-
-MODE_VARIABLE = "MISMATCH_EXT_MODE"
-"""Environment variable that holds the trainer's mode as JSON if it is not the default: verl does not tell workers the mode."""
+KEY = "mismatch"
+"""Name of the entry in `actor_rollout_ref` and in `actor_rollout_ref.rollout.custom`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,32 +34,40 @@ class RunMode:
         """Whether rollouts of a batch may be of older weights than the servers have."""
         return self.name != "sync"
 
-    def encode(self) -> str:
-        """Return the mode as `active_mode` reads it."""
-        return json.dumps(asdict(self))
 
+def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode) -> None:
+    """Put the block of a run where verl's processes read theirs.
 
-def active_mode() -> RunMode:
-    """Return the mode of the run that this process belongs to."""
-    text = os.environ.get(MODE_VARIABLE)
-    return RunMode(**json.loads(text)) if text else RunMode()
-
-
-def active_block() -> MismatchConfig | None:
-    """Return the block of the run that this process belongs to, or None when there is none.
-
-    Raises:
-        ConfigError: The variable was set by hand, and holds no block.
+    Args:
+        config: All of verl's configuration; changed in place.
+        block: The block that acts.
+        mode: The trainer's mode, which verl does not tell its workers.
     """
-    text = os.environ.get(BLOCK_VARIABLE)
-    return MismatchConfig.parse(text, f"the variable {BLOCK_VARIABLE}") if text else None
+    group = config.actor_rollout_ref
+    group[KEY] = {"block": block.to_dict(), "mode": asdict(mode)}
+    group.rollout.custom = OmegaConf.merge(group.rollout.get("custom") or {}, {KEY: block.to_dict()})
 
 
-def encode(block: MismatchConfig) -> str:
-    """Return the block as `active_block` reads it."""
-    return json.dumps(block.to_dict(), sort_keys=True)
+def handed_on(config: DictConfig) -> bool:
+    """Tell whether a configuration's block was handed on."""
+    return OmegaConf.select(config, f"actor_rollout_ref.{KEY}") is not None
 
 
-def digest(block: MismatchConfig | None) -> str:
-    """Return a short digest of a block, by which processes compare theirs; "none" when there is none."""
-    return "none" if block is None else hashlib.sha256(encode(block).encode()).hexdigest()[:16]
+def block_of(group: Any) -> MismatchConfig | None:
+    """Return the block of verl's `actor_rollout_ref`; None without one."""
+    return _parsed(OmegaConf.select(group, f"{KEY}.block"))
+
+
+def mode_of(group: Any) -> RunMode:
+    """Return the trainer's mode of verl's `actor_rollout_ref` that has a block."""
+    return RunMode(**OmegaConf.select(group, f"{KEY}.mode"))
+
+
+def block_of_server(rollout: Any) -> MismatchConfig | None:
+    """Return the block of a rollout server's own configuration; None without one."""
+    return _parsed((rollout.custom or {}).get(KEY))
+
+
+def _parsed(given: Mapping[str, Any] | None) -> MismatchConfig | None:
+    plain: Any = OmegaConf.to_container(given) if isinstance(given, DictConfig) else given
+    return MismatchConfig.parse(plain, "the block that verl's driver handed on")

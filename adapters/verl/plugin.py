@@ -1,15 +1,18 @@
 """Loading: what happens when verl imports this package, in the driver and in every process that it starts.
 
 verl swallows a plugin that fails to load, with a message at DEBUG, and would train without the block. So a failure is printed on
-standard error, and the driver refuses to run a configuration with a block. Workers need no check of their own, because the class
-that Ray starts there is this package's, and cannot be loaded either.
+standard error, and the driver refuses to start Ray for a configuration with a block. Other processes need no check: verl itself
+imports our trainer there (`VERL_USE_EXTERNAL_MODULES`), and the trainer's configuration names our classes.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from mismatch_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     from mismatch_ext.patching import Patch
@@ -32,24 +35,19 @@ def _put(*patches: Patch) -> None:
 
 
 def load() -> None:
-    """Patch verl in this process and, in a process of a run with a block, register the trainer; loading twice is harmless.
+    """Patch the two functions that verl's driver calls with its configuration; loading twice is harmless.
 
     Raises:
-        MismatchError: This verl is too old, or a function that is patched differs from the one that was run.
-        SystemExit: The same, in a driver whose command line asks for a block.
+        MismatchError: This verl is too old, or a function that is patched does not behave as it must.
     """
+    from mismatch_ext.patches.verl.validate_config import GUARD
+
     try:
         _load()
     except Exception as error:
         message = f"mismatch-ext could not be loaded into verl: {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
-        message += "\nThis run asks for a mismatch block; nothing was started."
-        if asked_for(sys.argv[1:]):
-            raise SystemExit(message) from error
-        from mismatch_ext.patches.verl.validate_config import NOT_LOADED
-
-        # The block may be in a file that no argument names: verl's check of its configuration is the next place that sees it.
-        _put(NOT_LOADED.calling(NotLoaded(message)))
+        _put(GUARD.calling(_refusing(message)))
         raise
 
 
@@ -62,19 +60,12 @@ def unload() -> None:
 
 def _load() -> None:
     # All imports are here, so that one that fails is a failure to load like any other.
-    from mismatch_ext.adapters.verl.block import active_block
-    from mismatch_ext.patches.verl.validate_config import RUNTIME_ENV, VALIDATE_CONFIG
+    from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 
     from mismatch_ext.versions import require
 
     require("verl")
-    _put(VALIDATE_CONFIG.calling(_prepare), RUNTIME_ENV.calling(_refuse_unprepared))
-    if (block := active_block()) is not None:
-        # In the process of verl's TaskRunner the trainer is looked up by its name.
-        import mismatch_ext.adapters.verl.driver.modes  # noqa: F401
-        from mismatch_ext.adapters.verl.rollout.replicas import register_replicas
-
-        register_replicas(block)
+    _put(VALIDATE_CONFIG.calling(_prepare), GUARD.calling(_refuse_unprepared))
 
 
 def _prepare(config: Any) -> dict[str, Any]:
@@ -85,30 +76,20 @@ def _prepare(config: Any) -> dict[str, Any]:
 
 
 def _refuse_unprepared(config: Any) -> None:
-    from mismatch_ext.adapters.verl.settings.prepare import refuse_unprepared
+    """Refuse to start Ray for a program that has not called verl's check of the configuration, where the block is read."""
+    from mismatch_ext.adapters.verl.block import handed_on
 
-    refuse_unprepared(config)
-
-
-@dataclass(frozen=True)
-class NotLoaded:
-    """Ends a driver that has a block.
-
-    Args:
-        message: The message to end with, which says why this package is not loaded.
-    """
-
-    message: str
-
-    def __call__(self, config: Any) -> None:
-        """Raise SystemExit."""
-        raise SystemExit(self.message)
+    if not handed_on(config):
+        raise ConfigError(
+            f"the program {Path(sys.argv[0]).name} starts Ray without verl's validate_config, where the mismatch block is read, "
+            "and would train without it. Start verl.trainer.main_ppo, or call verl.utils.config.validate_config before run_ppo."
+        )
 
 
-def asked_for(arguments: list[str]) -> bool:
-    """Tell whether a Hydra command line has a `mismatch` block, as `+mismatch.routing.mode=R3` or `+mismatch=default`."""
-    return any(
-        argument.lstrip("+").startswith(("mismatch.", "mismatch=", "mismatch@"))
-        for argument in arguments
-        if not argument.startswith(("-", "~"))
-    )
+def _refusing(message: str) -> Callable[[Any], None]:
+    """Return a handler that ends a program whose configuration has a block."""
+
+    def refuse(config: Any) -> None:
+        raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")
+
+    return refuse

@@ -1,4 +1,4 @@
-"""The two functions that verl's driver calls with its whole configuration before it starts Ray, and a refusal on the first."""
+"""The two functions that verl's driver calls with its whole configuration before it starts Ray."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ VALIDATE_CONFIG = Patch(
     supports=">=0.9.1,<=0.9.1",
     target="verl.utils.config:validate_config",
     make=_make,
-    observed="RUNTIME_ENV ends a run that was not prepared, and each process of a run reports the block that it has",
+    observed="GUARD ends a run that was not prepared",
     upstream=_UPSTREAM,
     reason="verl has no hook that sees the configuration before Ray starts, and ignores a root block that it does not know.",
     not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
@@ -53,29 +53,16 @@ def _make_guard(original: Callable[..., Any], refuse: Refuse) -> Callable[..., A
     return guarded
 
 
-RUNTIME_ENV = Patch(
-    name="verl/runtime_env",
-    peer="verl",
-    supports=">=0.9.1,<=0.9.1",
-    target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
-    make=_make_guard,
-    observed="each process of a run reports the block that it has, before the first step",
-    upstream=_UPSTREAM,
-    reason="Programs beside main_ppo call run_ppo without verl's check, and would train without the block.",
-    not_covered="Programs that start Ray themselves, or imported the function before this package.",
-    remove_when="verl calls its plugins with the configuration before it starts Ray.",
-)
-
-
-NOT_LOADED = Patch(
-    name="verl/not_loaded",
+GUARD = Patch(
+    name="verl/guard",
     peer="verl",
     supports="",
-    target="verl.utils.config:validate_config",
+    target="verl.trainer.constants_ppo:get_ppo_ray_runtime_env",
     make=_make_guard,
-    observed="it ends the program, or calls verl's own and does nothing else",
+    observed="without a block it calls verl's own and does nothing else",
     upstream=_UPSTREAM,
-    reason="verl swallows a plugin that fails to load, and would train without the block of a configuration file.",
-    not_covered="Programs that call run_ppo without validate_config, or imported it before this package.",
-    remove_when="verl ends when a plugin fails to load.",
+    reason="verl ignores a root block that nobody has read: a program may call run_ppo without verl's check, and verl swallows a "
+    "plugin that fails to load.",
+    not_covered="Programs that start Ray themselves, or imported the function before this package.",
+    remove_when="verl calls its plugins with the configuration before it starts Ray, and ends when one fails to load.",
 )

@@ -64,7 +64,7 @@ class PreflightMixin(_Host):
         """
         self._probes = self._draw_probes()
         workers = self.actor_rollout_wg.mismatch_report()
-        rollouts = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
+        rollouts = read_rollouts(self._replicas(), self._block, ANSWER_TIMEOUT)
         self._checked = check_reports(self._block, workers, rollouts, self._verdicts)
         self._surplus = self.actor_rollout_wg.mismatch_vocabulary(self._probes.tolist(), len(self.tokenizer))[0]
         with self._verdicts.checking("vocabulary"):
@@ -77,7 +77,7 @@ class PreflightMixin(_Host):
             EngineError: One does not answer.
             RecordError: One has others than were sent, or runs with something else than the others.
         """
-        answers = read_rollouts(self._replicas(), ANSWER_TIMEOUT)
+        answers = read_rollouts(self._replicas(), self._block, ANSWER_TIMEOUT)
         self._origins.sent(self.global_steps, engine_answers(answers))
 
     def _draw_probes(self) -> torch.Tensor:

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
-from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.fixes import FIXES
 from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
 
@@ -33,8 +32,8 @@ SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
 
 NEEDED = {
-    "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it, and its mismatch block.",
-    "sglang": "Its process needs the mismatch block, and the server class of this package in verl's registry.",
+    "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it.",
+    "sglang": "Its process needs the server class of this package in verl's registry.",
 }
 
 
@@ -106,9 +105,6 @@ def check_reports(
     engines = [(f"rollout worker {i}", r) for i, r in enumerate(r for answer in rollouts for r in answer.reports)]
     if not engines:
         raise EngineError("no rollout server says what it runs with: verl has started none for this actor.")
-    for name, report in (*trainers, *engines):
-        with verdicts.checking("block"):
-            _check_block(name, report, digest(block))
     for name, report in trainers:
         with verdicts.checking("workers"):
             _check_worker(block, name, report)
@@ -202,14 +198,6 @@ def _check_answer(number: int, answer: RolloutAnswer) -> None:
         )
 
 
-def _check_block(name: str, report: Report, wanted: str) -> None:
-    if report["block"] != wanted:
-        raise ConfigError(
-            f"the {name} runs with mismatch block {report['block']}, the trainer with {wanted}: the environment of that process "
-            "differs. Start Ray by main_ppo, or with the same MISMATCH_EXT_BLOCK everywhere."
-        )
-
-
 def _check_worker(block: MismatchConfig, name: str, report: Report) -> None:
     for section, asked, found in (
         ("routing.mode", None if block.routing is None else block.routing.mode, report.get("routing")),
@@ -245,7 +233,7 @@ def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
     if block.sampling_mask is not None and not report.get("sends_masks"):
         raise EngineError(
             f"mismatch.sampling_mask, but the {name} is of a server that sends no sampling masks: it is not this package's. "
-            "Something else has put a server into verl's registry, or MISMATCH_EXT_BLOCK is not in its environment; remove it."
+            "Something else has put a server into verl's registry; remove it."
         )
 
 

@@ -12,10 +12,12 @@ import torch
 from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
 from torch import Tensor
 
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.versions import on_cpu_build
 from mismatch_ext.weights import BitSums, Decoded
 
+REPORT = "mismatch_report"
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 DECODE = {"logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
 DRAWN = DECODE | {"temperature": 1.0, "seed": 0}
@@ -24,17 +26,18 @@ LIKELIEST = {"vllm": DECODE | {"temperature": 0.0}, "sglang": DECODE | {"tempera
 """SGLang, and vLLM on a CPU, would draw from numbers that all requests share; both report these tokens at temperature 1."""
 
 
-def read_rollouts(replicas: Sequence[Any], timeout: float) -> list[RolloutAnswer]:
+def read_rollouts(replicas: Sequence[Any], block: MismatchConfig, timeout: float) -> list[RolloutAnswer]:
     """Ask every rollout server what it runs with: each worker of vLLM's first engine answers, and SGLang's server for all of its.
 
     Args:
         replicas: verl's rollout replicas.
+        block: The run's; what vLLM's workers need of it goes with the question.
         timeout: Seconds to wait, for all servers together.
 
     Returns:
         What each server answered, or why it did not.
     """
-    asked = [_ask_server(replica, timeout) for replica in replicas]
+    asked = [_ask_server(replica, block, timeout) for replica in replicas]
     # All are asked by now: a node that is down is waited for once, not once for each of its servers.
     end = time.monotonic() + timeout + 10
     return [_collect(replica, answers, end) for replica, answers in zip(replicas, asked, strict=True)]
@@ -44,10 +47,12 @@ def _is_sglang(replica: Any) -> bool:
     return bool(replica.config.name == "sglang")
 
 
-def _ask_server(replica: Any, timeout: float) -> list[Any] | Exception:
+def _ask_server(replica: Any, block: MismatchConfig, timeout: float) -> list[Any] | Exception:
     """Return what to wait for, or why the server cannot be asked."""
     try:
-        return [replica.servers[0].mismatch_report.remote()] if _is_sglang(replica) else _ask_workers(replica, timeout)
+        if _is_sglang(replica):
+            return [replica.servers[0].mismatch_report.remote()]
+        return _ask_workers(replica, timeout, REPORT, sorted(block.features), block.level == "enforce")
     except Exception as error:  # noqa: BLE001 - as below; a server of verl's own class has no such method
         return error
 
@@ -88,7 +93,7 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 
 
-def _ask_workers(replica: Any, timeout: float, method: str = "mismatch_report", *args: Any) -> list[Any]:
+def _ask_workers(replica: Any, timeout: float, method: str, *args: Any) -> list[Any]:
     return [server.__ray_call__.remote(_ask, method, args, timeout) for server in replica.servers]
 
 
@@ -130,7 +135,7 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
     loop = server._server_task.get_loop()
     calling = server.engine.collective_rpc(method=method, args=args)  # of data-parallel engines the first one answers
     found = asyncio.run_coroutine_threadsafe(calling, loop).result(timeout)
-    if method != "mismatch_report":
+    if method != REPORT:
         return list(found)
     own = {
         "sends_masks": getattr(server, "mismatch_masks", False),

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import ray
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     check_masks,
     check_routes,
@@ -29,6 +29,7 @@ from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, measure, sampled_rows
 from mismatch_ext.adapters.verl.replay import NATIVE
 from mismatch_ext.adapters.verl.rollout.client import versioned
+from mismatch_ext.adapters.verl.rollout.replicas import register_replicas
 from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from omegaconf import DictConfig, OmegaConf, open_dict
@@ -55,11 +56,11 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
     """What is known of the batch that the next update learns from."""
 
     def __init__(self, config: DictConfig) -> None:
-        block = active_block()
+        block = block_of(config.actor_rollout_ref)
         if block is None:
             raise ConfigError(
-                f"trainer.v1.trainer_mode={trainer_of(self.host_mode)!r}, but no mismatch block reached this process; give the "
-                "block (+mismatch...) and leave trainer_mode alone."
+                f"trainer.v1.trainer_mode={trainer_of(self.host_mode)!r}, but the configuration has no mismatch block that was "
+                "read; give the block (+mismatch...) and leave trainer_mode alone."
             )
         self._block: MismatchConfig = block
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
@@ -70,6 +71,7 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
         with open_dict(config):
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
+        register_replicas(block)
         self._log = self._new_log(config)
         routing = block.routing
         self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))

@@ -11,7 +11,7 @@ from typing import Any
 
 from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.megatron.settings import registered, replayed_others
 from mismatch_ext.adapters.verl.worker.lr import REQUIRED
 from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
@@ -67,15 +67,11 @@ def _refused(optimizer: Any, why: str, allowed: str) -> ConfigError:
 
 
 class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
-    """verl's Megatron engine with the block.
+    """verl's Megatron engine with the block."""
 
-    Args:
-        block: The block; None takes the one of the run that this process belongs to, if there is one.
-    """
-
-    def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.block = active_block() if block is None else block
+        self.block = self.run_block
         self.mismatch_routes: RouteAgreement | None = None
 
     def initialize(self) -> None:
@@ -148,6 +144,6 @@ class MismatchMegatronEngine(SteeredMixin, MegatronEngineWithLMHead):
         return found
 
 
-def register_megatron_engine() -> None:
-    """Put the engine into verl's registry, once."""
-    register(MismatchMegatronEngine, "megatron")
+def register_megatron_engine(block: MismatchConfig, mode: RunMode) -> type[MismatchMegatronEngine]:
+    """Let verl build this engine for a Megatron actor of this process, with a block, and return its class."""
+    return register(MismatchMegatronEngine, block, mode, "megatron")

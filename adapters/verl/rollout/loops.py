@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import ray
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.rollout.client import following, present_calls
 from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN, with_masks
 from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
@@ -35,7 +35,9 @@ class MaskedLoops(_Worker):  # type: ignore[misc]
 
     async def _agent_loop_postprocess(self, output: Any, validate: bool, **kwargs: Any) -> Any:
         """Publish what an agent loop returned as verl does, with its masks."""
-        block = active_block()  # a user's own manager may be derived from ours in a run without masks
+        block = block_of(
+            self.config.actor_rollout_ref
+        )  # a user's own manager may be derived from ours in a run without masks
         if not validate and block is not None and block.acting.sampling_mask is not None:
             output = output if isinstance(output, list) else [output]
             add_masks(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")

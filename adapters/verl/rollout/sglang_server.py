@@ -22,7 +22,7 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
 from mismatch_ext.adapters.sglang.answers import decode_routes
 from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
-from mismatch_ext.adapters.verl.block import active_block, digest
+from mismatch_ext.adapters.verl.block import block_of_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
 from mismatch_ext.errors import MismatchError, RoutingError
@@ -46,7 +46,7 @@ class MismatchSGLangServer(SGLangHttpServer):
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start SGLang as verl does, and look at what it answers from then on."""
         self._refusals: list[str] = []
-        block = active_block()
+        block = block_of_server(self.config)
         self._verdicts = Verdicts("enforce" if block is None else block.level)
         if block is not None and block.level == "enforce":
             compat.check(("verl",), block.features, {"verl", "sglang"})
@@ -58,10 +58,9 @@ class MismatchSGLangServer(SGLangHttpServer):
             self.tokenizer_manager.generate_request = self._generate_checked
 
     async def mismatch_report(self) -> dict[str, Any]:
-        """Return the server's settings, and the block that this process knows."""
+        """Return the server's settings."""
         info = self._info()
         return {
-            "block": digest(active_block()),
             "records_routing": bool(info.get("enable_return_routed_experts")),
             "reading": dataclasses.asdict(read_server(info)),
             "patch_digest": digest_of(active_patches()),

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import active_block, digest
 from mismatch_ext.adapters.vllm.engine import reading_of
 from mismatch_ext.adapters.vllm.routing import records_routing
 from verl.workers.rollout.vllm_rollout.utils import vLLMColocateWorkerExtension
@@ -25,15 +24,21 @@ class RolloutExtension(vLLMColocateWorkerExtension):
     model_runner: Any
     # Buffers of an update, kept while vLLM's own cannot be copied into.
     _buffers_aside: list[tuple[str, Any]]
+    mismatch_acts = False
+    """Whether the driver's block acts here; the driver says so before it sends the first weights."""
 
-    def mismatch_report(self) -> dict[str, Any]:
-        """Return dtypes and modes that this worker really uses, and the block that it knows."""
+    def mismatch_report(self, features: list[str], acts: bool) -> dict[str, Any]:
+        """Return dtypes and modes that this worker really uses.
+
+        Args:
+            features: Features of the driver's block.
+            acts: Whether the block acts; an observed run stays as verl has it.
+        """
         config = self.model_runner.vllm_config
-        block = active_block()
-        if block is not None and block.level == "enforce":
-            compat.check(("vllm", "verl"), block.features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
+        self.mismatch_acts = acts
+        if acts:
+            compat.check(("vllm", "verl"), features, {"verl", "vllm", *(["cpu"] if on_cpu_build() else [])})
         return {
-            "block": digest(block),
             "records_routing": records_routing(config),
             "patch_digest": digest_of(active_patches()),
             "reading": asdict(reading_of(self.model_runner, config)),
@@ -41,10 +46,11 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     @property
     def _reloads(self) -> bool:
-        """Whether vLLM quantises tensors while it loads them, and the block acts; an observed run stays as verl has it."""
-        block = active_block()
-        acts = block is not None and block.level == "enforce"
-        return acts and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
+        """Whether vLLM quantises tensors while it loads them, and the block acts."""
+        return (
+            self.mismatch_acts
+            and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
+        )
 
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import active_block
+from mismatch_ext.adapters.verl.block import block_of_server
 from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, read, sampled_with
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
@@ -35,7 +35,7 @@ class MismatchVLLMServer(vLLMHttpServer):
 
     async def launch_server(self, *args: Any, **kwargs: Any) -> None:
         """Start vLLM as verl does, and read the masks off what it answers from then on."""
-        block = active_block()
+        block = block_of_server(self.config)
         if block is not None:
             compat.check(("verl",), block.features, {"verl", "vllm"})
         # vLLM's outputs are put together in this process.

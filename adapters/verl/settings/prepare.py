@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import sys
+import os
 import warnings
-from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, MODE_VARIABLE, encode
+from mismatch_ext.adapters.verl.block import hand_on, handed_on
 from mismatch_ext.adapters.verl.megatron.settings import megatron_settings
 from mismatch_ext.adapters.verl.settings.correction import set_correction
 from mismatch_ext.adapters.verl.settings.kl import set_kl
@@ -24,6 +23,9 @@ from mismatch_ext.precision.dtypes import SHORT, spelled
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import PEERS, installed, on_cpu_build
 
+MODULES_VARIABLE, VENDOR_VARIABLE = "VERL_USE_EXTERNAL_MODULES", "VERL_ENGINE_VENDOR"
+"""verl's own variables: modules that it imports in every process, and the vendor by which it chooses an engine."""
+TRAINERS = "mismatch_ext.adapters.verl.driver.modes"
 QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
 """Values that verl accepts as `rollout.quantization`, by engine."""
 
@@ -47,25 +49,10 @@ def prepare(config: DictConfig) -> dict[str, Any]:
     return {"use_reference_policy": need_reference_policy(config)}
 
 
-def refuse_unprepared(config: DictConfig) -> None:
-    """Refuse a run whose block was not prepared, because its program starts Ray without verl's check of the configuration.
-
-    Raises:
-        ConfigError: The block was not prepared; the message says what to do.
-    """
-    if not _is_prepared(config):
-        raise refused(
-            "the program", Path(sys.argv[0]).name, "verl.trainer.main_ppo",
-            "it starts Ray without verl's validate_config, where the block is read, and would train without it",
-            "Start main_ppo, or call verl.utils.config.validate_config before run_ppo",
-        )  # fmt: skip
-
-
 def _is_prepared(config: DictConfig) -> bool:
     """Tell whether the block was handed to the other processes; a trainer_mode that was set by hand is not enough."""
-    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
     ours = {trainer_of(mode) for mode in MODES}
-    return OmegaConf.select(config, "trainer.v1.trainer_mode") in ours and BLOCK_VARIABLE in variables
+    return OmegaConf.select(config, "trainer.v1.trainer_mode") in ours and handed_on(config)
 
 
 def _prepare(config: DictConfig) -> None:
@@ -89,7 +76,7 @@ def _prepare(config: DictConfig) -> None:
         done += set_kl(config, block.kl) if block.kl is not None else []
         for line in done:
             say(f"mismatch-ext: {line}")
-        _set_environment(config, block)
+        _hand_on(config, block)
 
 
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
@@ -110,7 +97,7 @@ def _observe(config: DictConfig, block: MismatchConfig) -> None:
         if config.actor_rollout_ref.actor.strategy == "megatron":
             megatron_settings(config, block)
         with open_dict(config):
-            _set_environment(config, block)
+            _hand_on(config, block)
             _set_trainer(config, block)
     except MismatchError as error:
         warnings.warn(
@@ -235,17 +222,14 @@ def _set_routing(config: DictConfig, block: MismatchConfig) -> None:
         rollout.enable_rollout_routing_replay = True
 
 
-def _set_environment(config: DictConfig, block: MismatchConfig) -> None:
-    """Hand the block to every process that Ray starts, and let verl's registry choose our engine there."""
-    variables: dict[str, str] = {BLOCK_VARIABLE: encode(block), "VERL_ENGINE_VENDOR": TRAINER}
-    if (mode := run_mode(config)).asynchronous:
-        variables[MODE_VARIABLE] = mode.encode()
+def _hand_on(config: DictConfig, block: MismatchConfig) -> None:
+    """Give the block to every process that verl starts, and let verl import our trainers there, as its own hook does."""
+    hand_on(config, block, run_mode(config))
     init = config.ray_kwargs.ray_init
     runtime = init.get("runtime_env") or {}
     given = dict(runtime.get("env_vars") or {})
-    vendor = given.get("VERL_ENGINE_VENDOR")
-    if vendor not in (None, TRAINER):
-        raise refused(
-            "VERL_ENGINE_VENDOR", vendor, TRAINER, "this vendor's engine knows nothing of the block", "remove it"
-        )
-    init.runtime_env = OmegaConf.merge(runtime, {"env_vars": {**given, **variables}})
+    if (vendor := given.get(VENDOR_VARIABLE, os.environ.get(VENDOR_VARIABLE))) not in (None, TRAINER):
+        raise refused(VENDOR_VARIABLE, vendor, TRAINER, "this vendor's engine knows nothing of the block", "Remove it")
+    modules = str(given.get(MODULES_VARIABLE) or os.environ.get(MODULES_VARIABLE, "")).split(",")
+    names = ",".join(dict.fromkeys([*filter(None, modules), TRAINERS]))
+    init.runtime_env = OmegaConf.merge(runtime, {"env_vars": {**given, MODULES_VARIABLE: names}})

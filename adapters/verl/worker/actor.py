@@ -12,7 +12,7 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import Autocast
-from mismatch_ext.adapters.verl.block import active_block, digest
+from mismatch_ext.adapters.verl.block import RunMode, block_of, mode_of
 from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
 from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
 from mismatch_ext.adapters.verl.worker.loss import make_loss
@@ -35,8 +35,6 @@ from mismatch_ext.weights import fingerprint, sums_of
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
-
-register_engine()
 
 F = TypeVar("F", bound=Callable[..., Any])
 # verl adds the members of Dispatch as it is imported.
@@ -74,12 +72,11 @@ class MismatchWorker(ActorRolloutRefWorker):
         return not self._megatron and bool(self._fsdp.model_config.use_fused_kernels)
 
     def _block(self) -> MismatchConfig:
-        block = active_block()
+        block = block_of(self.config)
         if block is None:
             raise ConfigError(
-                f"worker {os.getpid()}: the mismatch block did not reach this process, so nothing of it is active here. Ray was "
-                "started before verl, or env_vars of ray_kwargs.ray_init.runtime_env were replaced; start Ray by main_ppo, or "
-                "set MISMATCH_EXT_BLOCK in the cluster's environment."
+                f"worker {os.getpid()}: actor_rollout_ref has no mismatch block, so that nothing of it is active here; leave "
+                "actor_rollout_ref.mismatch as verl's driver set it."
             )
         return block
 
@@ -88,7 +85,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
         self._verdicts = Verdicts(block.level)
-        expected = _megatron_engine(block) if self._megatron else MismatchFSDPEngine
+        kind = _megatron_engine if self._megatron else register_engine
+        expected = kind(block, mode_of(self.config))
         super().init_model()
         if "actor" not in self.role:
             return
@@ -132,7 +130,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         return {
             "pid": os.getpid(),
             "rank": self.rank,
-            "block": digest(active_block()),
             "engine": type(engine).__name__,
             "model_type": str(engine.model_config.hf_config.model_type),
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
@@ -216,14 +213,13 @@ class MismatchWorker(ActorRolloutRefWorker):
         return dict(self._engine.mismatch_metrics())
 
 
-def _megatron_engine(block: MismatchConfig) -> type[Any]:
+def _megatron_engine(block: MismatchConfig, mode: RunMode) -> type[Any]:
     """Prepare this process for a Megatron actor, and return the class that its engine will have."""
     # megatron-core is imported here, where the actor needs it.
-    from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine, register_megatron_engine
+    from mismatch_ext.adapters.verl.megatron.training_engine import register_megatron_engine
 
-    register_megatron_engine()
     register_megatron_checks(block)
-    return MismatchMegatronEngine
+    return register_megatron_engine(block, mode)
 
 
 class _Scoring:

@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.worker.state import read_state, write_state
 from verl.utils.device import get_device_name
 from verl.workers.engine import EngineRegistry
 
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.lr import LrControl
 
 if TYPE_CHECKING:
@@ -21,11 +23,14 @@ else:
     _Host = object
 
 VENDOR = "mismatch"
+E = TypeVar("E", bound="SteeredMixin")
 
 
 class SteeredMixin(_Host):
     """An engine of verl's, steered by the driver and resumed with what this package keeps of it."""
 
+    run_block: ClassVar[MismatchConfig | None] = None
+    run_mode: ClassVar[RunMode] = RunMode()
     _rate: LrControl | None = None
 
     def _kept(self) -> dict[str, Any] | None:
@@ -89,17 +94,22 @@ class SteeredMixin(_Host):
             self._resume(read_state(local_path) or {}, local_path)
 
 
-def register(engine: type[Any], *backends: str) -> None:
-    """Put an engine into verl's registry, once.
+def register(engine: type[E], block: MismatchConfig | None, mode: RunMode, *backends: str) -> type[E]:
+    """Let verl build an engine with a block in this process, from now on; another run's engine of the same kind is replaced.
 
     Args:
-        engine: The class.
+        engine: Our class.
+        block: The run's; None for an engine that does what its parent does.
+        mode: The trainer's mode.
         *backends: verl's names of the strategies that the engine is for.
+
+    Returns:
+        The class that verl builds.
     """
+    of_run = type(engine.__name__, (engine,), {"run_block": block, "run_mode": mode, "__module__": engine.__module__})
     for backend in backends:
-        known = EngineRegistry._engines.get("language_model", {}).get(backend, {})
+        entries = EngineRegistry._engines.setdefault("language_model", {}).setdefault(backend, {})
         for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
-            if (device, VENDOR) not in known:
-                EngineRegistry.register(model_type="language_model", backend=backend, device=device, vendor=VENDOR)(
-                    engine
-                )
+            entries[device, VENDOR] = of_run
+    os.environ["VERL_ENGINE_VENDOR"] = VENDOR
+    return of_run

@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.block import active_block, active_mode
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
 from mismatch_ext.adapters.verl.worker.lr import REQUIRED, warmup_steps
@@ -41,9 +41,6 @@ from mismatch_ext.versions import installed
 class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithLMHead):
     """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
-    Args:
-        block: The block; None takes the one of the run that this process belongs to, if there is one.
-
     Raises:
         ConfigError: This engine cannot do what the block asks for.
     """
@@ -52,9 +49,9 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
     replay: EngineReplay | None = None
     _adapter_off = False
 
-    def __init__(self, *args: Any, block: MismatchConfig | None = None, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        given = active_block() if block is None else block
+        given = self.run_block
         # Under `observe` the engine computes as verl's own does, and is only looked at.
         self.verdicts = Verdicts("enforce" if given is None else given.level)
         self.block = None if self.verdicts.observes else given
@@ -62,7 +59,7 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
-        self._mode = active_mode()
+        self._mode = self.run_mode
         if given is not None:
             with self.verdicts.checking("engine"):
                 self._check_setup(given.acting)
@@ -326,9 +323,9 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
         return found | self.mask_metrics()
 
 
-def register_engine() -> None:
-    """Put the engine into verl's registry, once."""
-    register(MismatchFSDPEngine, "fsdp", "fsdp2")
+def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[MismatchFSDPEngine]:
+    """Let verl build this engine for an FSDP actor and reference of this process, with a block, and return its class."""
+    return register(MismatchFSDPEngine, block, mode, "fsdp", "fsdp2")
 
 
 def _name(dtype: torch.dtype) -> str:

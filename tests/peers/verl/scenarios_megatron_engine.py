@@ -21,9 +21,8 @@ os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
 os.environ.setdefault("LOCAL_RANK", "0")
 
 import torch
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
 from mismatch_ext.adapters.verl.settings.prepare import prepare
-from omegaconf import DictConfig, OmegaConf, open_dict
+from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -77,15 +76,12 @@ def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> Dic
 
 
 def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> Any:
-    """Return the worker of an actor: verl's own without a block, and ours with one, which Ray's environment brings."""
+    """Return the worker of an actor: verl's own without a block, and ours with one."""
     from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     config = configured(model, block, *overrides)
-    variables = OmegaConf.select(config, "ray_kwargs.ray_init.runtime_env.env_vars") or {}
-    for name in (BLOCK_VARIABLE, "VERL_ENGINE_VENDOR"):
-        os.environ.pop(name, None)
-    os.environ.update({str(name): str(value) for name, value in variables.items()})
+    os.environ.pop("VERL_ENGINE_VENDOR", None)
     built = (ActorRolloutRefWorker if block is None else MismatchWorker)(config.actor_rollout_ref, "actor")
     built.init_model()
     return built
@@ -303,7 +299,6 @@ def reference(model: str) -> dict[str, Any]:
     routes = other(as_rollout(scored(worker(model, R2), batch())["routed_experts"]))
     expected = rows(scored(native, batch())["old_log_probs"])
     config = configured(model, R3, "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=4")
-    os.environ[BLOCK_VARIABLE] = config.ray_kwargs.ray_init.runtime_env.env_vars[BLOCK_VARIABLE]
     built = MismatchWorker(config.actor_rollout_ref, "actor")
     built.role = "actor_ref"  # verl has no role of both that builds no rollout
     built.init_model()

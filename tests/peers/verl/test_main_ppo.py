@@ -97,7 +97,7 @@ def test_every_section_is_active_in_one_run(experts: tuple[VerlRun, Path]) -> No
     assert [step.step for step in data.steps] == [1, 2, 3]
     assert {"precision", "routing", "correction", "kl", "lr", "monitor"} == set(data.header["config"])
     patched = {patch["name"] for patch in data.header["patches"]}
-    assert {"verl/validate_config", "verl/runtime_env"} <= patched
+    assert {"verl/validate_config", "verl/guard"} <= patched
     assert all(f"\n  patch         {name} on " in run.log for name in patched)
     check_header(data.header, "vllm")
     (alarm,) = [event for event in data.events if event.name == "alarm"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 import ray
 from mismatch_ext.adapters.verl import plugin
-from mismatch_ext.adapters.verl.block import digest
 from mismatch_ext.adapters.verl.driver import servers, weights
 from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
 from mismatch_ext.adapters.verl.driver.reports import (
@@ -55,14 +54,7 @@ def run_of(name: str) -> dict[str, Any]:
             everywhere("rollout", "parameter_dtypes", {"float16": 9}, "reading"),
         ):
             change(found)
-    return known_by_all(found)
-
-
-def known_by_all(run: dict[str, Any]) -> dict[str, Any]:
-    """Let every process know the block of a run."""
-    for report in (*run["workers"], *run["rollouts"][0]["reports"]):
-        report["block"] = digest(MismatchConfig.parse(run["block"]))
-    return run
+    return found
 
 
 def test_recorded_blocks_have_every_setting_of_today() -> None:
@@ -138,7 +130,6 @@ def test_processes_that_report_what_was_asked_for_are_right(name: str) -> None:
     assert found.worker == run["workers"][0] and found.worker["loss"] in (LOSS, "verl.workers.utils.losses")
     assert found.trainer.device == "cpu" and found.audit is not None and not found.audit.findings
     assert found.engine.engine == run["rollouts"][0]["engine"]
-    assert run["workers"][0]["block"] == digest(MismatchConfig.parse(run["block"]))
 
 
 @pytest.mark.parametrize("name", ["experts", "example"])
@@ -159,7 +150,7 @@ def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section
     def running(loss: str) -> Change:
         def change(run: dict[str, Any]) -> None:
             run["block"] |= section
-            everywhere("trainer", "loss", loss)(known_by_all(run))
+            everywhere("trainer", "loss", loss)(run)
 
         return change
 
@@ -175,7 +166,6 @@ def test_a_worker_whose_loss_was_replaced_is_refused_whatever_needs_ours(section
 def test_a_block_that_verls_loss_can_do_needs_no_other(section: dict[str, Any]) -> None:
     def change(run: dict[str, Any]) -> None:
         run["block"] |= section
-        known_by_all(run)
 
     assert checked("example", change).worker["loss"] == "verl.workers.utils.losses"
 
@@ -186,9 +176,6 @@ DISABLED = {**SCALER, "enabled": False, "scale": 1.0}
 @pytest.mark.parametrize(
     ("run", "change", "error", "named"),
     [
-        ("experts", worker("block", "none"), ConfigError, "worker of rank 1 runs with mismatch block none"),
-        ("experts", rollout("block", "0123456789abcdef"), ConfigError, "rollout worker 1 runs with mismatch block 01234"),
-        ("sglang", rollout("block", "none"), ConfigError, "rollout worker 1 runs with mismatch block none"),
         ("experts", worker("routing", None), ConfigError, "mismatch.routing.mode: 'R3' was asked for, and the worker of rank 1"),
         ("experts", worker("routing", "R2"), ConfigError, "runs with 'R2'"),
         ("example", worker("routing", "R3"), ConfigError, "mismatch.routing.mode: None was asked for"),
@@ -226,7 +213,7 @@ def test_a_server_that_sends_no_masks_is_refused_where_they_are_replayed() -> No
     for report in found["workers"]:
         report["sampling_mask"] = True
     with pytest.raises(EngineError, match="rollout worker 0 is of a server that sends no sampling masks"):
-        check_reports(*parsed(known_by_all(found)))
+        check_reports(*parsed(found))
     patches = [{"name": "vllm/top_logprobs"}]
     for report in found["rollouts"][0]["reports"]:
         report |= {"sends_masks": True, "patches": patches}
@@ -255,7 +242,7 @@ def test_another_dtype_than_the_block_asks_for_is_refused(change: Change, named:
 def test_without_a_precision_section_the_dtypes_are_the_hosts_own_choice() -> None:
     def change(run: dict[str, Any]) -> None:
         del run["block"]["precision"]
-        everywhere("rollout", "model_dtype", "bfloat16", "reading")(known_by_all(run))
+        everywhere("rollout", "model_dtype", "bfloat16", "reading")(run)
 
     assert checked("example", change).audit is None
 
@@ -298,7 +285,7 @@ def replica(engine: str, *, size: int = 1, ranks: int = 1, servers: list[Any]) -
 def test_of_data_parallel_engines_the_first_one_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     server = SimpleNamespace(__ray_call__=SimpleNamespace(remote=lambda *_: None))
     monkeypatch.setattr(ray, "get", lambda refs, timeout: [["of a worker"] * 2 for _ in refs])
-    (answer,) = servers.read_rollouts([replica("vllm", size=2, ranks=4, servers=[server])], 50)
+    (answer,) = servers.read_rollouts([replica("vllm", size=2, ranks=4, servers=[server])], MismatchConfig(), 50)
     assert answer.expected == len(answer.reports) == 2
 
 
@@ -331,24 +318,22 @@ def test_servers_that_are_silent_are_waited_for_together(monkeypatch: pytest.Mon
     monkeypatch.setattr(ray, "get", get)
     engines = ["vllm", "vllm", "sglang"]
     replicas = [replica(e, servers=[Server(e)]) for e in engines]
-    answers = servers.read_rollouts(replicas, 50)
+    answers = servers.read_rollouts(replicas, MismatchConfig(), 50)
     assert waits == [(3, 60), (3, 0), (3, 0)]
     assert [(a.engine, type(a.failure)) for a in answers] == [(e, ray.exceptions.GetTimeoutError) for e in engines]
     # One that is not of this package's class cannot be asked at all.
     stock = replica("sglang", servers=[Server("stock")])
-    assert [type(a.failure) for a in servers.read_rollouts([stock], 50)] == [AttributeError] and len(waits) == 3
+    assert [type(a.failure) for a in servers.read_rollouts([stock], MismatchConfig(), 50)] == [AttributeError] and len(
+        waits
+    ) == 3
 
 
 def test_a_megatron_worker_without_this_packages_checks_is_refused() -> None:
     """The report is that of a real Megatron worker, without its `kl` and `lr`; the block asks for routing alone."""
     block = MismatchConfig.parse({"routing": {"mode": "R3"}, "monitor": {"weight_sync": "off"}})
-    _, _, rollouts = parsed(run_of("experts"))
-    megatron = {**recorded("megatron")["workers"][0], "block": digest(block)}
+    _, _, answers = parsed(run_of("experts"))
+    megatron = recorded("megatron")["workers"][0]
     assert megatron["strategy"] == "megatron" and megatron["patches"]
-    answers = [
-        RolloutAnswer(engine="vllm", expected=1, reports=[{**dict(r), "block": digest(block)} for r in answer.reports])
-        for answer in rollouts
-    ]
     assert block is not None and check_reports(block, [megatron], answers).worker == megatron
     with pytest.raises(ConfigError, match="worker of rank 0 runs verl's Megatron replay without this package's checks"):
         check_reports(block, [{**megatron, "patches": []}], answers)
@@ -366,7 +351,6 @@ def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None
 @pytest.mark.parametrize(
     ("change", "check"),
     [
-        (rollout("block", "none"), "block"),
         (rollout("logprobs_mode", "raw_logprobs", "reading"), "rollout_workers"),
         (worker("strategy", "fsdp"), "workers"),
     ],
@@ -376,7 +360,6 @@ def test_observed_processes_that_are_not_as_they_must_be_are_named_and_the_run_g
 ) -> None:
     found = run_of("example")
     found["block"] = {"level": "observe"}
-    known_by_all(found)
     change(found)
     verdicts = Verdicts("observe")
     checked_run = check_reports(*parsed(found), verdicts)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -33,12 +33,7 @@ def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_al
     changed = {
         path for path in leaves(before) | leaves(after) if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)
     }
-    assert changed == {
-        "trainer.v1.trainer_mode",
-        "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
-        "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
-        "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
-    }
+    assert {path for path in changed if not path.startswith(HANDED_ON)} == OBSERVED
 
 
 def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
@@ -54,42 +49,41 @@ def leaves(node: object, path: str = "") -> set[str]:
     return {path}
 
 
-def test_the_block_arrives_in_another_process_as_it_was_given(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = prepared("+mismatch.routing.mode=R3", "+mismatch.lr.period=7")
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    monkeypatch.setenv(block.BLOCK_VARIABLE, variables[block.BLOCK_VARIABLE])
-    found = block.active_block()
-    assert found == MismatchConfig.parse({"routing": {"mode": "R3"}, "lr": {"period": 7}})
-    assert block.digest(found) != block.digest(MismatchConfig()) != block.digest(None) == "none"
+def test_the_block_arrives_in_other_processes_as_it_was_given() -> None:
+    config = prepared(
+        "+mismatch.routing.mode=R3", "+mismatch.lr.period=7", "+actor_rollout_ref.rollout.custom={mine: 1}"
+    )
+    wanted = MismatchConfig.parse({"routing": {"mode": "R3"}, "lr": {"period": 7}})
+    assert block.block_of(config.actor_rollout_ref) == wanted
+    rollout = OmegaConf.to_container(
+        config.actor_rollout_ref.rollout, resolve=True
+    )  # as verl makes its dataclass of it
+    assert isinstance(rollout, dict) and rollout["custom"]["mine"] == 1
+    assert block.block_of_server(SimpleNamespace(custom=rollout["custom"])) == wanted
+    assert block.block_of(configured().actor_rollout_ref) is None
+    assert block.block_of_server(SimpleNamespace(custom=None)) is None
+
+
+def test_verl_imports_our_trainers_beside_a_users_own_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    def modules(*overrides: str) -> str:
+        variables = prepared("+mismatch={}", *overrides).ray_kwargs.ray_init.runtime_env.env_vars
+        return str(variables.VERL_USE_EXTERNAL_MODULES)
+
+    monkeypatch.setenv("VERL_USE_EXTERNAL_MODULES", "mine,other")
+    assert modules() == f"mine,other,{settings.TRAINERS}"
+    given = "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_USE_EXTERNAL_MODULES:theirs}}"
+    assert modules(given) == f"theirs,{settings.TRAINERS}"
 
 
 def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
     def sent(*overrides: str) -> MismatchConfig | None:
-        variables = prepared(*overrides).ray_kwargs.ray_init.runtime_env.env_vars
-        return MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
+        return block.block_of(prepared(*overrides).actor_rollout_ref)
 
     assert sent("+mismatch.lr={}") == sent("+mismatch={lr: {}}") == MismatchConfig(lr=LrConfig())
     for nothing, said in (("null", "nothing is given"), ("''", "expected a mapping")):
         for name in ("lr", "precision", "monitor"):
             with pytest.raises(ConfigError, match=f"mismatch.{name}: {said}"):
                 sent(f"+mismatch.{name}={nothing}")
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        ("{", "neither valid JSON nor valid YAML"),
-        ('{"lr":' * 50_000, "nested too deeply"),
-        ('{"lr": {"period": 5}, "lr": {}}', "'lr' is given twice"),
-        ("7", "expected a mapping"),
-        ('{"precision": null}', "nothing is given"),
-    ],
-)
-def test_a_block_in_the_environment_that_cannot_be_read(text: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(block.BLOCK_VARIABLE, text)
-    with pytest.raises(ConfigError, match=said) as caught:
-        block.active_block()
-    assert said.startswith("nothing") or "MISMATCH_EXT_BLOCK" in str(caught.value)
 
 
 def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
@@ -173,15 +167,11 @@ def test_vllm_may_be_asked_for_as_many_tokens_as_masks_are_read_off(given: tuple
         ("separate_async", 4, "mismatch_separate_async"),
     ],
 )
-def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(
-    mode: str, updates: int, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(mode: str, updates: int, name: str) -> None:
     hybrid = f"actor_rollout_ref.hybrid_engine={mode != 'separate_async'}"
     config = prepared(f"trainer.v1.trainer_mode={mode}", hybrid, "+mismatch={}")
     assert config.trainer.v1.trainer_mode == name
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    monkeypatch.setenv(block.MODE_VARIABLE, variables.get(block.MODE_VARIABLE, ""))
-    assert block.active_mode() == block.RunMode(name=mode, updates=updates)
+    assert block.mode_of(config.actor_rollout_ref) == block.RunMode(name=mode, updates=updates)
     settings.prepare(config)  # twice is once
     assert config.trainer.v1.trainer_mode == name
 
@@ -226,32 +216,14 @@ def test_a_package_that_cannot_be_loaded_keeps_blocks_from_running(monkeypatch: 
         raise ImportError("no such thing")
 
     monkeypatch.setattr(plugin, "_load", fail)
-    monkeypatch.setattr(sys, "argv", ["main_ppo", "trainer.nnodes=1"])
     with pytest.raises(ImportError):
         plugin.load()
-    # The block may be in a file that no argument names: the configuration itself is refused.
+    assert [patch["name"] for patch in active_patches()] == ["verl/guard"]
     with pytest.raises(SystemExit, match="no such thing"):
-        verl.utils.config.validate_config(configured("+mismatch={}"), use_reference_policy=False, use_critic=False)
-    assert [patch["name"] for patch in active_patches()] == ["verl/not_loaded"]
+        verl.trainer.constants_ppo.get_ppo_ray_runtime_env(configured("+mismatch={}"))
+    verl.trainer.constants_ppo.get_ppo_ray_runtime_env(configured())  # without a block verl trains
     plugin.unload()
     assert active_patches() == []
-    monkeypatch.setattr(sys, "argv", ["main_ppo", "+mismatch.routing.mode=R3"])
-    with pytest.raises(SystemExit, match="nothing was started"):
-        plugin.load()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "asked"),
-    [
-        (["+mismatch.routing.mode=R3"], True),
-        (["++mismatch=default"], True),
-        (["trainer.project_name=mismatch"], False),
-        (["~mismatch"], False),
-        (["--config-name", "mismatch.yaml"], False),
-    ],
-)
-def test_a_command_line_that_asks_for_a_block(arguments: list[str], asked: bool) -> None:
-    assert plugin.asked_for(arguments if not arguments[0].startswith("--") else arguments[:1]) is asked
 
 
 EVERY_SECTION = (
@@ -265,9 +237,11 @@ EVERY_SECTION = (
 OBSERVED = {
     "trainer.v1.trainer_mode",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
-    "ray_kwargs.ray_init.runtime_env.env_vars.MISMATCH_EXT_BLOCK",
-    "ray_kwargs.ray_init.runtime_env.env_vars.VERL_ENGINE_VENDOR",
+    "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES",
 }
+
+
+HANDED_ON = ("actor_rollout_ref.mismatch", "actor_rollout_ref.rollout.custom")
 
 
 def observed(*overrides: str) -> tuple[set[str], DictConfig]:
@@ -275,14 +249,14 @@ def observed(*overrides: str) -> tuple[set[str], DictConfig]:
     given = (*EVERY_SECTION, *overrides)
     stock, ours = configured(*given), prepared(*given)
     paths = {leaf for config in (stock, ours) for leaf in leaves(OmegaConf.to_container(config, resolve=False))}
-    return {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}, ours
+    changed = {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}
+    return {path for path in changed if not path.startswith(HANDED_ON)}, ours
 
 
 def test_observe_sets_what_it_enters_by_alone_and_hands_on_no_section() -> None:
     changed, config = observed("+mismatch.monitor.weight_sync=warn")
     assert changed == OBSERVED
-    variables = config.ray_kwargs.ray_init.runtime_env.env_vars
-    known = MismatchConfig.parse(json.loads(variables[block.BLOCK_VARIABLE]))
+    known = block.block_of(config.actor_rollout_ref)
     assert known is not None and known.to_dict().keys() == {"level", "monitor"} and known.monitor.weight_sync == "warn"
 
 

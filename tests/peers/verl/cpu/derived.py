@@ -23,10 +23,10 @@ def _say(name: str) -> None:
 class OwnExtension(RolloutExtension):
     """In vLLM's workers."""
 
-    def mismatch_report(self) -> dict[str, Any]:
+    def mismatch_report(self, features: list[str], acts: bool) -> dict[str, Any]:
         """Report as this package's class does."""
         _say("OwnExtension")  # vLLM makes a base of its worker's class of it
-        return super().mismatch_report()
+        return super().mismatch_report(features, acts)
 
 
 class OwnLoopManager(MaskedLoopManager):

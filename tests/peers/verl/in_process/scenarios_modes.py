@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.block import MODE_VARIABLE
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.driver.saving import waiting_of
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
@@ -18,7 +17,6 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.verdicts import Level, Verdicts
 from tests.peers.verl.in_process.workers import (
     batch,
-    environment,
     logprobs,
     parameters,
     scored,
@@ -112,9 +110,8 @@ def rates(model: str) -> dict[str, list[float]]:
     """Return the rate of each update of a rule that halves it at every step, with one update to a step and with two."""
     found = {}
     for updates in (1, 2):
-        mode = json.dumps({"name": "separate_async", "updates": updates})
-        with environment(**{MODE_VARIABLE: mode}):
-            built = worker(model, {"lr": {"period": 1}}, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
+        mode = RunMode(name="separate_async", updates=updates)
+        built = worker(model, {"lr": {"period": 1}}, mode=mode, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
         data, found[str(updates)] = scored(built, batch()), []
         for number in range(4):
             if number % updates == 0:
@@ -125,11 +122,10 @@ def rates(model: str) -> dict[str, list[float]]:
 
 def skipped(model: str, folder: str) -> list[float]:
     """Return the rates of three steps of two updates, of which the second one is skipped; before the last one it is resumed."""
-    mode = json.dumps({"name": "separate_async", "updates": 2})
+    mode = RunMode(name="separate_async", updates=2)
 
     def built() -> Any:
-        with environment(**{MODE_VARIABLE: mode}):
-            return worker(model, {"lr": {"period": 1}}, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
+        return worker(model, {"lr": {"period": 1}}, mode=mode, optimizer={"lr": 1e-3, "lr_scheduler_type": "constant"})
 
     actor = built()
     data, rates = scored(actor, batch()), []
@@ -150,9 +146,8 @@ def skipped(model: str, folder: str) -> list[float]:
 
 def statistics(model: str) -> dict[str, Any]:
     """Lead a rule by the statistics of a step's two batches, and leave one out."""
-    mode = json.dumps({"name": "separate_async", "updates": 2})
-    with environment(**{MODE_VARIABLE: mode}):
-        built = worker(model, {"lr": {"trigger": "response_length"}})
+    mode = RunMode(name="separate_async", updates=2)
+    built = worker(model, {"lr": {"trigger": "response_length"}}, mode=mode)
     data = scored(built, batch())
     for step in range(2):
         earlier = [{"response_length": 10.0 * step}] if step else []

@@ -69,6 +69,7 @@ def updates(folder: str, sent: list[dict[str, float]], lost: bool = False) -> li
     model = Scaled()
     reload.record_metadata_for_reloading(model)
     worker: Any = object.__new__(vllm_extension.RolloutExtension)
+    worker.mismatch_acts = True
     of_model = SimpleNamespace(dtype=torch.float32)
     config = {"quant_config": OnlineQuantizationConfig(), "speculative_config": None, "model_config": of_model}
     worker.model_runner = SimpleNamespace(model=model, vllm_config=SimpleNamespace(**config))
@@ -78,7 +79,6 @@ def updates(folder: str, sent: list[dict[str, float]], lost: bool = False) -> li
     with (
         mock.patch.object(bucketed_weight_transfer, "BucketedWeightReceiver", Receiver),
         mock.patch.object(utils, "patch_vllm_moe_model_weight_loader", lambda model: None),
-        mock.patch.object(vllm_extension, "active_block", lambda: SimpleNamespace(level="enforce")),
     ):
         finalize = reload.finalize_layerwise_reload
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE
+from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
 from mismatch_ext.adapters.verl.settings import prepare as settings
 from mismatch_ext.adapters.verl.settings.correction import settings_of
@@ -53,8 +52,7 @@ def prepared(section: str, keys: dict[str, Any]) -> tuple[DictConfig, MismatchCo
     with open_dict(config):
         config.mismatch = {section: keys}
     settings.prepare(config)
-    sent = config.ray_kwargs.ray_init.runtime_env.env_vars[BLOCK_VARIABLE]
-    block = MismatchConfig.parse(json.loads(sent))
+    block = block_of(config.actor_rollout_ref)
     assert block is not None
     return config, block
 

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.block import BLOCK_VARIABLE, encode
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.worker.training_engine import register_engine
 from tensordict import TensorDict
 from torch import Tensor
@@ -33,7 +33,6 @@ from mismatch_ext.precision.dtypes import SHORT
 from tests.peers.verl.in_process.routes import nested
 
 torch.set_num_threads(1)
-register_engine()
 
 R3 = {"mode": "R3", "measured": 1.0}
 R2 = {"mode": "R2", "measured": 1.0}
@@ -69,6 +68,7 @@ def worker(
     model: str,
     block: dict[str, Any] | None = None,
     *,
+    mode: RunMode = RunMode(),  # noqa: B008 - it is frozen
     dtype: str = "float32",
     vendor: str | None = "mismatch",
     micro_batch: int = 4,
@@ -77,11 +77,12 @@ def worker(
     optimizer: dict[str, Any] | None = None,
     **model_options: Any,
 ) -> Any:
-    """Return verl's real worker around its real engine; the block comes in as it does in a run, by the environment.
+    """Return verl's real worker around its real engine.
 
     Args:
         model: Folder of the checkpoint.
         block: The `mismatch` block.
+        mode: The trainer's mode.
         dtype: Compute dtype, by verl's own setting.
         vendor: Vendor of the engine; None takes verl's own.
         micro_batch: Samples per forward pass.
@@ -110,10 +111,9 @@ def worker(
         "use_torch_compile": False,
         **(engine or {}),
     }
-    parsed = MismatchConfig.parse(block)
-    text = None if parsed is None else encode(parsed)
+    register_engine(MismatchConfig.parse(block), mode)
     torch.manual_seed(0)
-    with environment(**{BLOCK_VARIABLE: text, "VERL_ENGINE_VENDOR": vendor}):
+    with environment(VERL_ENGINE_VENDOR=vendor):
         built = TrainingWorker(
             TrainingWorkerConfig(
                 model_type="language_model",
