@@ -69,6 +69,19 @@ def _doctor(arguments: argparse.Namespace) -> int:
     return run(arguments)
 
 
+def _configure_gate(parser: argparse.ArgumentParser) -> None:
+    from mismatch_ext.adapters.doctor.gate import configure
+
+    configure(parser)
+
+
+def _gate(arguments: argparse.Namespace) -> int:
+    """Print the table that admits a model; the exit status is 0 if every figure keeps its limit, 1 if not, 2 for an error."""
+    from mismatch_ext.adapters.doctor.gate import run
+
+    return run(arguments)
+
+
 def _configure_trl(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("script", choices=["grpo"], help="TRL's script to run")
     parser.add_argument(
@@ -92,6 +105,12 @@ COMMANDS = (
         help="Say why engine and trainer differ, how much each cause weighs, and what to change.",
         configure=_configure_doctor,
         run=_doctor,
+    ),
+    Command(
+        name="gate",
+        help="Say whether an engine and a trainer agree on a model, as a table for a pull request and an exit status.",
+        configure=_configure_gate,
+        run=_gate,
     ),
     Command(
         name="readiness",

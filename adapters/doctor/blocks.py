@@ -111,6 +111,21 @@ def compared(
     return found
 
 
+def equal_shares(
+    scorer: Scorer, rows: Sequence[Sequence[int]], states: Sequence[Mapping[At, tuple[Tensor, Tensor]]]
+) -> dict[str, float]:
+    """Return for each block, by name, the share of tokens at which both sides compute the same to the last bit."""
+    blocks = blocks_of(scorer.model)
+    equal: dict[At, list[Tensor]] = {}
+    for ids, parts in zip(rows, states, strict=True):
+        with scorer.as_trainer():
+            trainers = _outputs(scorer.model, blocks, ids, parts)
+        for at, (_, engines) in parts.items():
+            if at in trainers:
+                equal.setdefault(at, []).append((engines.float() == trainers[at]).all(-1).float())
+    return {f"layer {at[0]}, {at[1]}": float(torch.cat(tokens).mean()) for at, tokens in sorted(equal.items())}
+
+
 def _outputs(
     model: nn.Module, blocks: Mapping[At, nn.Module], ids: Sequence[int], parts: Mapping[At, tuple[Tensor, Tensor]]
 ) -> dict[At, Tensor]:

@@ -26,7 +26,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from mismatch_ext.doctor import read_rollouts, report
 
-    host = _host_of(arguments)
+    host = host_of(arguments)
     asked = asked_of(arguments, host)
     sides = asked.run
     for option, path in (
@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
         _writable(arguments.out)
         found = examine_logged(sides, logged, **how)
     else:
-        prompts = _prompts(arguments, host, sides.model)
+        prompts = prompts_of(arguments, host, sides.model)
         _writable(arguments.out)
         longest = 0 if host is None else host.max_tokens
         limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens, "longest": longest}
@@ -88,7 +88,7 @@ def _say_page(out: Path) -> None:
         say(f"no report: {error}", error=True)
 
 
-def _host_of(arguments: argparse.Namespace) -> HostRun | None:
+def host_of(arguments: argparse.Namespace) -> HostRun | None:
     """Read the host's configuration that `--trl` or `--verl` names; None if neither option is given.
 
     Raises:
@@ -106,7 +106,7 @@ def _host_of(arguments: argparse.Namespace) -> HostRun | None:
     return None
 
 
-def _prompts(arguments: argparse.Namespace, host: HostRun | None, model: str) -> list[list[int]]:
+def prompts_of(arguments: argparse.Namespace, host: HostRun | None, model: str) -> list[list[int]]:
     """Return the prompts that options name, otherwise those of the host's data set."""
     from mismatch_ext.adapters.doctor.datasets import read_dataset, with_own
 

@@ -40,8 +40,8 @@ class Asked:
     left_out: Mapping[str, str]
 
 
-def configure(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the subcommand."""
+def configure_sides(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments that say what the two sides are and what is sampled; those of the gate and of the doctor alike."""
     parser.add_argument("--model", metavar="PATH", type=folder,
                         help="checkpoint of the trainer, or its adapter; with --trl or --verl, the run's own")  # fmt: skip
     hosts = parser.add_mutually_exclusive_group()
@@ -51,14 +51,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                        help="overrides of verl's main_ppo, whose settings are taken over")  # fmt: skip
     parser.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
     parser.add_argument(
-        "--engine-model", metavar="PATH", type=folder, help="checkpoint or adapter that the engine serves, if another"
-    )
-    parser.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
-    parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
-    parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
-                        help="how long the server may be silent within a request (default: 600)")  # fmt: skip
-    parser.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
-    parser.add_argument(
         "--dtype", help="compute dtype of both sides (default: what the run or server says, or bfloat16)"
     )
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
@@ -66,16 +58,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
     parser.add_argument("--trainer-head", choices=("float32",),
                         help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
-    tokens = parser.add_mutually_exclusive_group()
-    tokens.add_argument("--prompts", metavar="FILE", type=folder,
-                        help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
-    tokens.add_argument("--dataset", metavar="NAME_OR_PATH",
-                        help='what to sample from: column "prompt" of a data set, messages by the chat template')  # fmt: skip
-    tokens.add_argument("--rollouts", metavar="FILE", type=folder,
-                        help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
-    parser.add_argument("--weight-version", metavar="V",
-                        help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
-    parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
     parser.add_argument(
         "--max-tokens",
         metavar="N",
@@ -89,12 +71,40 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="what the engine samples with, such as top_p=0.9; repeatable")  # fmt: skip
     parser.add_argument("--engine-arg", metavar="KEY=VALUE", action="append", default=[],
                         help="what the engine is started with, such as kv_cache_dtype=fp8_e4m3; repeatable")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
+
+
+def configure_prompts(tokens: Any) -> None:
+    """Add where prompts come from."""
+    tokens.add_argument("--prompts", metavar="FILE", type=folder,
+                        help='what to sample from: a prompt a line; of a .jsonl file, its "prompt" or "prompt_ids"')  # fmt: skip
+    tokens.add_argument("--dataset", metavar="NAME_OR_PATH",
+                        help='what to sample from: column "prompt" of a data set, messages by the chat template')  # fmt: skip
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    """Add the arguments of the doctor."""
+    configure_sides(parser)
+    parser.add_argument(
+        "--engine-model", metavar="PATH", type=folder, help="checkpoint or adapter that the engine serves, if another"
+    )
+    parser.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
+    parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
+    parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
+                        help="how long the server may be silent within a request (default: 600)")  # fmt: skip
+    parser.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
+    tokens = parser.add_mutually_exclusive_group()
+    configure_prompts(tokens)
+    tokens.add_argument("--rollouts", metavar="FILE", type=folder,
+                        help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
+    parser.add_argument("--weight-version", metavar="V",
+                        help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
+    parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
     parser.add_argument("--older", metavar="PATH", action="append", default=[], type=folder,
                         help="weights that the engine may have kept: an earlier step or adapter; repeatable")  # fmt: skip
     parser.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
     parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
 
 

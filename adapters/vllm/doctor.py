@@ -13,7 +13,9 @@ from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
+from mismatch_ext.adapters.vllm.weights import update_weights
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+from torch import nn
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
@@ -121,6 +123,10 @@ class VllmEngine:
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the log-probabilities that the engine gives them in a prompt, at temperature 1."""
         return self._scored(sample, self._prefilled(sequences(sample)))
+
+    def update(self, model: nn.Module) -> None:
+        """Replace the engine's weights by a model's, as a trainer sends them."""
+        update_weights(self._llm, model.named_parameters())
 
     def score_alone(self, sample: Sample) -> Sample:
         """Return what `score` does, but send one request at a time, each after the one before was answered."""

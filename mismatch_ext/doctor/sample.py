@@ -9,6 +9,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -81,6 +83,13 @@ class Sample:
             logprobs=tuple(record.rollout_logprobs for record in records),
             routes=routes if len(routes) == len(records) else None,
         )
+
+    @classmethod
+    def joined(cls, samples: Sequence[Sample]) -> Sample:
+        """Return several samples as one, in their order; with routes only if all have them."""
+        columns = {name: [getattr(part, name) for part in samples] for name in cls.__dataclass_fields__}
+        whole: dict[str, Any] = {name: None if None in rows else tuple(chain(*rows)) for name, rows in columns.items()}
+        return cls(**whole)
 
     @cached_property
     def row(self) -> Integers:

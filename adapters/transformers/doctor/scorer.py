@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -91,9 +91,9 @@ class Scorer:
         if head and self._head is None:
             raise ConfigError(f"--trainer-head: {type(model).__name__} has no linear head; leave the option out.")
         self._trainer = (torch_dtype(trainer_dtype), kept, self._head if head else None)
-        self._round(kept)
+        round_weights(model, kept)
         replayed = replays and self.shape is not None and sample.routes is not None
-        with self._as_trainer():
+        with self.as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
         trainer, said = straight, "" if layout == "right" else LAYOUTS[layout]
         if computed is not None:
@@ -101,7 +101,7 @@ class Scorer:
         elif layout != "right":
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = () if computed is not None else tuple(own_noise(self))
-        self._round(self.engine_dtype)
+        round_weights(model, self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
             trainer=trainer,
@@ -159,19 +159,16 @@ class Scorer:
 
         With `training`, dropout is active.
         """
-        with nullcontext() if exact else self._as_trainer():
+        with nullcontext() if exact else self.as_trainer():
             found = [
                 self._picked(row, logits, sample)
                 for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows, training=training)
             ]
         return self._joined(found)
 
-    @contextmanager
-    def _as_trainer(self) -> Iterator[None]:
-        half, kept, exact = self._trainer
-        cast = nullcontext() if half == torch.float32 else torch.autocast(self._device.type, half)
-        with cast, nullcontext() if kept == torch.float32 else self.cast(kept), in_float32(exact):
-            yield
+    def as_trainer(self) -> AbstractContextManager[None]:
+        """Compute as the run's trainer does."""
+        return as_trainer(self.model, *self._trainer)
 
     @property
     def _device(self) -> torch.device:
@@ -230,22 +227,9 @@ class Scorer:
             found = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(found)
 
-    def _round(self, dtype: torch.dtype) -> None:
-        with torch.no_grad():
-            for parameter in self.model.parameters():
-                parameter.copy_(parameter.to(dtype))
-
-    @contextmanager
-    def cast(self, dtype: torch.dtype) -> Iterator[None]:
+    def cast(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Hold the weights in another dtype; buffers keep their dtype, as in a trainer."""
-        # Nothing is lost on the way there and back, because the weights are rounded to this dtype already.
-        try:
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.to(dtype)
-            yield
-        finally:
-            for parameter in self.model.parameters():
-                parameter.data = parameter.data.float()
+        return held_in(self.model, dtype)
 
     def _picked(self, row: int, logits: Tensor, sample: Sample | None = None) -> tuple[int, Floats]:
         sample = sample or self.sample
@@ -260,6 +244,34 @@ class Scorer:
 
     def _joined(self, found: list[tuple[int, Floats]]) -> Floats:
         return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
+
+
+def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
+    """Round a model's weights to a dtype, for good; they stay float32."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(parameter.to(dtype))
+
+
+@contextmanager
+def held_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
+    """Hold a model's weights in a dtype that they are rounded to already, so that nothing is lost on the way there and back."""
+    try:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        yield
+    finally:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.float()
+
+
+@contextmanager
+def as_trainer(model: nn.Module, dtype: torch.dtype, kept: torch.dtype, head: nn.Linear | None) -> Iterator[None]:
+    """Compute as a trainer does: under autocast to its dtype, with weights in the dtype that it keeps, and with an exact head."""
+    device = next(model.parameters()).device
+    cast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
+    with cast, nullcontext() if kept == torch.float32 else held_in(model, kept), in_float32(head):
+        yield
 
 
 def differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> float:

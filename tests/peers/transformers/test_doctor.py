@@ -211,7 +211,7 @@ def test_a_head_in_float32_is_exact_under_autocast_and_leaves_the_weights(tied: 
     assert np.array_equal(exact.trainer, plain.headed) and not np.array_equal(plain.headed, plain.own)
     # Logits that autocast leaves on bfloat16's grid are what the option takes away.
     scorer = Scorer(model, sample(), trainer_dtype="bfloat16", engine_dtype="bfloat16", head="float32")
-    with scorer._as_trainer():
+    with scorer.as_trainer():
         ((_, logits), *_) = scorer._passes(scorer.sample, None, only=[0])
     assert logits.dtype == torch.float32 and not torch.equal(logits, logits.bfloat16().float())
     assert torch.equal(model.get_output_embeddings().weight, before.float())

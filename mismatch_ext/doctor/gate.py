@@ -1,0 +1,196 @@
+"""What admits a model or an upgrade: figures of batches at learning rate 0, each beside its limit, as a table for a pull request.
+
+Suffixes of shapes: N tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from mismatch_ext.doctor.diagnose import FEW_FLIPS, FLIPS, STANDS_OUT, TRAINER_ROUNDING, Block, Scores
+from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, Noise
+from mismatch_ext.doctor.logits import LogitTable
+from mismatch_ext.doctor.sample import Floats, Integers, Sample
+from mismatch_ext.gap import k3
+
+# prime-rl admits a model below this k3, NeMo-RL below this mean of exp(|difference|) (their pages on new models).
+PRIME_RL, NEMO_RL = 0.015, 1.05
+# Stretches of a response that are shown apart.
+STRETCHES = 4
+# Most batches on the page.
+SHOWN = 12
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """What was measured; it passes up to its limit, or from it on if that is the least value; without a limit it always does."""
+
+    name: str
+    value: float
+    limit: float | None = None
+    by: str = "mismatch-ext"
+    least: bool = False
+
+    @property
+    def passes(self) -> bool:
+        """Whether the figure keeps its limit; a value that is no number does not."""
+        return self.limit is None or bool(self.value >= self.limit if self.least else self.value <= self.limit)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stretch:
+    """Size of the gap in one batch, or in one stretch of all responses."""
+
+    name: str
+    tokens: int
+    mean: float
+    k3: float
+    largest: float
+    equal: float  # share of the tokens whose log-probabilities are equal to the last bit
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gate:
+    """What a gate measured: figures with their limits, the gap of each batch and stretch, and in words what was looked at."""
+
+    sides: str
+    figures: tuple[Figure, ...]
+    batches: tuple[Stretch, ...]
+    stretches: tuple[Stretch, ...]
+    looked: tuple[str, ...]
+
+    @property
+    def passes(self) -> bool:
+        """Whether every figure keeps its limit."""
+        return all(figure.passes for figure in self.figures)
+
+    def data(self) -> dict[str, Any]:
+        """Return the gate as JSON-able data."""
+        failed = [figure.name for figure in self.figures if not figure.passes]
+        return {"schema": 1, "passes": self.passes, "failed": failed, **asdict(self)}
+
+    def page(self) -> str:
+        """Return the gate as a page of Markdown."""
+        return "\n".join(_page(self))
+
+
+def measured(
+    sample: Sample,
+    scores: Scores,
+    trainer: Floats,
+    batch: Integers,
+    *,
+    blocks: Sequence[Block] = (),
+    equal_blocks: Mapping[str, float] | None = None,
+    sides: str = "",
+    looked: Sequence[str] = (),
+    exact: bool = False,
+) -> Gate:
+    """Return the gate's figures of a sample.
+
+    Args:
+        sample: All tokens that the engine sampled, with the log-probabilities that it reported.
+        scores: The trainer side's scores of them, the float32 oracle's among them.
+        trainer: The trainer's log-probabilities as it computes them, float32 `[N]`.
+        batch: The batch of each token `[N]`.
+        blocks: The network's blocks on the engine's own input; empty if the engine does not show them.
+        equal_blocks: For each block, the share of tokens at which both sides computed the same to the last bit.
+        sides, looked: The two sides, and what was looked at, in words.
+        exact: Ask for equality to the last bit, instead of the other limits.
+    """
+    gap = sample.engine - trainer.astype(np.float64)
+    equal = sample.engine.astype(np.float32) == trainer.astype(np.float32)
+    bits = Figure(name="tokens equal to the last bit", value=float(equal.mean()))
+    largest = Figure(name="largest difference (nats)", value=float(np.abs(gap).max()))
+    if exact:
+        figures = [replace(bits, limit=1.0, least=True), replace(largest, limit=0.0)]
+        first = next(
+            (f"{name} (equal at {share:.1%})" for name, share in (equal_blocks or {}).items() if share < 1), ""
+        )
+    else:
+        out = [block for block in blocks if block.ratio >= STANDS_OUT]
+        first = f"layer {out[0].layer}, {out[0].kind} ({out[0].ratio:.1f} of rounding's)" if out else ""
+        counted = (
+            [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
+        )
+        figures = [*_sizes(gap), largest, *_errors(sample, scores), *_routes(scores), bits, *counted]
+    said = (first or f"none of {len(blocks)}") if blocks else "not compared, because the engine shows no blocks"
+    part = sample.place * STRETCHES // (int(sample.place.max()) + 1)
+    stretches = [(part == number) for number in np.unique(part)]
+    return Gate(
+        sides=sides,
+        figures=tuple(figures),
+        batches=tuple(_stretch(f"batch {number}", gap, equal, batch == number) for number in np.unique(batch)),
+        stretches=tuple(
+            _stretch(f"tokens {sample.place[at].min()} to {sample.place[at].max()}", gap, equal, at) for at in stretches
+        ),
+        looked=(*looked, f"first block that differs: {said}"),
+    )
+
+
+def _sizes(gap: Floats) -> list[Figure]:
+    curve, factor = float(k3(torch.from_numpy(-gap)).mean()), float(np.exp(np.abs(gap)).mean())
+    return [
+        Figure(name="mean abs difference (nats per token)", value=float(np.abs(gap).mean())),
+        Figure(name="k3 (nats per token)", value=curve, limit=PRIME_RL, by="prime-rl"),
+        Figure(name="mean exp(abs difference)", value=factor, limit=NEMO_RL, by="NeMo-RL"),
+    ]
+
+
+def _errors(sample: Sample, scores: Scores) -> list[Figure]:
+    """Return both sides' errors against the oracle in units of rounding; in nats where float32 explains them."""
+    table = LogitTable.of(sample, scores.logits, scores.temperature)
+    noise = Noise.of(scores.own - table.logprob, table.spread)
+    native = table.logprob if scores.native is None else scores.native
+    found = []
+    for side, error, limit in (
+        ("engine", sample.engine - table.logprob, ROUNDING),
+        ("trainer", native - scores.trainer, TRAINER_ROUNDING),
+    ):
+        mean = float(np.abs(error).mean())
+        small = Figure(name=f"error of the {side} (nats per token)", value=mean, limit=FLOAT32)
+        large = Figure(name=f"error of the {side} in units of rounding", value=noise.size(error), limit=limit)
+        found.append(small if mean <= FLOAT32 else large)
+    return found
+
+
+def _routes(scores: Scores) -> list[Figure]:
+    if scores.flips is None:
+        return []
+    engine, rounding = scores.flips
+    limit = max(FLIPS * rounding, FEW_FLIPS)
+    return [Figure(name="experts that differ, share of tokens and layers", value=engine, limit=limit)]
+
+
+def _stretch(name: str, gap: Floats, equal: Any, at: Any) -> Stretch:
+    sizes, curve = np.abs(gap[at]), k3(torch.from_numpy(-gap[at]))
+    return Stretch(
+        name=name,
+        tokens=int(at.sum()),
+        mean=float(sizes.mean()),
+        k3=float(curve.mean()),
+        largest=float(sizes.max()),
+        equal=float(equal[at].mean()),
+    )
+
+
+def _page(gate: Gate) -> Iterator[str]:
+    yield f"### mismatch-ext gate: {'passed' if gate.passes else 'failed'}"
+    yield from ("", gate.sides, "", "| figure | measured | limit | |", "|---|---|---|---|")
+    for figure in gate.figures:
+        limit, judged = "", ""
+        if figure.limit is not None:
+            limit = f"{'>=' if figure.least else '<='} {figure.limit:.3g} ({figure.by})"
+            judged = "ok" if figure.passes else "**FAILED**"
+        yield f"| {figure.name} | {figure.value:.4g} | {limit} | {judged} |"
+    yield from ("", "| where | tokens | mean | k3 | largest | equal to the last bit |", "|---|---|---|---|---|---|")
+    # The page stays short: the first batches and the last one stand for many.
+    batches = gate.batches if len(gate.batches) <= SHOWN else (*gate.batches[: SHOWN - 1], gate.batches[-1])
+    for row in (*batches, *gate.stretches):
+        yield f"| {row.name} | {row.tokens:,} | {row.mean:.1e} | {row.k3:.1e} | {row.largest:.1e} | {row.equal:.1%} |"
+    yield from ("", *(f"- {sentence}" for sentence in gate.looked))

@@ -1,0 +1,40 @@
+"""`mismatch-ext gate` with real vLLM: two float32 sides, two bf16 sides, equality to the last bit, and planted faults."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from mismatch_ext.adapters import cli
+
+from examples.arithmetic.shipped import FOLDER
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers import scenarios_gate as scenarios
+else:
+    scenarios = named("tests.peers.scenarios_gate")
+
+
+@pytest.mark.engine
+@pytest.mark.numeric
+def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperature(run: Run, tmp_path: Path) -> None:
+    found = run(scenarios.gated, out=str(tmp_path)).expect()
+    for name, wanted in (("bfloat16", 0), ("float32", 0), ("exact", 1), ("lost", 1), ("temperature", 1)):
+        assert found[name]["status"] == wanted, found[name]["page"]
+        assert len(found[name]["page"].splitlines()) <= 60 and found[name]["passes"] == (wanted == 0)
+    figures = {name: {figure["name"]: figure["value"] for figure in found[name]["figures"]} for name in found}
+    largest, bits = "largest difference (nats)", "tokens equal to the last bit"
+    assert figures["float32"][largest] < 1e-3 < figures["bfloat16"][largest]
+    assert 0.5 < figures["exact"][bits] < 1 and "flags: vllm.load_format=dummy" in found["exact"]["page"]
+    # What the engine does not get stays made-up, and only an update can bring it.
+    assert "first block that differs: layer 2, mlp" in found["lost"]["page"], found["lost"]["page"]
+    assert found["temperature"]["failed"] == ["error of the engine in units of rounding"]
+    assert "weights: sent 2 times to an engine that started with made-up ones" in found["bfloat16"]["page"]
+
+
+def test_a_gate_of_no_batches_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "prompts.txt").write_text("1+1=\n")
+    words = ["gate", "--model", str(FOLDER / "dense"), "--prompts", str(tmp_path / "prompts.txt"), "--batches", "0"]
+    assert cli.main(words) == 2 and "--batches: 0 is not allowed; allowed: >= 1" in capsys.readouterr().err

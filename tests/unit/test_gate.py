@@ -1,0 +1,73 @@
+"""The figures of a gate, their limits, and its page."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.diagnose import Block
+from mismatch_ext.doctor.gate import Gate, measured
+from tests.unit.test_doctor import drawn, drift
+
+BLOCKS = [Block(layer=at, kind="mlp", error=1e-2 if at == 2 else 1e-3, own=1e-3) for at in range(4)]
+
+
+def gate(size: float = 0.0, *, flips: tuple[float, float] | None = None, blocks: list[Block] | None = None) -> Gate:
+    sample, scores = drawn(extra=lambda z: drift(z, size)) if size else drawn()
+    batch = sample.row % 20
+    return measured(sample, replace(scores, flips=flips), scores.trainer, batch, blocks=blocks or [])
+
+
+def failed(found: Gate) -> list[str]:
+    return list(found.data()["failed"])
+
+
+def test_two_sides_that_only_round_pass_on_a_short_page() -> None:
+    found = gate(flips=(0.012, 0.01), blocks=BLOCKS[:2])
+    assert found.passes and failed(found) == [], found.page()
+    page = found.page().splitlines()
+    assert len(page) <= 60 and "passed" in page[0] and "first block that differs: none of 2" in found.page()
+    assert sum(row.tokens for row in found.batches) == sum(row.tokens for row in found.stretches)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"size": 0.3}, "error of the engine in units of rounding"),
+        ({"flips": (0.03, 0.01)}, "experts that differ, share of tokens and layers"),
+        ({"blocks": BLOCKS}, "blocks that differ, of 4"),
+    ],
+)
+def test_what_rounding_does_not_explain_fails_by_name(given: dict[str, object], name: str) -> None:
+    found = gate(**given)  # type: ignore[arg-type]
+    assert not found.passes and name in failed(found), found.page()
+    assert "**FAILED**" in found.page()
+
+
+def test_the_limits_of_the_frameworks_are_kept_and_the_block_is_told() -> None:
+    found = gate(3.0, blocks=BLOCKS)
+    assert {"k3 (nats per token)", "mean exp(abs difference)"} < set(failed(found)), found.page()
+    assert "first block that differs: layer 2, mlp (10.0 of rounding's)" in found.page()
+
+
+def test_an_exact_gate_passes_on_equal_bits_alone() -> None:
+    sample, scores = drawn()
+    own = tuple(tuple(float(np.float32(value)) for value in row) for row in sample.logprobs)
+    sample, batch = replace(sample, logprobs=own), np.zeros(len(sample.row), dtype=np.int64)
+    assert measured(sample, scores, sample.engine, batch, exact=True).passes
+    moved = sample.engine.astype(np.float32)
+    moved[7] = np.nextafter(moved[7], np.float32(-100))
+    found = measured(
+        sample, scores, moved, batch, exact=True, blocks=BLOCKS, equal_blocks={"layer 0, mlp": 1.0, "layer 1, mlp": 0.5}
+    )
+    assert failed(found) == ["tokens equal to the last bit", "largest difference (nats)"]
+    assert "first block that differs: layer 1, mlp (equal at 50.0%)" in found.page()
+
+
+def test_samples_are_joined_in_order_and_lose_routes_that_one_lacks() -> None:
+    sample, _ = drawn()
+    whole = Sample.joined([sample.part([3, 1]), sample.part([0, 2])])
+    assert whole.responses == tuple(sample.responses[row] for row in (3, 1, 0, 2)) and whole.routes is None
