@@ -61,7 +61,13 @@ def test_an_exact_gate_passes_on_equal_bits_alone() -> None:
     moved = sample.engine.astype(np.float32)
     moved[7] = np.nextafter(moved[7], np.float32(-100))
     found = measured(
-        sample, scores, moved, batch, exact=True, blocks=BLOCKS, equal_blocks={"layer 0, mlp": 1.0, "layer 1, mlp": 0.5}
+        sample,
+        scores,
+        moved.astype(np.float64),
+        batch,
+        exact=True,
+        blocks=BLOCKS,
+        equal_blocks={"layer 0, mlp": 1.0, "layer 1, mlp": 0.5},
     )
     assert failed(found) == ["tokens equal to the last bit", "largest difference (nats)"]
     assert "first block that differs: layer 1, mlp (equal at 50.0%)" in found.page()
