@@ -633,7 +633,7 @@ class RunLog:
                 if self.doctor is not None:
                     self.doctor.raised(alarm)
             if alarm.stops and self.verdicts.observes:
-                self.verdicts.found("alarm", alarm.message, step=step)
+                self.verdicts.note("alarm", alarm.message, step=step)
             elif alarm.stops:
                 stop = alarm.message
         return stop

@@ -57,7 +57,7 @@ class Verdicts:
         self._written: Counter[str] = Counter()
         self._step = step
         self._sink: Sink | None = None
-        self._kept: list[Finding] = []
+        self._unwritten: list[Finding] = []
 
     @property
     def observes(self) -> bool:
@@ -69,7 +69,7 @@ class Verdicts:
         self._step = step
 
     def report_to(self, sink: Sink | None) -> None:
-        """Write findings to a run's metrics file from now on, the kept ones first; with None, keep them."""
+        """Write findings to a run's metrics file from now on, those that wait first; with None, let them wait."""
         self._sink = sink
         if sink is not None:
             for finding in self.take():
@@ -83,7 +83,7 @@ class Verdicts:
         except Exception as error:
             if not self.observes:
                 raise
-            self.found(check, f"{type(error).__name__}: {error}")
+            self.note(check, f"{type(error).__name__}: {error}")
 
     @contextmanager
     def around(self, check: str, manager: AbstractContextManager[Value]) -> Iterator[Value | None]:
@@ -104,33 +104,33 @@ class Verdicts:
         with self.checking(check):
             stack.close()
 
-    def found(self, check: str, message: str, *, step: int | None = None) -> None:
+    def note(self, check: str, message: str, *, step: int | None = None) -> None:
         """Note a finding at a step (None: the present one); only under `observe`, where checks do not raise."""
         if step is None:
             step = 0 if self._step is None else self._step()
         self.add([Finding(check=check, step=step, message=message)])
 
     def add(self, findings: Sequence[Finding], *, warned: bool = False) -> None:
-        """Take findings: warn of the first one of each check (unless another process has `warned`), and write or keep them."""
+        """Take findings: warn of the first one of each check (unless another process has `warned`); write them now or later."""
         for finding in findings:
             self.counts[finding.check] += 1
             if self.counts[finding.check] == 1 and not warned:
                 with contextlib.suppress(Warning):  # a user may turn warnings into errors
                     warnings.warn(finding.sentence(), stacklevel=4)
             if self._sink is None:
-                self._kept.append(finding)
+                self._unwritten.append(finding)
             else:
                 self._write(finding)
 
     @property
-    def kept(self) -> tuple[Finding, ...]:
+    def unwritten(self) -> tuple[Finding, ...]:
         """Findings that are not in a file yet."""
-        return tuple(self._kept)
+        return tuple(self._unwritten)
 
     def take(self) -> list[Finding]:
         """Return the findings that are not in a file yet, and forget them."""
-        kept, self._kept = self._kept, []
-        return kept
+        unwritten, self._unwritten = self._unwritten, []
+        return unwritten
 
     def gather(self, ranks: Ranks) -> None:
         """Bring the findings of all ranks under `observe` to the main process, which writes them; all ranks must call it."""

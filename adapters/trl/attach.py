@@ -139,9 +139,7 @@ class Attached:
     def _made_verifier(self, block: MismatchConfig) -> WeightVerifier | None:
         fsdp = getattr(self._accelerator.state, "fsdp_plugin", None)
         if fsdp is not None and fsdp.fsdp_version == 1:
-            self._verdicts.found(
-                "weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2."
-            )
+            self._verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
             return None
         vocabulary = plain_vocabulary(self._trainer._tokenizer, self._accelerator.device)
         return WeightVerifier(

@@ -102,7 +102,7 @@ class MismatchTrainerMixin(
             super().__init__(model, *args, **kwargs)
             return
         self._verdicts = Verdicts(self._block.level)
-        self._verdicts.add(config._verdicts.kept, warned=True)
+        self._verdicts.add(config._verdicts.unwritten, warned=True)
         check_objective(type(self), self._block)
         for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
             if installed(peer) is None:

@@ -125,7 +125,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
             run.measure(batch, old)
         run.log()
-        assert not run._verdicts.kept
+        assert not run._verdicts.unwritten
         assert [
             asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
         ]

@@ -36,7 +36,7 @@ def test_enforce_raises_what_the_check_raises() -> None:
     assert raised.value is STALE
     with pytest.raises(ZeroDivisionError), verdicts.checking("ours"):
         _ = 1 / 0
-    assert not verdicts.counts and not verdicts.metrics() and not verdicts.kept
+    assert not verdicts.counts and not verdicts.metrics() and not verdicts.unwritten
 
 
 def test_observe_finds_it_counts_it_and_warns_once() -> None:
@@ -48,8 +48,8 @@ def test_observe_finds_it_counts_it_and_warns_once() -> None:
     assert len(told) == 1 and verdicts.metrics() == {"observed/weight_sync": 3.0}
     with verdicts.checking("ours"):
         _ = 1 / 0
-    assert [finding.check for finding in verdicts.kept] == ["weight_sync"] * 3 + ["ours"]
-    assert "ours failed at step 7: ZeroDivisionError" in verdicts.kept[-1].sentence()
+    assert [finding.check for finding in verdicts.unwritten] == ["weight_sync"] * 3 + ["ours"]
+    assert "ours failed at step 7: ZeroDivisionError" in verdicts.unwritten[-1].sentence()
 
 
 def test_what_ends_a_process_is_no_finding() -> None:
@@ -86,8 +86,8 @@ def test_around_the_hosts_code_its_errors_are_its_own() -> None:
 
 def test_findings_before_a_file_are_written_into_it_and_one_that_fails_ends_nothing() -> None:
     verdicts, lines = Verdicts("observe"), list[Any]()
-    verdicts.found("early", "before")
-    assert pickle.loads(pickle.dumps(verdicts)).kept == verdicts.kept  # as in a saved configuration
+    verdicts.note("early", "before")
+    assert pickle.loads(pickle.dumps(verdicts)).unwritten == verdicts.unwritten  # as in a saved configuration
 
     def sink(*event: Any) -> None:
         if event[4]["check"] == "disk":
@@ -95,8 +95,8 @@ def test_findings_before_a_file_are_written_into_it_and_one_that_fails_ends_noth
         lines.append(event)
 
     verdicts.report_to(sink)
-    verdicts.found("disk", "lost")
-    verdicts.found("late", "after")
+    verdicts.note("disk", "lost")
+    verdicts.note("late", "after")
     assert [event[4]["check"] for event in lines] == ["early", "late"]
     assert {event[2] for event in lines} == {"observed"} and {event[1] for event in lines} == {"warning"}
 
@@ -105,7 +105,7 @@ def test_a_check_that_always_fails_does_not_fill_the_file() -> None:
     verdicts, lines = Verdicts("observe"), list[Any]()
     verdicts.report_to(lambda *event: lines.append(event))
     for _ in range(1000):
-        verdicts.found("weight_sync", "stale")
+        verdicts.note("weight_sync", "stale")
     counts = [event[4]["count"] for event in lines]
     assert counts == [*range(1, ALL_WRITTEN + 1), 16, 32, 64, 128, 256, 512]
     assert verdicts.metrics() == {"observed/weight_sync": 1000.0}
@@ -123,9 +123,9 @@ def observed_run(folder: Path, level: str | None, verdicts: Verdicts | None) -> 
 
 def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None:
     verdicts = Verdicts("observe")
-    verdicts.found("later", "<b>of step 3</b>", step=3)
+    verdicts.note("later", "<b>of step 3</b>", step=3)
     for _ in range(20):
-        verdicts.found("first", "of step 2", step=2)
+        verdicts.note("first", "of step 2", step=2)
     found = observed_run(tmp_path / "found", "observe", verdicts)
     nothing = observed_run(tmp_path / "nothing", "observe", None)
     enforced = observed_run(tmp_path / "enforced", None, None)
