@@ -19,6 +19,7 @@ from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.worker.kl import BASELINE, sampled_by
 from tensordict import TensorDict
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from mismatch_ext.config import KlConfig
@@ -33,6 +34,8 @@ CHUNK = 64
 """Rows that are fetched at a time; a larger group of answers to one prompt is fetched whole for its baseline."""
 OLD, SCORED, ROLLOUT, REFERENCE = "old_log_probs", "log_probs", "rollout_log_probs", "ref_log_prob"
 MASK, EXTRA = "response_mask", "extra_fields"
+BEFORE, WEIGHTS = "loss_mask", "rollout_is_weights"
+"""verl's mask before its rollout correction rejects tokens from `MASK`, and the correction's weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,6 +195,25 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None,
         return [(version, start - prompt) for version, start in noted]
     # Where the versions differ, nobody says at which token the weights changed.
     return [(span[0] if span[0] == span[1] else None, 0)]
+
+
+def left_by_correction(batch: Any) -> tuple[Tensor, Tensor]:
+    """Return which tokens verl's rollout correction keeps with a weight above 0, and which the policy sampled `[B, T]`, bool.
+
+    Args:
+        batch: verl's keys of a batch whose advantages are computed.
+    """
+    kept: list[Tensor] = []
+    sampled: list[Tensor] = []
+    for first in range(0, len(batch.keys), CHUNK):
+        keys = list(batch.keys[first : first + CHUNK])
+        data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, BEFORE, WEIGHTS])
+        left = data[MASK].values().bool()
+        if (weights := data.get(WEIGHTS, None)) is not None:
+            left = left & (weights.values() != 0)
+        for values, rows in ((left, kept), (data[BEFORE].values().bool(), sampled)):
+            rows += values.split(data[BEFORE].offsets().diff().tolist())
+    return pad_sequence(kept, batch_first=True), pad_sequence(sampled, batch_first=True)
 
 
 def measure_kl(batch: Any, section: KlConfig) -> Sums:

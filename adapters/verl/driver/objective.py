@@ -1,75 +1,63 @@
-"""The driver's share of the objective: KL among the rewards, and the KL's coefficient and baseline."""
+"""The driver's share of the KL: coefficient and baseline of each batch, and the penalty among verl's rewards."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch_ext.adapters.verl.measure import measure_kl
 from mismatch_ext.adapters.verl.settings.kl import coefficient
 from mismatch_ext.adapters.verl.worker.kl import COEF
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
+from omegaconf import DictConfig
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import PatchError
 from mismatch_ext.kl import KlTerm, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch, apply
 
-if TYPE_CHECKING:
-    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
-else:
-    _Host = object
 
+class DriverKl:
+    """The KL of a run in verl's driver; while it lives, verl's own penalty among the rewards is this one.
 
-class ObjectiveMixin(_Host):
-    """Overrides what verl's trainer computes between old log-probabilities and the update."""
+    Args:
+        section: The `kl` section.
+        config: verl's configuration.
+    """
 
-    _block: MismatchConfig
-    _kl: KlTerm | None = None
-    _patches: tuple[Patch, ...] = ()
-    _penalized = 0  # batches whose rewards were penalized
+    def __init__(self, section: KlConfig, config: DictConfig) -> None:
+        self.term = KlTerm(section, coefficient(section, config))
+        self._config = config
+        self._penalized = False  # whether the rewards of the present batch were penalized
+        self.patches: tuple[Patch, ...] = (KL_IN_REWARDS.calling(self._penalize),) if section.in_rewards else ()
+        apply(*self.patches)
 
-    def _begin_objective(self) -> None:
-        """Put the block's penalty where verl calls its own by name, for as long as this trainer lives."""
-        kl = self._block.kl
-        if kl is not None:
-            self._kl = KlTerm(kl, coefficient(kl, self.config))
-            if kl.in_rewards:
-                self._patches = (KL_IN_REWARDS.calling(self._penalise),)
-        apply(*self._patches)
+    def prepare(self, batch: Any, step: int) -> dict[str, float]:
+        """Fix the coefficient and the baseline of a batch before its advantages, and return what to log."""
+        sums = measure_kl(batch, self.term.config)
+        # While the critic alone is updated, the policy stands still, whatever its coefficient.
+        learns = int(self._config.trainer.critic_warmup) <= step
+        self.term.begin()
+        measured = self.term.add(sums) if learns else self.term.measured(sums)
+        self.term.update()
+        self._penalized = False
+        return {PREFIX + name: value for name, value in measured.items()}
 
-    def _penalise(self, data: Any) -> dict[str, float]:
-        assert self._kl is not None
-        self._penalized += 1
-        return apply_kl_to_rewards(data, self._kl)
-
-    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, after the coefficient and the baseline of this batch are fixed.
-
-        Raises:
-            PatchError: verl did not ask for the penalty among the rewards.
-        """
-        if self._kl is not None:
-            sums = measure_kl(batch, self._kl.config)
-            # While the critic alone is updated, the policy stands still, whatever its coefficient.
-            learns = int(self.config.trainer.critic_warmup) <= self.global_steps
-            self._kl.begin()
-            measured = self._kl.add(sums) if learns else self._kl.measured(sums)
-            self._kl.update()
-            metrics.update({PREFIX + name: value for name, value in measured.items()})
-        before = self._penalized
-        advantages = super()._compute_advantage(batch, metrics)
-        if self._kl is not None and self._kl.config.in_rewards and self._penalized == before:
+    def check_penalized(self) -> None:
+        """Raise PatchError if verl has computed advantages without the penalty that the section puts into rewards."""
+        if self.term.config.in_rewards and not self._penalized:
             raise PatchError(
                 "mismatch.kl.reward_path='rewards': verl computed advantages without its apply_kl_penalty, where the penalty is "
                 "added. Use reward_path='surrogate'."
             )
-        return advantages
 
-    def _carry_coefficient(self, batch: Any) -> None:
-        """Send the coefficient of this batch along with it to the workers."""
-        if self._kl is not None:
-            batch.extra_info[COEF] = self._kl.coef
+    def send(self, batch: Any) -> None:
+        """Send the coefficient of a batch along with it to the workers."""
+        batch.extra_info[COEF] = self.term.coef
+
+    def _penalize(self, data: Any) -> dict[str, float]:
+        self._penalized = True
+        return apply_kl_to_rewards(data, self.term)
 
 
 def apply_kl_to_rewards(data: Any, term: KlTerm) -> dict[str, float]:

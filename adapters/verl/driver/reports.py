@@ -64,6 +64,7 @@ class Checked:
         engine: What the first rollout worker computes with; the others agree with it.
         audit: The precision audit, or None when no precision was asked for.
         patches: Descriptions of the patches that the first rollout server has in its own process.
+        readiness: Warnings about weights, each once, with the first rank that has it where there are several ranks.
     """
 
     worker: Report
@@ -71,6 +72,7 @@ class Checked:
     engine: EngineReading
     audit: AuditReport | None
     patches: Sequence[Mapping[str, Any]] = ()
+    readiness: Sequence[str] = ()
 
 
 def check_reports(
@@ -128,7 +130,22 @@ def check_reports(
     with verdicts.checking("precision"):
         audited = _audit(block, readings, found)
     patches = engines[0][1].get("patches", ())
-    return Checked(worker=trainers[0][1], trainer=readings[0], engine=found[0], audit=audited, patches=patches)
+    return Checked(
+        worker=trainers[0][1],
+        trainer=readings[0],
+        engine=found[0],
+        audit=audited,
+        patches=patches,
+        readiness=_warnings(workers),
+    )
+
+
+def _warnings(workers: Sequence[Report]) -> list[str]:
+    first: dict[str, int] = {}
+    for report in workers:
+        if (message := report.get("readiness")) is not None:
+            first.setdefault(message, report["rank"])
+    return [f"rank {rank}: {message}" if len(workers) > 1 else message for message, rank in first.items()]
 
 
 def of_ranks(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -150,7 +167,7 @@ def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
     """Check that ids without text in the tokenizer, which the rollout masks, have almost no probability.
 
     Args:
-        surplus: What a worker's `mismatch_vocabulary` measured; None where there are no such ids.
+        surplus: What a worker's report has measured; None where there are no such ids.
 
     Raises:
         ConfigError: They have enough of it to be taken for a gap between rollout and trainer.

@@ -1,16 +1,17 @@
 """verl's PPO trainer with the `mismatch:` block, in each of verl's modes; `modes.py` combines it with verl's class of a mode.
 
 Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
-`_compute_advantage` (correction, KL in rewards) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
-`_compute_metrics` (loggers, run directory, alarms). What happens when something fails is in `saving.py`.
+`_compute_advantage` (correction, KL) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
+`_compute_metrics` (loggers, run directory, alarms) -> checkpoints, and how a run ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from mismatch_ext.adapters import compat
@@ -21,12 +22,12 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
     versions,
     without_routes,
 )
-from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
-from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
+from mismatch_ext.adapters.verl.driver.objective import DriverKl
+from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
-from mismatch_ext.adapters.verl.driver.saving import SavingMixin
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
-from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, measure, sampled_rows
+from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
+from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, left_by_correction, measure, sampled_rows
 from mismatch_ext.adapters.verl.replay import NATIVE
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.rollout.replicas import register_replicas
@@ -34,26 +35,29 @@ from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
 from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
 from omegaconf import DictConfig, OmegaConf, open_dict
 
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig, Trigger
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog, run_folder
 from mismatch_ext.lr import leading_statistics, numerics_statistics
 from mismatch_ext.names import PREFIX, VERL
-from mismatch_ext.rollout import Origins
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.terminal import say
 from mismatch_ext.verdicts import Finding, Verdicts
 
+if TYPE_CHECKING:
+    from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
+else:
+    _Host = object
 
-class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
+
+class MismatchTrainer(_Host):
     """The trainer that `settings.prepare` chooses for a configuration with a block; without one, verl's own trainer runs."""
 
     host_mode: ClassVar[str] = SYNC
     """Mode of the verl trainer that this class is combined with."""
-    _measured: Measured | None = None
-    """What is known of the batch that the next update learns from."""
 
     def __init__(self, config: DictConfig) -> None:
         block = block_of(config.actor_rollout_ref)
@@ -72,29 +76,32 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
         register_replicas(block)
-        self._log = self._new_log(config)
-        routing = block.routing
-        self._draws = None if routing is None else MeasuredPasses(routing, actor_seed(config))
-        self._updated_step = self._saved_step = 0
-        self._step_metrics = StepMetrics()
-        self._waiting: list[Mapping[str, float | None]] = []
-        super().__init__(config)
-        self._origins = Origins(self._sampling())
-        self._begin_objective()
-        if self.trainer_mode != SYNC and not self._bypasses():
-            self._log.follow_versions()
-
-    def _new_log(self, config: DictConfig) -> RunLog:
-        """Return the run's log, which writes into the folder of verl's checkpoints."""
-        return RunLog(
-            self._block,
-            run_folder(self._block.monitor, Path(config.trainer.default_local_dir)),
-            info=self._info,
+        # verl's own class, with which this one is combined.
+        host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
+        self._processes = Processes(config, block, self._verdicts, host)
+        self._log = RunLog(  # writes into the folder of verl's checkpoints
+            block,
+            run_folder(block.monitor, Path(config.trainer.default_local_dir)),
+            info=self._processes.info,
             step=lambda: self.global_steps,
             names=VERL,
             verdicts=self._verdicts,
             tell=lambda message: say(f"mismatch-ext: {message}"),
         )
+        self._processes.log = self._log
+        self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
+        self._measured: Measured | None = None  # of the batch that the next update learns from
+        self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
+        self._step_metrics = StepMetrics()
+        self._weights: RolloutWeights | None = None
+        self._resumed: dict[str, Any] = {}
+        self._updated_step = self._saved_step = 0
+        super().__init__(config)
+        self._kl = None if block.kl is None else DriverKl(block.kl, config)
+        if self.trainer_mode != SYNC and not bypasses(config):
+            self._log.follow_versions()
+
+    # Before the first step, and around weight updates.
 
     def _init_resource_pool_mgr(self) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""
@@ -108,36 +115,43 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
         with self._failing_loudly():
             super().init()
 
+    def get_llm_client(self) -> Any:
+        """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
+        acting = self._block.acting
+        return versioned(super().get_llm_client(), turns=bool(acting.routing or acting.sampling_mask))
+
     def on_init_end(self) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
         with self._verdicts.checking("processes"):
-            self._check_processes()
+            replicas = [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
+            self._processes.check(self.actor_rollout_wg, replicas, self.tokenizer)
         with self._verdicts.checking("weight_sync"):
-            self._prepare_weights()
-            self._look_at_weights()
-        super().on_init_end()
-        with self._verdicts.checking("records"):
-            self._follow_weights()
-        with self._verdicts.checking("weight_sync"):
-            self._verify_weights()
+            self._weights = self._processes.weights(self._resumed.get("weight_sync"))
+        self._update_weights(super().on_init_end)
         with self._verdicts.checking("metrics"):
-            self._announce()
+            self._processes.announce(self.global_steps)
         self._collect_findings()
 
     def on_step_end(self) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
         self._updated_step = self.global_steps
+        self._update_weights(super().on_step_end)
+
+    def _update_weights(self, update: Any) -> None:
+        """Ask the actor what it scores while the rollout sleeps, update as verl does, and ask every server what it has."""
         with self._verdicts.checking("weight_sync"):
-            self._look_at_weights()
-        super().on_step_end()
+            if self._weights is not None:
+                self._weights.look()
+        update()
         with self._verdicts.checking("records"):
-            self._follow_weights()
+            self._processes.follow_weights(self.global_steps)
         with self._verdicts.checking("weight_sync"):
-            self._verify_weights()
+            if self._weights is not None:
+                self._weights.verify()
 
     def on_validate_end(self) -> None:
         with self._verdicts.checking("rollouts"):
-            self._raise_refused("validation")
+            self._processes.check_refused("validation", self.global_steps)
         super().on_validate_end()
 
     # One batch: a step has a batch for each local update.
@@ -151,6 +165,11 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
     def _last_update(self) -> bool:
         """Whether a weight update follows the present local update."""
         return bool(self.local_trigger_step == self.parameter_sync_step - 1)
+
+    @property
+    def _has_routes(self) -> bool:
+        """Whether rollouts come with the routes they were sampled with."""
+        return self._block.routing is not None and self._block.routing.mode == "R3"
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
         """Take a step as verl does, and combine this package's metrics of its local updates, each as its kind requires."""
@@ -168,12 +187,12 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         with self._verdicts.checking("rollouts"):
-            self._raise_refused("rollouts")
+            self._processes.check_refused("rollouts", self.global_steps)
         with self._verdicts.checking("records"):
             if self._block.acting.sampling_mask is not None:
                 check_masks(batch, self.global_steps)
-            self._origins.check(versions(batch), older=self.trainer_mode != SYNC)
-        if self._has_routes():
+            self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
+        if self._has_routes:
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics)
@@ -182,23 +201,14 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
             self._measure_gap(batch)
         return batch
 
-    def _has_routes(self) -> bool:
-        """Whether rollouts come with the routes they were sampled with."""
-        return self._block.routing is not None and self._block.routing.mode == "R3"
-
-    def get_llm_client(self) -> Any:
-        """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
-        acting = self._block.acting
-        return versioned(super().get_llm_client(), turns=bool(acting.routing or acting.sampling_mask))
-
     def _measure_gap(self, batch: Any) -> None:
         """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
-        if self._bypasses():
+        if bypasses(self.config):
             self._measured = self._measure(batch, None)
             return
         # The weights that score are those of the last weight update.
         version = self.global_steps - 1 if self._log.follows_versions else None
-        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes()))
+        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes))
         assert measured.gap is not None
         self._log.merge("train", measured.gap)
         if measured.drift is not None:
@@ -210,20 +220,6 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
     def _measure(self, batch: Any, scoring: Scoring | None) -> Measured:
         longest = int(self.config.actor_rollout_ref.rollout.response_length)
         return measure(batch, self.global_steps, scoring, longest=longest, **self._log.part())
-
-    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        if self._block.routing is not None and self._block.routing.reference:
-            return super()._compute_ref_log_prob(batch, metrics)
-        with without_routes(batch, self._block.routing):
-            return super()._compute_ref_log_prob(batch, metrics)
-
-    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        with without_routes(batch, self._block.routing):
-            return super()._compute_values(batch, metrics)
-
-    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        with without_routes(batch, self._block.routing):
-            return super()._update_critic(batch, metrics)
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -243,15 +239,37 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
         assert gap is not None
         self._log.merge("train", gap, native=True)
 
-    def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
-        """Return the statistics of the batch measured last that lead the rate; a stale batch's gap is that of numerics only."""
-        measured = self._measured
-        if measured is None:
-            return {}
-        if measured.drift is not None and trigger in ("mismatch_kl", "f_tau"):
-            return {**numerics_statistics(measured.drift)}
-        gap = {} if measured.gap is None else gap_metrics(measured.gap)
-        return {**leading_statistics(trigger, measured.lengths, measured.truncated, gap)}
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        if self._block.routing is not None and self._block.routing.reference:
+            return super()._compute_ref_log_prob(batch, metrics)
+        with without_routes(batch, self._block.routing):
+            return super()._compute_ref_log_prob(batch, metrics)
+
+    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with without_routes(batch, self._block.routing):
+            return super()._compute_values(batch, metrics)
+
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        """Compute advantages as verl does, after the KL's coefficient and baseline; then count what verl's correction discards.
+
+        Raises:
+            PatchError: verl did not ask for the penalty among the rewards.
+        """
+        if self._kl is not None:
+            metrics.update(self._kl.prepare(batch, self.global_steps))
+        batch = super()._compute_advantage(batch, metrics)
+        if self._kl is not None:
+            self._kl.check_penalized()
+        correction = self.config.algorithm.get("rollout_correction")
+        if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
+            with self._verdicts.checking("correction"):
+                if not bypasses(self.config):
+                    self._log.mask("train", *left_by_correction(batch))
+        return batch
+
+    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        with without_routes(batch, self._block.routing):
+            return super()._update_critic(batch, metrics)
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
@@ -262,12 +280,23 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
                 metrics.update(of_ranks(self.actor_rollout_wg.mismatch_update_lr(*earlier, **latest)))
                 self._waiting = []
         self._measured = None
-        self._carry_coefficient(batch)
+        if self._kl is not None:
+            self._kl.send(batch)
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
         if self._last_update:
             metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))
         return batch
+
+    def _statistics(self, trigger: Trigger) -> dict[str, float | None]:
+        """Return the statistics of the batch measured last that lead the rate; a stale batch's gap is that of numerics only."""
+        measured = self._measured
+        if measured is None:
+            return {}
+        if measured.drift is not None and trigger in ("mismatch_kl", "f_tau"):
+            return {**numerics_statistics(measured.drift)}
+        gap = {} if measured.gap is None else gap_metrics(measured.gap)
+        return {**leading_statistics(trigger, measured.lengths, measured.truncated, gap)}
 
     # The end of a step, and of the run.
 
@@ -301,12 +330,18 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
             del metrics[name]  # verl's loggers get only the worst layer
         if logged.stop is not None:
             self._stop()
-        self._logged()
+        # verl saves before it logs, and logging changes the state. A `checkpoint_callback_class` may have moved the folder away,
+        # and our file alone would look like a checkpoint.
+        if self._saved_step == self.global_steps and self._folder(self.global_steps).is_dir():
+            self._write_state()
 
     def _stop(self) -> None:
         """End training after this step, with a checkpoint: verl's loop looks at the total when the step is over."""
         if self._saved_step != self.global_steps:
-            self._pause_rollout()
+            # Free the memory of servers that share the trainer's devices, as verl does before it saves.
+            if self.trainer_mode != SYNC:
+                self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
+            self.checkpoint_manager.sleep_replicas()
             self._save_checkpoint()
         self.total_training_steps = self.global_steps
 
@@ -316,6 +351,92 @@ class MismatchTrainer(PreflightMixin, ObjectiveMixin, SavingMixin):
             super().fit(agent_loop_manager)
         with self._verdicts.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
+
+    @contextlib.contextmanager
+    def _failing_loudly(self) -> Iterator[None]:
+        """Write how the run ended; what verl has saved stays."""
+        try:
+            yield
+        except BaseException as error:
+            ours = isinstance(error, MismatchError) or self._verdicts.observes
+            if isinstance(error, Exception) and not ours:
+                error = self._refusal(error) or error
+            # Neither a full disk nor a finding may take the place of the error in flight.
+            with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
+                self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
+            raise error
+
+    def _refusal(self, error: Exception) -> MismatchError | None:
+        """Return the refusal of a rollout server if there was one: verl fails for another reason when no rollout is left."""
+        try:
+            self._processes.check_refused("rollouts", int(getattr(self, "global_steps", 0)), timeout=10.0)
+        except EngineError as refused:
+            if "were refused" in str(refused):
+                refused.__cause__ = error
+                return refused
+        return None
+
+    # Checkpoints: the driver's state; `worker/state.py` has the workers'.
+
+    def _folder(self, step: int) -> Path:
+        return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
+
+    def _save_checkpoint(self) -> None:
+        with self._verdicts.checking("checkpoint"):
+            self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
+        super()._save_checkpoint()
+        self._saved_step = self.global_steps
+
+    def _write_state(self) -> None:
+        """Write the driver's state into the checkpoint of the present step."""
+        state = {
+            **self._log.state_dict(),
+            "config": self._block.to_dict(),
+            "kl": None if self._kl is None else self._kl.term.state_dict(),
+            "routing": None if self._draws is None else self._draws.state_dict(),
+            "lr": {"waiting": [dict(statistics) for statistics in self._waiting]} if self._waiting else None,
+            "weight_sync": None if self._weights is None else self._weights.state_dict(),
+        }
+        write_state(self._folder(self.global_steps) / STATE_FILE, state)
+
+    def _load_checkpoint(self) -> None:
+        """Resume as verl does, and load the driver's own state too."""
+        super()._load_checkpoint()
+        with self._verdicts.checking("checkpoint"):
+            self._resume_state()
+
+    def _resume_state(self) -> None:
+        """Load the driver's state from the checkpoint that verl has loaded."""
+        self._updated_step = self._saved_step = self.global_steps
+        if not self.global_steps:
+            return
+        folder = self._folder(self.global_steps)
+        if self.config.trainer.resume_mode == "resume_path":
+            folder = Path(self.config.trainer.resume_from_path).absolute()
+        state = read_state(folder / STATE_FILE) or {}
+        said = [changed_settings(state.get("config"), self._block.to_dict())]
+        if self._kl is not None and state.get("kl") is not None:
+            said.append(self._kl.term.load_state_dict(state["kl"]))
+        if self._draws is not None and state.get("routing") is not None:
+            self._draws.load_state_dict(state["routing"])
+        self._waiting = waiting_of(state, self._block)
+        self._log.load_state_dict(state, step=self.global_steps)
+        self._resumed = state
+        for message in filter(None, said):
+            self._processes.event("warning", "settings_changed", message)
+
+
+def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:
+    """Return the statistics in a checkpoint that no update has taken: of the run's trigger, none of one that leads no more.
+
+    Args:
+        state: What the checkpoint holds.
+        block: That of the run that goes on.
+    """
+    saved = ((state.get("config") or {}).get("lr") or {}).get("trigger")
+    if block.lr is None or block.lr.trigger != saved:
+        return []
+    return list((state.get("lr") or {}).get("waiting", ()))
 
 
 def actor_seed(config: DictConfig) -> int:

@@ -102,11 +102,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         with self._verdicts.checking("readiness"):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 
-    @on_all_ranks
-    def mismatch_readiness(self) -> str | None:
-        """Return the warning about this rank's shards of the weights, if there is one."""
-        return self._readiness
-
     @started_on_all_ranks
     async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
         """Send the weights as verl does; routes that come with rollouts from then on have to be of this version."""
@@ -119,8 +114,11 @@ class MismatchWorker(ActorRolloutRefWorker):
         return metrics
 
     @on_all_ranks
-    def mismatch_report(self) -> dict[str, Any]:
-        """Return what is active in this process, read back from the live objects."""
+    def mismatch_report(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any]:
+        """Return what is active in this process, read back from the live objects, and what its weights are fit for.
+
+        Every rank takes part, because a forward pass of a sharded model over the probe tokens `[N, T]` is collective.
+        """
         engine = self._engine
         live = (
             megatron_report(engine)
@@ -134,6 +132,8 @@ class MismatchWorker(ActorRolloutRefWorker):
             "model_type": str(engine.model_config.hf_config.model_type),
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
             "versions": self._versions(),
+            "readiness": self._readiness,
+            "vocabulary": self._vocabulary(token_ids, tokenizer_size),
             **live,
         }
 
@@ -172,8 +172,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
-    @on_all_ranks
-    def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
+    def _vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
         """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none."""
         if self._megatron:
             return None  # probes are scored only in FSDP models

@@ -249,6 +249,7 @@ def test_turns_of_one_session_have_no_baseline(direct: Any) -> None:
 
 def test_kl_in_rewards_and_its_coefficient(direct: Any) -> None:
     found = direct["rewards"]
+    assert "verl computed advantages without its apply_kl_penalty" in found["not_penalized"]
     assert found["error"] < 1e-6 and found["spread"] > 0.1
     assert found["metrics"]["actor/reward_kl_penalty"] == pytest.approx(found["mean"], abs=1e-6)
     assert found["metrics"]["actor/reward_kl_penalty_coeff"] == 0.5

@@ -82,6 +82,14 @@ def test_kl_and_baseline_do_not_depend_on_chunks(run: Run) -> None:
     assert any(value for row in whole["baseline"] for value in row)
 
 
+def test_what_a_correction_discards_is_counted(run: Run) -> None:
+    plain, weighted = run(scenarios.discarded).expect()
+    sampled = plain[1]
+    assert sampled[4] == 0 and all(count for row, count in enumerate(sampled) if row != 4)
+    assert plain[0] == [0 if row == 1 else count for row, count in enumerate(sampled)]
+    assert weighted == [[plain[0][0] - 3, *plain[0][1:]], sampled]
+
+
 def test_groups_stay_whole_and_come_once(run: Run) -> None:
     found = run(scenarios.grouping).expect()
     keys, groups = found["keys"], found["groups"]

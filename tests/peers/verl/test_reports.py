@@ -11,7 +11,7 @@ import pytest
 import ray
 from mismatch_ext.adapters.verl import plugin
 from mismatch_ext.adapters.verl.driver import servers, weights
-from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
+from mismatch_ext.adapters.verl.driver.processes import Processes
 from mismatch_ext.adapters.verl.driver.reports import (
     LOSS,
     SURPLUS_MASS,
@@ -24,7 +24,6 @@ from mismatch_ext.adapters.verl.driver.reports import (
 
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
-from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
@@ -368,10 +367,12 @@ def test_observed_processes_that_are_not_as_they_must_be_are_named_and_the_run_g
 
 
 def test_an_observed_run_that_could_not_be_checked_says_where_it_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
-    started: Any = type("Started", (PreflightMixin,), {"_unverified": None, "_scored_sampling": SamplingSettings()})()
-    started._block, started._verdicts, started.global_steps = MismatchConfig(level="observe"), Verdicts("observe"), 0
-    started._bypasses, started._readiness_of_ranks = bool, list
-    started._log = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
-    started._prepare_weights()
-    started._announce()
-    assert started._weights is None and "written to runs/one" in capsys.readouterr().out
+    from omegaconf import OmegaConf
+
+    rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "algorithm": {}})
+    started = Processes(config, MismatchConfig(level="observe"), Verdicts("observe"), "PPOTrainerSync")
+    begun: Any = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
+    started.log = begun
+    started.announce(0)
+    assert started.weights(None) is None and "written to runs/one" in capsys.readouterr().out

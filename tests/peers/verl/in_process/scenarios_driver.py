@@ -199,41 +199,35 @@ def sessions() -> Any:
     ]
 
 
-class _Advantages:
-    """The part of verl's trainer that computes advantages."""
-
-    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        return batch
-
-
 @contextmanager
-def driving(**sections: Any) -> Iterator[Any]:
-    """Put a block's functions where verl's driver calls its own by name, as its trainer does; yield the driver and that place.
+def driving(kl: KlConfig) -> Iterator[Any]:
+    """Put a section's penalty where verl's driver calls its own by name; yield the driver's KL and that place.
 
     Imported here, in a fork: with its driver verl imports the trainers that a block is refused in, by their presence, in every
     fork to come.
     """
-    from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
+    from mismatch_ext.adapters.verl.driver.objective import DriverKl
     from verl.trainer.ppo.v1 import trainer_base
 
-    class Driver(ObjectiveMixin, _Advantages):
-        """What of verl's trainer has an objective, without its processes."""
-
-    driver: Any = Driver()
-    driver._block, driver.config = MismatchConfig(**sections), host_config()
-    driver._begin_objective()
+    driver = DriverKl(kl, host_config())
     try:
         yield driver, trainer_base
     finally:
-        revert(*driver._patches)
+        revert(*driver.patches)
 
 
 def rewards() -> dict[str, Any]:
     """Hold the KL in verl's rewards, and a coefficient that follows a target, against plain formulas."""
     data = proto()
     section = KlConfig(estimator="k1", placement="reward", reward_path="rewards", coef=0.5)
-    with driving(kl=section) as (_, verls):
+    with driving(section) as (driver, verls):
+        said = ""
+        try:
+            driver.check_penalized()
+        except MismatchError as error:
+            said = str(error)
         data, metrics = verls.apply_kl_penalty(data, kl_ctrl=None, kl_penalty="kl")
+        driver.check_penalized()
     mask = data.batch["response_mask"]
     d = (data.batch["old_log_probs"] - data.batch["ref_log_prob"]) * mask
     expected = data.batch["token_level_scores"] - 0.5 * d
@@ -244,7 +238,7 @@ def rewards() -> dict[str, Any]:
     resumed.load_state_dict(json.loads(json.dumps(control.state_dict())))
     return {
         "error": float((data.batch["token_level_rewards"] - expected).abs().max()), "spread": float(d.sum(1).std()),
-        "metrics": metrics, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
+        "metrics": metrics, "not_penalized": said, "mean": float((d.sum(1) / mask.sum(1)).mean()), "coefs": coefs,
         "next": [adapted(data, control)["kl_coef"], adapted(data, resumed)["kl_coef"]],
         "k1": [adapted(data, control)["kl_ref_k1"], float(d.sum() / mask.sum())],
     }  # fmt: skip
@@ -255,14 +249,11 @@ def warmed_up() -> list[float]:
     from mismatch_ext.adapters.verl.driver import objective  # imported here for the reason that `driving` gives
 
     section = block_of(kl={"coef": 0.1, "target_kl": 1e-3}).kl
-    found = []
-    with driving(kl=section) as (driver, _):
-        driver.config.trainer.critic_warmup = 3
+    assert section is not None
+    with driving(section) as (driver, _):
+        driver._config.trainer.critic_warmup = 3
         objective.measure_kl = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
-        for driver.global_steps in range(1, 7):
-            metrics: dict[str, Any] = {}
-            driver._compute_advantage(None, metrics)
-            found.append(metrics["mismatch/kl_coef"])
+        found = [driver.prepare(None, step)["mismatch/kl_coef"] for step in range(1, 7)]
     return found
 
 

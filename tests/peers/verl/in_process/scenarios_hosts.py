@@ -23,11 +23,8 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
 
     Imported here, in a fork: with its driver verl imports the trainers that a block is refused in.
     """
-    from mismatch_ext.adapters.verl.driver.preflight import PreflightMixin
-    from mismatch_ext.adapters.verl.driver.saving import SavingMixin
-
-    class Driver(PreflightMixin, SavingMixin):
-        """What of verl's trainer resumes, without its processes."""
+    from mismatch_ext.adapters.verl.driver.processes import Processes
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
 
     parsed = MismatchConfig.parse(block)
     assert parsed is not None
@@ -37,7 +34,7 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
         checkpoint = folder / "global_step_3"
         checkpoint.mkdir(parents=True)
         (checkpoint / STATE_FILE).write_text(text)
-        driver: Any = Driver()
+        driver: Any = object.__new__(MismatchTrainer)  # without its processes
         driver._block, driver._verdicts, driver._kl = parsed, Verdicts("enforce"), None
         driver._draws, driver.global_steps = None if parsed.routing is None else MeasuredPasses(parsed.routing, 0), 3
         driver.config = OmegaConf.create({"trainer": {"default_local_dir": str(folder), "resume_mode": "auto"}})
@@ -50,6 +47,8 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
             verdicts=driver._verdicts,
         )
         driver._log.begin(3)
+        driver._processes = object.__new__(Processes)
+        driver._processes.log = driver._log
         error = ""
         try:
             driver._resume_state()

@@ -178,6 +178,24 @@ def kl() -> dict[str, Any]:
     return found
 
 
+def discarded() -> list[Any]:
+    """Return what is left of a batch after a correction, with and without weights, chunk by chunk."""
+    found = []
+    for weighted in (False, True):
+        given = queue()
+        given.rows["loss_mask"] = given.rows["response_mask"]
+        given.rows["response_mask"] = [
+            torch.zeros_like(row) if number == 1 else row.clone() for number, row in enumerate(given.rows["loss_mask"])
+        ]
+        if weighted:
+            given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["loss_mask"]]
+            given.rows["rollout_is_weights"][0][:3] = 0.0
+        measure.tq, measure.CHUNK = given, 3
+        kept, sampled = measure.left_by_correction(batch(given))
+        found.append([(kept & sampled).sum(1).tolist(), sampled.sum(1).tolist()])
+    return found
+
+
 def grouping() -> dict[str, Any]:
     """Group a batch's rows, some prompts with more answers than are fetched at a time, and one session of several outputs."""
     measure.CHUNK = 64

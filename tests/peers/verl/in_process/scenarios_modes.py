@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.driver.saving import waiting_of
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
+from mismatch_ext.adapters.verl.driver.trainer import waiting_of
 from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator

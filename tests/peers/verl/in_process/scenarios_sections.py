@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.objective import ObjectiveMixin
+from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.settings import prepare as settings
 from mismatch_ext.adapters.verl.settings.correction import settings_of
 from mismatch_ext.adapters.verl.worker.kl import BASELINE
@@ -55,14 +55,6 @@ def prepared(section: str, keys: dict[str, Any]) -> tuple[DictConfig, MismatchCo
     block = block_of(config.actor_rollout_ref)
     assert block is not None
     return config, block
-
-
-class Driver(ObjectiveMixin):
-    """The objective's share of the trainer, without the rest of it."""
-
-    def __init__(self, config: DictConfig, block: MismatchConfig) -> None:
-        self.config, self._block = config, block
-        self._begin_objective()
 
 
 class Host:
@@ -124,21 +116,17 @@ def correction(host: Host, config: DictConfig, block: MismatchConfig) -> dict[st
     """Hold the gradient of a step against A * weight * log pi, by hand."""
     from verl.trainer.ppo.v1 import trainer_base
 
-    driver = Driver(config, block)
     chosen = settings_of(block.correction)  # type: ignore[arg-type]
     data = host.data.clone()
-    try:
-        if chosen.mode == "bypass":
-            data["old_log_probs"] = data["rollout_log_probs"]  # as verl's trainer does in this mode
-        else:
-            found, _ = trainer_base.compute_rollout_correction_and_add_to_batch(
-                host.proto(data), config.algorithm.rollout_correction
-            )
-            host.set("response_mask", found.batch["response_mask"], data)
-            if "rollout_is_weights" in found.batch.keys():
-                host.set("rollout_is_weights", found.batch["rollout_is_weights"], data)
-    finally:
-        revert(*driver._patches)
+    if chosen.mode == "bypass":
+        data["old_log_probs"] = data["rollout_log_probs"]  # as verl's trainer does in this mode
+    else:
+        found, _ = trainer_base.compute_rollout_correction_and_add_to_batch(
+            host.proto(data), config.algorithm.rollout_correction
+        )
+        host.set("response_mask", found.batch["response_mask"], data)
+        if "rollout_is_weights" in found.batch.keys():
+            host.set("rollout_is_weights", found.batch["rollout_is_weights"], data)
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     fields = host.padded(host.data, "old_log_probs", "rollout_log_probs", "advantages")
     old, rollout, advantages = (fields[n] for n in ("old_log_probs", "rollout_log_probs", "advantages"))
@@ -161,7 +149,7 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
     from verl.trainer.ppo.v1 import trainer_base
 
     assert block.kl is not None and block.kl.coef is not None
-    driver, data = Driver(config, block), host.data.clone()
+    driver, data = DriverKl(block.kl, config), host.data.clone()
     fields = host.padded(data, "old_log_probs", "ref_log_prob", "advantages")
     old, reference, advantages = (fields[n] for n in ("old_log_probs", "ref_log_prob", "advantages"))
     try:
@@ -174,7 +162,7 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
         if block.kl.has_baseline:
             host.set(BASELINE, baseline_of(host.proto(data), block.kl), data)
     finally:
-        revert(*driver._patches)
+        revert(*driver.patches)
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     groups = torch.arange(len(host.mask)) % 3
     section = block.kl

@@ -1,0 +1,218 @@
+"""The processes of a run as the driver sees them: what workers and rollout servers run with, before the first step and after.
+
+How the run describes itself, in its banner and in the header of its metrics file, follows from that.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.verl.driver.reports import (
+    Checked,
+    check_reports,
+    check_vocabulary,
+    engine_answers,
+)
+from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
+from omegaconf import DictConfig
+
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import EngineError
+from mismatch_ext.log import RunLog, run_info
+from mismatch_ext.names import VERL
+from mismatch_ext.patching import active_patches
+from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.rollout import Origins, SamplingSettings
+from mismatch_ext.terminal import say
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.versions import installed
+from mismatch_ext.weights import draw_probes
+
+PACKAGES = ("transformers", "verl", "ray")
+
+
+class Processes:
+    """The actor's workers and the rollout servers of a run.
+
+    Args:
+        config: verl's configuration.
+        block: The run's.
+        verdicts: Decides what happens when a check fails.
+        host: Name of verl's trainer.
+    """
+
+    log: RunLog
+
+    def __init__(self, config: DictConfig, block: MismatchConfig, verdicts: Verdicts, host: str) -> None:
+        self._config, self._block, self._verdicts, self._host = config, block, verdicts, host
+        self._rollout = config.actor_rollout_ref.rollout
+        self.origins = Origins(self._sampling)
+        self._workers: Any = None
+        self._replicas: Sequence[Any] = ()
+        self._probes: torch.Tensor | None = None
+        self._checked: Checked | None = None
+        self._surplus: Mapping[str, Any] | None = None
+
+    def check(self, workers: Any, replicas: Sequence[Any], tokenizer: Any) -> None:
+        """Check that every worker and every rollout server runs the block, in the dtypes that it asks for.
+
+        Args:
+            workers: verl's worker group of the actor.
+            replicas: verl's rollout replicas.
+            tokenizer: The model's.
+
+        Raises:
+            MismatchError: One does not; names the process and what it runs with.
+        """
+        self._workers, self._replicas = workers, replicas
+        longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
+        self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
+        answers = workers.mismatch_report(self._probes.tolist(), len(tokenizer))
+        self._checked = check_reports(self._block, answers, self._read(), self._verdicts)
+        self._surplus = answers[0]["vocabulary"]
+        with self._verdicts.checking("vocabulary"):
+            check_vocabulary(self._surplus)
+
+    def _read(self) -> Any:
+        return read_rollouts(self._replicas, self._block, ANSWER_TIMEOUT)
+
+    def follow_weights(self, step: int) -> None:
+        """Ask every rollout server which weights it has, after the update of a step.
+
+        Raises:
+            EngineError: One does not answer.
+            RecordError: One has others than were sent, or runs with something else than the others.
+        """
+        self.origins.sent(step, engine_answers(self._read()))
+
+    def weights(self, resumed: Mapping[str, Any] | None) -> RolloutWeights | None:
+        """Return the check of weight updates, which goes on from a checkpoint's state; None where they are not verified."""
+        if self._block.monitor.weight_sync == "off" or self._unverified is not None or self._checked is None:
+            return None
+        assert self._probes is not None
+        checks = RolloutWeights(
+            self._workers,
+            self._replicas,
+            self._block.monitor,
+            self._probes,
+            dtype=self._checked.engine.model_dtype,
+            trainer_dtype=self._checked.trainer.compute_dtype,
+            event=self.event,
+        )
+        if resumed is not None and (said := checks.load_state_dict(resumed)):
+            self.event("warning", "settings_changed", said)
+        return checks
+
+    @property
+    def _unverified(self) -> str | None:
+        return unverified(self._rollout, self._block.monitor)
+
+    def check_refused(self, what: str, step: int, timeout: float = ANSWER_TIMEOUT) -> None:
+        """Raise if a rollout server refused answers, because verl only drops them.
+
+        Args:
+            what: What was sampled.
+            step: The step that it was sampled for.
+            timeout: Seconds that the servers may take to say so.
+
+        Raises:
+            EngineError: Answers were refused, or a server does not answer.
+        """
+        if refused := refused_answers(self._replicas, timeout):
+            raise EngineError(f"{what} of step {step}: {refused}")
+
+    def announce(self, step: int) -> None:
+        """Open the metrics file, and say what is active, in which peer, and how; step 0 begins a run."""
+        self.log.sampled_with(self._scored_sampling)
+        self.log.begin(step or None)
+        checked, surplus = self._checked, self._surplus
+        for message in [] if checked is None else checked.readiness:
+            self.event("warning", READINESS, message)
+        if surplus is not None:
+            count = surplus["model_size"] - surplus["tokenizer_size"]
+            self.event("info", "vocabulary", f"{count} ids of the model are not in its tokenizer.", dict(surplus))
+        if bypasses(self._config):
+            message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
+            self.event("warning", "bypass", message)
+        if self._unverified is not None:
+            self.event("warning", "weights_unverified", self._unverified)
+        if checked is None:
+            say(f"mismatch-ext: the processes could not be checked; what is measured is written to {self.log.run_dir}")
+            return
+        if (bias := self._scored_sampling.ratio_bias(renormalised=checked.engine.renormalises)) is not None:
+            self.event("warning", "sampling", bias)
+        self.log.announce()
+
+    @property
+    def _sampling(self) -> SamplingSettings:
+        return SamplingSettings(
+            temperature=float(self._rollout.temperature),
+            top_p=float(self._rollout.top_p),
+            top_k=int(self._rollout.top_k),
+            # Whatever rollout.repetition_penalty says: verl's agent loops ask for 1.
+            repetition_penalty=1.0,
+        )
+
+    @property
+    def _scored_sampling(self) -> SamplingSettings:
+        """The sampling settings that the trainer's log-probabilities ignore: with sampling masks they follow truncation."""
+        masked = self._block.acting.sampling_mask is not None
+        return self._sampling.without_truncation() if masked else self._sampling
+
+    def info(self) -> dict[str, Any]:
+        """Return the header of the run's metrics file."""
+        checked = self._checked
+        if checked is None:
+            return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
+        worker, engine, trainer = checked.worker, checked.engine, self._config.trainer
+        stock = self._block.level == "observe"
+        header = run_info(
+            self._block,
+            dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)),
+            name=f"{trainer.project_name}/{trainer.experiment_name}",
+            host=f"verl {installed('verl')} {self._host}",
+            model=str(self._config.actor_rollout_ref.model.path),
+            model_type=str(worker.get("model_type", "")),
+            parameters=sum(checked.trainer.parameter_dtypes.values()),
+            device=str(checked.trainer.device),
+            seed=int(self._rollout.seed),
+            trainer=checked.trainer,
+            engine=engine,
+            sampling=self._sampling,
+            more={
+                "worker": {
+                    key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker
+                }
+            },
+            patches=[*active_patches(), *worker.get("patches", []), *checked.patches],
+            audit=checked.audit,
+            packages=(*PACKAGES, engine.engine),
+        )
+        present = self.origins.present
+        return header if present is None else header | {"provenance": dataclasses.asdict(present)}
+
+    def event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Print an event's message, and write the event into the run's metrics file."""
+        say(f"mismatch-ext: {message}")
+        self.log.event(level, name, message, data)
+
+
+def bypasses(config: DictConfig) -> bool:
+    """Tell whether the engine's log-probabilities are used as the old policy's, so that the trainer computes none."""
+    correction = config.algorithm.get("rollout_correction")
+    return bool(correction is not None and correction.get("bypass_mode"))
+
+
+def logs_applied_rate(report: Mapping[str, Any]) -> bool:
+    """Return whether `actor/lr` is the rate that an update applied; stock engines log the rate of the next update.
+
+    Args:
+        report: A worker's own report.
+    """
+    steered = report.get("lr") is not None
+    return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)

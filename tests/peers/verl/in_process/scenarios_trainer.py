@@ -1,0 +1,163 @@
+"""Our trainer around a stand-in for verl's, whose steps call the methods that verl's calls, in its order, without Ray."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from mismatch_ext.adapters.verl import measure
+from mismatch_ext.adapters.verl.block import RunMode, hand_on
+from omegaconf import DictConfig, open_dict
+
+from mismatch_ext.config import MismatchConfig
+from tests.peers.verl.in_process.losses import host_config
+from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
+from tests.peers.verl.recorded import recorded
+
+BLOCK = {
+    "kl": {"coef": 0.1, "target_kl": 1e-3, "reward_path": "surrogate"},
+    "lr": {"trigger": "response_length"},
+    "monitor": {"weight_sync": "off"},
+}
+
+
+class Workers:
+    """What the driver asks verl's worker group, and in which order."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        own = {
+            "lr": {"period": 1},
+            "loss": "mismatch_ext.adapters.verl.worker.loss",
+            "readiness": "masters are rounded",
+        }
+        self.report = recorded("dense")["workers"][0] | own
+
+    def mismatch_report(self, token_ids: Any, tokenizer_size: int) -> list[Any]:
+        self.asked.append("report")
+        return [self.report]
+
+    def mismatch_update_lr(self, *earlier: Any, **statistics: float) -> list[dict[str, float]]:
+        self.asked.append(f"update_lr {statistics['response_length']:.2f}")
+        return [{"lr_multiplier": 1.0}]
+
+    def mismatch_metrics(self) -> list[dict[str, float]]:
+        self.asked.append("metrics")
+        return [{"skipped_steps": 1.0}]
+
+
+class StandIn:
+    """verl's trainer, as far as ours calls and overrides it."""
+
+    __module__ = "verl.stand_in"
+    queue: Queue
+    local_trigger_step = 0
+    total_training_steps = 9
+
+    def __init__(self, config: DictConfig) -> None:
+        self.config, self.trainer_mode, self.parameter_sync_step = config, "sync", 1
+        self.actor_rollout_wg, self.tokenizer, self.global_steps = Workers(), range(16), 0
+        self.extra: list[dict[str, Any]] = []
+        self.sent = 0  # version that the rollout servers have
+
+    def init(self) -> None:
+        self.on_init_end()
+
+    def _rollout_server_managers(self) -> list[Any]:
+        return [SimpleNamespace(get_replicas=lambda: [self])]
+
+    def on_init_end(self) -> None:
+        self.sent = self.global_steps
+
+    on_step_end = on_init_end
+
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+        return self._step_once(metrics, timing_raw, 7)
+
+    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+        given = batch(self.queue)
+        given.extra_info, given.fields = {}, None
+        for tag in given.tags:
+            tag |= {"min_global_steps": self.sent, "max_global_steps": self.sent}
+        for method in (self._compute_old_log_prob, self._compute_ref_log_prob, self._compute_advantage):
+            given = method(given, metrics)
+        return self._update_actor(given, metrics)
+
+    def _compute_old_log_prob(self, given: Any, metrics: dict[str, Any]) -> Any:
+        return given
+
+    _compute_ref_log_prob = _compute_old_log_prob
+
+    def _compute_advantage(self, given: Any, metrics: dict[str, Any]) -> Any:
+        self.queue.rows["loss_mask"] = list(self.queue.rows["response_mask"])
+        self.queue.rows["response_mask"][0] = self.queue.rows["response_mask"][0] * 0
+        return given
+
+    def _update_actor(self, given: Any, metrics: dict[str, Any]) -> Any:
+        self.extra.append(dict(given.extra_info))
+        metrics["actor/mismatch/off_policy_masked_fraction"] = 0.25
+        return given
+
+    def _compute_metrics(self, given: Any, metrics: dict[str, Any], timing: Any, global_steps: int, epoch: int) -> None:
+        metrics["training/global_step"] = global_steps
+
+    def _save_checkpoint(self) -> None:
+        Path(self.config.trainer.default_local_dir, f"global_step_{self.global_steps}").mkdir(exist_ok=True)
+
+    def _load_checkpoint(self) -> None:
+        self.global_steps = 2
+
+    def fit(self, agent_loop_manager: Any) -> None:
+        for _ in range(2):
+            self.global_steps += 1
+            metrics: dict[str, Any] = {}
+            self.queue = measure.tq = queue(self.global_steps)  # type: ignore[assignment]
+            given = self.step(metrics, {})
+            self._save_checkpoint()
+            self.on_step_end()
+            self._compute_metrics(given, metrics, {}, self.global_steps, 0)
+            agent_loop_manager.append(metrics)
+
+
+def steps() -> dict[str, Any]:
+    """Take two steps, and two more after a resume; return what was asked, logged, kept and said."""
+    # Imported here, in a fork: with its driver verl imports the trainers that a block is refused in.
+    from mismatch_ext.adapters.verl.driver import processes
+    from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
+
+    def answers(replicas: Any, block: Any, timeout: float) -> list[RolloutAnswer]:
+        report = recorded("dense")["rollouts"][0]["reports"][0] | {"weight_version": replicas[0].sent}
+        return [RolloutAnswer(engine="vllm", expected=1, reports=[report])]
+
+    changed: Any = processes
+    changed.read_rollouts, changed.refused_answers = answers, lambda replicas, timeout: None
+    changed.plain_vocabulary = lambda tokenizer: torch.arange(3, 16)
+    kind: Any = type("Trainer", (MismatchTrainer, StandIn), {})
+    block = MismatchConfig.parse(BLOCK)
+    assert block is not None
+    found: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as work:
+        for name in ("first", "resumed"):
+            config = host_config("algorithm.adv_estimator=grpo", f"trainer.default_local_dir={work}")
+            with open_dict(config):
+                hand_on(config, block, RunMode())
+                config.algorithm.rollout_correction.rollout_rs = "token_k1"
+            trainer = kind(config)
+            if name == "resumed":
+                trainer._load_checkpoint()
+            trainer.init()
+            logged: list[dict[str, Any]] = []
+            trainer.fit(logged)
+            found[name] = {
+                "asked": trainer.actor_rollout_wg.asked, "logged": logged, "sent": trainer.sent,
+                "coef": [entry["mismatch_kl_coef"] for entry in trainer.extra],
+            }  # fmt: skip
+        found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
+        lines = Path(work, "mismatch", "metrics.jsonl").read_text().splitlines()
+        found["lines"] = [json.loads(line) for line in lines]
+    return found

@@ -1,0 +1,36 @@
+"""Our trainer in the order of verl's step: whom it asks, what it logs and keeps, and what a resumed run goes on with."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.verl.in_process import scenarios_trainer as scenarios
+else:
+    scenarios = named("tests.peers.verl.in_process.scenarios_trainer")
+
+
+def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:
+    found = run(scenarios.steps).expect()
+    first, resumed = found["first"], found["resumed"]
+    for ran in (first, resumed):
+        # Two round trips of ours for each step, beside weight updates.
+        assert [name.split()[0] for name in ran["asked"]] == ["report", *["update_lr", "metrics"] * 2]
+        for metrics in ran["logged"]:
+            assert metrics["mismatch/k3_kl"] > 1e-6 and metrics["mismatch/skipped_steps"] == 1
+            assert metrics["mismatch/off_policy_masked_fraction"] == 0.25
+            # One of six responses was rejected by verl's correction.
+            assert metrics["mismatch/masked_seq_frac"] == pytest.approx(1 / 6)
+            assert metrics["mismatch/kl_coef"] > 0 and metrics["mismatch/lr_multiplier"] == 1
+        assert ran["coef"] == [metrics["mismatch/kl_coef"] for metrics in ran["logged"]]
+    # The mean over responses of the tokens that the policy sampled, without a tool's.
+    assert first["asked"][1] == "update_lr 10.00"
+    assert found["states"] == [f"global_step_{step}" for step in (1, 2, 3, 4)] and resumed["sent"] == 4
+    # The coefficient follows its target from where the first run left it.
+    assert first["coef"][0] == 0.1 and len({*first["coef"], *resumed["coef"]}) >= 3 and resumed["coef"][0] != 0.1
+    kinds = [line["kind"] for line in found["lines"]]
+    assert kinds.count("step") == 4 and kinds[-1] == "end"
