@@ -1,6 +1,6 @@
 """The check, before the first step, that every process of a run runs with the block, as a function of the processes' reports.
 
-`preflight.py` and `servers.py` ask the processes. Nothing here does, so each refusal can be tested on reports that real processes
+`processes.py` and `servers.py` ask the processes. Nothing here does, so each refusal can be tested on reports that real processes
 sent (`tests/data/verl`).
 """
 
