@@ -79,16 +79,7 @@ class MismatchTrainer(_Host):
         # verl's own class, with which this one is combined.
         host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
         self._processes = Processes(config, block, self._verdicts, host)
-        self._log = RunLog(  # writes into the folder of verl's checkpoints
-            block,
-            run_folder(block.monitor, Path(config.trainer.default_local_dir)),
-            info=self._processes.info,
-            step=lambda: self.global_steps,
-            names=VERL,
-            verdicts=self._verdicts,
-            tell=lambda message: say(f"mismatch-ext: {message}"),
-        )
-        self._processes.log = self._log
+        self._log = self._processes.log = self._new_log(config)
         self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
         self._measured: Measured | None = None  # of the batch that the next update learns from
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
@@ -100,6 +91,18 @@ class MismatchTrainer(_Host):
         self._kl = None if block.kl is None else DriverKl(block.kl, config)
         if self.trainer_mode != SYNC and not bypasses(config):
             self._log.follow_versions()
+
+    def _new_log(self, config: DictConfig) -> RunLog:
+        """Return the run's log, which writes into the folder of verl's checkpoints."""
+        return RunLog(
+            self._block,
+            run_folder(self._block.monitor, Path(config.trainer.default_local_dir)),
+            info=self._processes.info,
+            step=lambda: self.global_steps,
+            names=VERL,
+            verdicts=self._verdicts,
+            tell=lambda message: say(f"mismatch-ext: {message}"),
+        )
 
     # Before the first step, and around weight updates.
 

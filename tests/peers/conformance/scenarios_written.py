@@ -112,15 +112,14 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     # isort: split
 
     import mismatch_ext.adapters.verl.driver.modes  # noqa: F401  # registers a trainer for each of verl's modes
+    from mismatch_ext.adapters.verl.driver.processes import Processes
     from mismatch_ext.adapters.verl.driver.reports import Checked
     from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
     from omegaconf import open_dict
     from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
     from mismatch_ext.config import MismatchConfig
-    from mismatch_ext.patching import applied
     from mismatch_ext.precision.audit import EngineReading, TrainerReading
-    from mismatch_ext.rollout import Origins, SamplingSettings
     from mismatch_ext.verdicts import Verdicts
     from tests.peers.verl.in_process.losses import host_config
     from tests.peers.verl.in_process.workers import batch, scored, update, worker
@@ -138,28 +137,28 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     driver: Any = object.__new__(get_trainer_cls(trainer_of(SYNC)))
     driver.config, driver.global_steps = config, 0
     driver._block, driver._verdicts, driver._kl, driver._draws = block, Verdicts("enforce"), None, None
-    driver._origins, driver._waiting = Origins(SamplingSettings()), []
+    driver._waiting, driver._weights = [], None
     driver._updated_step = driver._saved_step = driver.total_training_steps = 0
-    driver._log = driver._new_log(config)
+    driver._processes = Processes(config, block, driver._verdicts, "PPOTrainerSync")
+    driver._log = driver._processes.log = driver._new_log(config)
     reports = recorded("dense")
     report, rollout = reports["workers"][0], reports["rollouts"][0]["reports"][0]
-    driver._checked = Checked(
+    driver._processes._checked = Checked(
         worker=report,
         trainer=TrainerReading(**report["trainer"]),
         engine=EngineReading(**rollout["reading"]),
         audit=None,
     )
-    with applied() as driver._patches:
-        driver._log.sampled_with(driver._sampling())
-        driver._log.begin(None)
-        for step in range(1, STEPS + 1):
-            built.engine.mismatch_update_lr()
-            told = update(built, data)
-            metrics = {"actor/lr": told["lr"][0], "actor/grad_norm": float(told["grad_norm"][0])}
-            metrics |= {f"mismatch/{name}": value for name, value in built.engine.mismatch_metrics().items()}
-            driver.global_steps = driver._updated_step = driver._saved_step = step
-            driver._record(metrics, step)
-        driver._log.end("completed", step=driver._updated_step)
+    driver._log.sampled_with(driver._processes._sampling)
+    driver._log.begin(None)
+    for step in range(1, STEPS + 1):
+        built.engine.mismatch_update_lr()
+        told = update(built, data)
+        metrics = {"actor/lr": told["lr"][0], "actor/grad_norm": float(told["grad_norm"][0])}
+        metrics |= {f"mismatch/{name}": value for name, value in built.engine.mismatch_metrics().items()}
+        driver.global_steps = driver._updated_step = driver._saved_step = step
+        driver._record(metrics, step)
+    driver._log.end("completed", step=driver._updated_step)
     found: dict[str, Any] = {"verl": written(Path(out) / "mismatch"), "stopped": driver.total_training_steps}
     actor = Path(out) / "actor"
     built.save_checkpoint(str(actor))
