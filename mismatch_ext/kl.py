@@ -104,6 +104,10 @@ class _Estimate(torch.autograd.Function):
 
 
 def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
+    """Return the estimate of d and its derivative.
+
+    A new estimator is a name in `KlConfig.estimator`, a branch here, and its documented means in tests/oracles/kl/facts.py.
+    """
     if estimator == "k1":
         return d.clone(), torch.ones_like(d)
     if estimator == "k2":

@@ -20,7 +20,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from benchmarks.lr_gap.tables import RATES, Results, report
+from benchmarks.lr_gap.tables import RATES, report
 from examples.arithmetic.pretrain import ensure_model
 
 ENGINES = ("bf16", "fp8_kv", "trainer")
@@ -93,7 +93,7 @@ def main() -> None:
     parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
     args = parser.parse_args()
     run_all(args, ensure_model("dense", args.model_cache))
-    print(report(Results.read(args.out, args.engines, args.rates, args.seeds, args.steps)))
+    print(report(args.out, args.engines, args.rates, args.seeds, args.steps))
 
 
 if __name__ == "__main__":

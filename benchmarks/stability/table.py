@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Sequence
 
-from benchmarks.lr_gap.analysis import T_975
+from benchmarks.lr_gap.tables import interval
 from benchmarks.stability.arms import ARMS, CONTROLS, EXPERTS, REAL, Arm, ExpertArm, RealArm
 from benchmarks.stability.record import RECORDED, RECORDED_REAL, ROOT, Curves, Runs, recorded
 
@@ -31,15 +30,6 @@ def half(curves: Curves, target: float = LONG / 2) -> int | None:
 def halves(name: str, seeds: dict[int, Curves]) -> dict[int, int]:
     """Return the steps to half the length by seed; the budget where a run never got there."""
     return {seed: BUDGET[name] if (at := half(curves)) is None else at for seed, curves in seeds.items()}
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and half width of Student's 95 % interval; NaN with one value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    t = T_975[min(len(values) - 2, len(T_975) - 1)]
-    return mean, t * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def difference(runs: Runs, name: str) -> tuple[float, float] | None:

@@ -62,46 +62,17 @@ def test_worked_answer_writes_the_last_carry() -> None:
 
 @pytest.mark.parametrize("completion", [":433", "6+7+0=13,8+4+1=13,3+0+1=04:433", "nonsense:433"])
 def test_reward_of_a_right_answer(completion: str) -> None:
-    assert score(completion, 386, 47) == 1.0
+    assert score(completion, 386, 47) == reward(completions=[completion], a=[386], b=[47])[0] == 1.0
 
 
-@pytest.mark.parametrize(
-    "completion",
-    [
-        "",
-        ":",
-        "433",
-        ":43",
-        ":4330",
-        ":0433",
-        ":+433",
-        ":-433",
-        ": 433",
-        ":433 ",
-        ":433\n",
-        ":4_33",
-        ":433.0",
-        ":4e2",
-        "::433",
-        ":433:433",
-        ":12:433",
-        ":433,",
-        ":433<eos>",
-        ":\u0664\u0663\u0663",  # Arabic-Indic digits, which int() and \d accept
-        ":\uff14\uff13\uff13",  # full-width digits
-        ":433\x00",
-        ":" + "9" * 5000,  # int() refuses more than 4300 digits
-        "\ud800:433\ud800",
-        "386+47=433",
-    ],
-)
+HOSTILE = ["", ":", "433", ":43", ":4330", ":0433", ":+433", ": 433", ":433\n", ":4_33", ":4e2", ":12:433", ":433<eos>"]
+# Other digits that int() and \\d accept, and more than int() does.
+HOSTILE += [":\u0664\u0663\u0663", ":433\x00", ":" + "9" * 5000, "\ud800:433\ud800"]
+
+
+@pytest.mark.parametrize("completion", HOSTILE)
 def test_reward_of_hostile_text_is_zero(completion: str) -> None:
     assert score(completion, 386, 47) == 0.0
-
-
-def test_reward_in_the_signature_of_trl() -> None:
-    values = reward(completions=[":3", ":4"], a=[1, 1], b=[2, 2], prompts=["1+2=", "1+2="], completion_ids=[[1], [2]])
-    assert values == [1.0, 0.0]
 
 
 def test_dataset_is_determined_by_its_arguments() -> None:
@@ -121,17 +92,7 @@ def test_tokenizer_round_trip(text: str) -> None:
     tokenizer = make_tokenizer()
     ids = tokenizer(text)["input_ids"]
     assert ids == encode(text)
-    assert tokenizer.decode(ids) == text
-
-
-def test_tokenizer_pads_left_and_hides_special_tokens() -> None:
-    tokenizer = make_tokenizer()
-    encoded = tokenizer(["1+2=", "12+3="], padding=True)
-    assert encoded["input_ids"][0] == [PAD_ID, *encode("1+2=")]
-    assert encoded["attention_mask"][0] == [0, 1, 1, 1, 1]
-    assert set(encoded) == {"input_ids", "attention_mask"}
-    assert tokenizer.decode([PAD_ID, *encode(":3"), EOS_ID, PAD_ID], skip_special_tokens=True) == ":3"
-    assert tokenizer.chat_template is None
+    assert tokenizer.decode([PAD_ID, *ids, EOS_ID], skip_special_tokens=True) == text
 
 
 # checkpoints
