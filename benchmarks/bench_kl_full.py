@@ -84,8 +84,4 @@ def run() -> list[dict[str, Any]]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        print(json.dumps(measure(sys.argv[1])))
-    else:
-        for row in run():
-            print(json.dumps(row))
+    print(json.dumps(measure(sys.argv[1])))

@@ -11,10 +11,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.testing import Problem, exact, moments, pair_moments
-from tests.oracles.kl.conformance import full_moments, surrogate_term
-from tests.oracles.kl.evidence import (
-    paired_term,
-)
+from tests.oracles.kl.conformance import full_moments, paired_term, surrogate_term
 from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 
 pytestmark = pytest.mark.numeric

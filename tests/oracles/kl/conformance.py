@@ -37,3 +37,14 @@ def full_moments(problem: Problem, target: str, placement: str, sampling: str) -
         return kl_terms(logprobs, None, mask, config, behavior=behavior_logprobs, logits=(logits, ref_logits)).loss
 
     return logits_moments(problem, term)
+
+
+def paired_term(config: KlConfig) -> Term:
+    """Return `kl_terms` with coefficient 1 on pairs of responses: rows 2k and 2k + 1 are a group."""
+
+    def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
+        mask = torch.ones(logprobs.shape, dtype=torch.bool)
+        groups = torch.arange(len(logprobs)) // 2
+        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0, groups=groups).loss
+
+    return term
