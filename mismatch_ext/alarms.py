@@ -128,7 +128,7 @@ DEFAULTS = {
             "mxfp8; the factor is a choice.",
             meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
             advice="let the doctor examine a batch (TRL: monitor.doctor: on_alarm; verl: `mismatch-ext doctor --verl`), look at "
-            "what the engine quantises and at whether each weight update is exact, and correct by importance weights until the "
+            "what the engine quantizes and at whether each weight update is exact, and correct by importance weights until the "
             "cause is found",
             numerics=True,
         ),
@@ -168,7 +168,7 @@ DEFAULTS = {
             above=0.1,
             source="A choice. TRL issues #4772 and #5231: runs whose sequence mask left nothing to learn from.",
             meaning="the correction throws away a good part of what was sampled",
-            advice="find why the two sides differ (mismatch-ext doctor), and truncate weights of tokens in the place of masking "
+            advice="find why the two sides differ (mismatch-ext doctor), and truncate weights of tokens instead of masking "
             "responses (TRL: vllm_importance_sampling_mode='token_truncate'; verl: rollout_is: token)",
         ),
         Rule(
@@ -176,7 +176,7 @@ DEFAULTS = {
             above=2.0,
             source="A choice. Log-ratios add up over a response, so that one threshold masks long ones first.",
             meaning="long responses are thrown away more than twice as often as short ones",
-            advice="correct tokens, or a response by its geometric mean, in the place of whole responses by their product",
+            advice="correct tokens, or a response by its geometric mean, instead of whole responses by their product",
         ),
         Rule(
             metric=PREFIX + "routing/set_mismatch_frac",

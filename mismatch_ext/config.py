@@ -73,10 +73,10 @@ class PrecisionConfig:
     growth_interval: Count = 400
     """Steps without overflow before the loss scale doubles."""
     engine_weights: Text | None = None
-    """Engine's name for how its weights are quantized on purpose (`quantization`), such as `fp8_per_channel` or
-    `compressed-tensors`. Any other format is an error, and so is none."""
+    """The engine's name for the quantization of its weights (`quantization`), such as `fp8_per_channel` or
+    `compressed-tensors`. Any other format raises an error, and so do unquantized weights."""
     engine_kv_cache: Text | None = None
-    """Engine's name for its dtype of keys and values (`kv_cache_dtype`), such as `fp8_e4m3`; None is the compute dtype."""
+    """The engine's name for its dtype of keys and values (`kv_cache_dtype`), such as `fp8_e4m3`; None is the compute dtype."""
     readiness: Action = "error"
     """What to do when the checkpoint's weights do not fit the dtype."""
 
@@ -105,9 +105,9 @@ class CorrectionConfig:
     preset: Text | None = None
     """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`); the other keys override it."""
     mode: Literal["decoupled", "bypass"] | None = None
-    """`decoupled` weighs by pi_old/mu in addition to the host's own ratio; `bypass` takes mu as the old policy."""
+    """`decoupled` weighs by pi_old/mu in addition to the trainer's own ratio; `bypass` takes mu as the old policy."""
     loss: Literal["ppo_clip", "reinforce"] | None = None
-    """Policy loss of `bypass`: the host's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
+    """Policy loss of `bypass`: the trainer's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
     level: Literal["none", "token", "sequence", "geometric"] | None = None
     """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
     bound: Literal["truncate", "mask", "clip", "icepop"] | None = None
@@ -121,8 +121,9 @@ class CorrectionConfig:
     reject: dict[Text, Annotated[float | tuple[float, float], PlainValidator(_bounds)]] | None = field(
         default=None, hash=False
     )
-    """Rejection rules, all must hold, such as `{token_k1: [0.5, 2], seq_mean_k3: 0.01}`: `{token,seq_sum,seq_mean}_{k1,k2,k3}`,
-    `seq_max_{k2,k3}`. k1 bounds the ratio (x is 1/x to x), k2 and k3 have an upper bound in nats."""
+    """Rejection rules, all of which must hold, such as `{token_k1: [0.5, 2], seq_mean_k3: 0.01}`:
+    `{token,seq_sum,seq_mean}_{k1,k2,k3}`, `seq_max_{k2,k3}`. k1 bounds the ratio (x is 1/x to x), k2 and k3 have an upper
+    bound in nats."""
     veto: Positive | None = None
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: Number | None = None
@@ -134,10 +135,9 @@ class CorrectionConfig:
 
 @_section("mismatch.kl")
 class KlConfig:
-    """KL regularisation towards the reference policy, with the gradient that it claims (arXiv 2512.21852).
+    """KL term towards the reference policy, with the gradient that it claims (arXiv 2512.21852).
 
-    To keep the host's own KL term, leave the section out. In TRL its `beta` and `use_bias_correction_kl` then have their effect;
-    with the section, `ratio` takes the place of the latter.
+    To keep the trainer's own KL term, leave the section out. In TRL, `ratio` replaces `use_bias_correction_kl`.
     """
 
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
@@ -146,18 +146,18 @@ class KlConfig:
     """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes `reward` for k1, `loss` for k2
     (unbiased for target `token` only) and `both` for the others (abs is biased everywhere)."""
     target: Literal["token", "sequence"] = "sequence"
-    """`sequence` credits later KL to earlier tokens; `token` regularises each token given its prefix."""
+    """`sequence` credits later KL to earlier tokens; `token` treats each token on its own, given its prefix."""
     ratio: Literal["none", "token", "sequence"] = "none"
     """Importance ratio pi/mu on the KL term, for samples of a rollout policy mu that differs from pi."""
     coef: Positive | None = None
-    """Coefficient beta, the same on both parts; None takes the host's own (`beta` in TRL)."""
+    """Coefficient beta, the same on both parts; None takes the trainer's own (`beta` in TRL)."""
     reward_path: Literal["surrogate", "rewards"] = "surrogate"
-    """Score-function part as a `surrogate` loss term, which group normalisation cannot rescale, or inside the `rewards`."""
+    """Score-function part as a `surrogate` loss term, which group normalization cannot rescale, or inside the `rewards`."""
     baseline: Literal["none", "leave_one_out"] = "leave_one_out"
     """Baseline of the surrogate's score-function part: the mean over other samples of the prompt keeps its expectation."""
     target_kl: Positive | None = None
-    """Wanted KL divergence from the reference, nats per token: the coefficient starts at `coef` and follows it. None keeps the
-    coefficient constant."""
+    """Target KL from the reference, in nats per token. The coefficient starts at `coef` and follows it; None keeps it
+    constant."""
 
     def __post_init__(self) -> None:
         if self.placement is None:
@@ -205,24 +205,25 @@ class RoutingConfig:
     """Replay of the experts that a mixture-of-experts model chose before (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""
 
     mode: Literal["R2", "R3"]
-    """`R3` replays the choice of whoever sampled the tokens, `R2` the trainer's own of its old-logprob pass."""
+    """`R3` replays the choice of the engine that sampled the tokens, `R2` that of the trainer's old-logprob pass."""
     reference: Flag = False
     """Replay in the reference model too."""
     measured: Annotated[Number, Field(ge=0, le=1)] = 0.05
-    """Share of replayed forward passes, and under R3 of rollout batches, in which the model's own choice is measured too: in a
-    pass for a top-k per layer, of a batch by scoring it once more without replay. The gap there is what replay closes."""
+    """Share of replayed forward passes in which the model's own choice is recorded too, at the cost of a top-k per
+    layer. Under R3, the same share of batches is also scored once more without replay; the difference is what replay
+    closes."""
 
 
 @_section("mismatch.sampling_mask")
 class SamplingMaskConfig:
     """Log-probabilities over the tokens that top_p, top_k and min_p left to sample from (DeepSeek-V3.2, arXiv 2512.02556).
 
-    The reference is scored over the same tokens, so that the KL of equal models is 0.
+    The reference is scored over the same tokens, so the KL of equal models is 0.
     """
 
     max_support: Annotated[int, Strict(), Field(ge=2)] | None = None
-    """Most tokens per position that the engine is asked for; where more were left, the run ends. Absent, twice `top_k` and 8, for
-    ties."""
+    """How many of the most likely tokens the engine reports per position. If truncation left more, the run ends with
+    an error. None is `2 * top_k + 8`."""
 
     def asked(self, sampling: SamplingSettings) -> int:
         """Return how many of the most likely tokens the engine is asked for; raises ConfigError if nothing bounds them."""
@@ -239,7 +240,7 @@ class SamplingMaskConfig:
 
 @_section("mismatch.lr")
 class LrConfig:
-    """Lowers the learning rate when responses grow (arXiv 2602.01826): the host's schedule times max(decay^floor(t/period),
+    """Lowers the learning rate when responses grow (arXiv 2602.01826): your schedule times max(decay^floor(t/period),
     floor).
 
     t counts from the end of warm-up.
@@ -250,17 +251,17 @@ class LrConfig:
     decay: Annotated[Positive, Field(lt=1)] = 0.5
     """Factor on the learning rate, per period."""
     floor: Annotated[Positive, Field(le=1)] = 0.1
-    """Least multiplier."""
+    """Smallest multiplier."""
     trigger: Trigger = "response_length"
-    """Statistic that is watched for a surge; the paper's is the response length."""
+    """Statistic whose surge starts the decay; the paper's is the response length."""
     surge_ratio: Annotated[Number, Field(gt=1)] = 2.0
-    """Multiple of the baseline that is a surge, where noise does not ask for more. Lengths in arXiv 2602.01826 went to 3-4 times
-    theirs."""
+    """A surge is at least this multiple of the baseline, more if the statistic is noisy. In arXiv 2602.01826, lengths
+    grew to 3-4 times theirs."""
     baseline_window: Count = 50
-    """Batches of rollouts, from the first one on, whose median is the baseline. None surges before they are there, and a surge in
-    the first half of them is not seen."""
+    """Number of first rollout batches whose median is the baseline. No surge is found before they are complete, nor
+    one in their first half."""
     warmup_steps: Annotated[int, Strict(), Field(ge=0)] | None = None
-    """Steps of warm-up; None takes the host's own, which is 0 where there is no host."""
+    """Steps of warm-up; None takes the trainer's own, 0 in your own loop."""
 
     def __post_init__(self) -> None:
         for setting in fields(self):
@@ -280,11 +281,11 @@ class LrConfig:
 
 @_section("mismatch.monitor.alarms")
 class AlarmConfig:
-    """When a metric of the training logs is out of bounds, and what happens then.
+    """Bounds of a logged metric, and what happens outside them.
 
-    A value that is not finite is out of bounds under any rule. docs/metrics.md lists the rules that are built
-    in; naming the metric of one changes only the keys that are given, so that `{"k3_kl": {"action": "stop"}}` keeps
-    its threshold. Another metric needs `above` or `below`.
+    A value that is not finite is out of bounds under any rule. If you name the metric of a built-in alarm
+    (docs/metrics.md), only the keys that you give change: `{"k3_kl": {"action": "stop"}}` keeps its threshold. Any
+    other metric needs `above` or `below`.
     """
 
     above: Number | None = None
@@ -292,35 +293,35 @@ class AlarmConfig:
     below: Number | None = None
     """Values less than this are out of bounds."""
     patience: Count | None = None
-    """Logs in a row out of bounds before the alarm is raised; None is the built-in rule's, else 3. A log without the metric
-    does not count. The alarm is over, and may be raised again, after as many logs in a row that are back by a fifth."""
+    """Logs in a row out of bounds that raise the alarm; None is the built-in alarm's, else 3. Logs without the metric
+    do not count. As many logs in a row that are back by a fifth end it, and it may be raised again."""
     action: AlarmAction | None = None
-    """`stop` ends training after the step, with a checkpoint (the alarm begins again if that is resumed); `off` switches
-    a built-in rule off; None is `warn`. All but `off` warn and are written to the metrics file."""
+    """`stop` saves a checkpoint and ends training after the step (the alarm starts again if you resume it); `off`
+    switches a built-in alarm off; None is `warn`. All but `off` log a warning and write to the metrics file."""
 
 
 @_section("mismatch.monitor")
 class MonitorConfig:
-    """What is measured and checked while training; the host's own numbers stay as they are.
+    """Measures and checks while training, and changes no number of the trainer's.
 
-    On a CPU any block makes TRL's engine run uncompiled and update its weights by vLLM's layer-wise reload: compiled it
-    starts far slower, and TRL's own update fails there, or garbles the experts.
+    On a CPU, any config makes TRL's engine run uncompiled and reload its weights layer by layer. Compiled, it starts
+    far slower, and TRL's own update fails there or corrupts the experts.
     """
 
     run_dir: Text | None = None
-    """Folder of `metrics.jsonl`; default is `<output_dir>/mismatch`. A `~` in front is the home folder."""
+    """Folder of `metrics.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
     weight_sync: Action = "error"
-    """What to do when, after a weight update, the engine computes with stale or garbled weights: its prefill with others than the
-    trainer, or its decode with others than its prefill."""
+    """What to do if the engine computes with stale or corrupted weights after an update: its prefill differs from the
+    trainer, or its decode from its prefill."""
     alarms: dict[Text, AlarmConfig] = field(default_factory=dict, hash=False)
-    """Alarms by metric as it is logged; the prefix `mismatch/` may be left out. They are laid over the built-in ones.
-    Evaluation metrics are not watched."""
+    """Alarms by the name of the logged metric, with or without the prefix `mismatch/`. They change or extend the
+    built-in ones. Evaluation metrics are not watched."""
     default_alarms: Flag = True
-    """Whether the built-in alarms are on that `alarms` does not name."""
+    """Whether built-in alarms that `alarms` does not name are on."""
     doctor: Literal["first_batch", "on_alarm"] | None = None
-    """When a batch of a TRL run is examined for why its two sides differ: the first one, or the next one after an alarm was
-    raised, once for each metric; None examines none. With verl use `mismatch-ext doctor --verl`. It needs a copy of the weights
-    in the main process while it looks; see docs/doctor.md."""
+    """Which batch of a TRL run the doctor examines: the first one, or the next one after an alarm, once for each
+    metric; None examines none. Meanwhile the main process holds a copy of the weights; see docs/doctor.md. With verl,
+    use `mismatch-ext doctor --verl`."""
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and not self.run_dir.strip():
@@ -342,29 +343,29 @@ class MonitorConfig:
 
 @_section("mismatch")
 class MismatchConfig:
-    """The whole `mismatch:` block.
+    """The `mismatch` config: one section for each feature.
 
-    A section that is absent leaves the host's numbers as they are, bit for bit. An unknown key, a wrong type, a value out of
-    range and a contradiction raise ConfigError. `MismatchConfig.parse` reads text, files and mappings.
+    A section that you leave out changes no number of TRL's or verl's, bit for bit. Unknown keys, wrong types, values
+    out of range and contradictions raise ConfigError. `MismatchConfig.parse` reads text, files and mappings.
     """
 
     level: Level = "enforce"
-    """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies no section, measures as an empty block
-    does, and warns of each check that fails; see docs/metrics.md."""
+    """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies none, measures as an empty
+    config does, and logs a warning for each failed check; see docs/metrics.md."""
     precision: PrecisionConfig | None = None
-    """Uniform precision on both sides; absent leaves the host's dtypes alone."""
+    """One precision on both sides; if absent, dtypes stay as they are."""
     correction: CorrectionConfig | None = None
-    """Importance weights; absent leaves the host's own correction alone."""
+    """Importance weights; if absent, the trainer's own correction stays."""
     kl: KlConfig | None = None
-    """KL regularisation; absent leaves the host's own KL term alone."""
+    """KL term; if absent, the trainer's own stays."""
     routing: RoutingConfig | None = None
-    """Expert routing replay; absent lets every forward pass route for itself."""
+    """Replay of expert choices; if absent, every forward pass routes on its own."""
     sampling_mask: SamplingMaskConfig | None = None
-    """Sampling-mask replay; absent scores sampled tokens over the whole vocabulary."""
+    """Replay of sampling masks; if absent, tokens are scored over the whole vocabulary."""
     lr: LrConfig | None = None
-    """Learning-rate control; absent leaves the host's schedule alone."""
+    """Learning-rate control; if absent, the schedule stays as it is."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    """Measurement; on with its defaults whenever a block is given, even an empty one."""
+    """Measurement; on with its defaults in every config, even an empty one."""
 
     @property
     def features(self) -> tuple[str, ...]:
