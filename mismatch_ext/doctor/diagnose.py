@@ -18,7 +18,7 @@ from torch import Tensor
 
 from mismatch_ext.doctor.causes import Cause, Remedy, remedy
 from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, SLOPES, Explained, Fit, Noise, Search
-from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits
+from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
@@ -414,8 +414,11 @@ def diagnose(
         drawn = tokens.drawn_at(temperature / scores.temperature)
         return drawn if drawn is not None or asked is None else abs(asked / temperature - 1) < NEAR
 
+    def truncated(temperature: float) -> Sequence[Cause]:
+        return truncations(LogitTable.of(sample, scores.logits, temperature))
+
     search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
-    explained = search.explain(listed, sample.engine - table.logprob)
+    explained = search.explain(listed, sample.engine - table.logprob, truncated=truncated)
     # If the causes leave more than rounding, and the engine's decode differs from its prefill, then the part that only the decode
     # makes is measured, and the causes have to explain only the prefill.
     apart = engine if engine and not noise.is_rounding(explained.rest) and engine.decodes_apart(noise.mean) else None

@@ -8,6 +8,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal, overload
 
 import numpy as np
 
@@ -49,6 +51,8 @@ NEARLY = 0.02
 TOLD, MORE_STEPS = 1.0, 8
 # Two causes with the same reported log-probabilities: the first draws other tokens, the second does not.
 OTHER_HEAT, BEFORE_HEAT = "temperature", "raw_logprobs"
+# Causes that act together with a temperature, whose parameters are fitted jointly with it.
+TOGETHER = (OTHER_HEAT, "top_p", "top_k", "min_p")
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
@@ -181,8 +185,17 @@ class Search:
         judging = np.unique(self.sample.row[~self.sample.fits])
         self._draws = judging[self.rng.integers(0, len(judging), (DRAWS, len(judging)))]
 
-    def explain(self, causes: Sequence[Cause], error: Floats, most: int = 2) -> Explained:
-        """Fit causes to an error `[N]`, engine less oracle, and choose at most so many that may be named."""
+    def explain(
+        self,
+        causes: Sequence[Cause],
+        error: Floats,
+        most: int = 2,
+        truncated: Callable[[float], Sequence[Cause]] | None = None,
+    ) -> Explained:
+        """Fit causes to an error `[N]`, engine less oracle, and choose at most so many that may be named.
+
+        `truncated` returns the causes that cut off a tail at a temperature; with it, the two are also fitted jointly.
+        """
         named: list[Fit] = []
         first: list[Fit] = []
         rest = error
@@ -201,6 +214,13 @@ class Search:
             )
             named.append(replace(best, ties=ties))
             rest = rest - best.finite
+            # A temperature beside a truncation resembles another truncation alone.
+            if truncated is not None and best.cause.key in TOGETHER and not (named[1:] or self.noise.is_rounding(rest)):
+                heat = next(cause for cause in causes if cause.key == OTHER_HEAT)
+                if pair := self._together(heat, truncated, error, best):
+                    return Explained(
+                        error=error, named=pair, fits=tuple(first), rest=error - pair[0].finite - pair[1].finite
+                    )
             # In float32, the small error that a fitted parameter leaves would look like another cause.
             if float(np.abs(rest).mean()) <= FLOAT32:
                 break
@@ -230,6 +250,10 @@ class Search:
         x = self._parameter(cause, error)
         # If no parameter helps on the fitted responses, do not compute a prediction for the judging ones.
         delta = self._delta(cause, x) if x is not None else np.zeros_like(error)
+        return self._judged(cause, cause.grid[0] if x is None else x, delta, error)
+
+    def _judged(self, cause: Cause, x: float, delta: Floats, error: Floats) -> Fit:
+        """Judge what a cause predicts `[N]` on the responses that it was not fitted on."""
         judges = ~self.sample.fits
         moved = _finite(delta)
         rest = error - moved
@@ -246,11 +270,58 @@ class Search:
         slopes = above[self._draws].sum(1) / np.maximum(below[self._draws].sum(1), 1e-300)
         low, high = np.quantile(slopes, [0.025, 0.975])
         return Fit(
-            cause=cause, x=cause.grid[0] if x is None else x, delta=delta, gain=float(gain.sum()),
+            cause=cause, x=x, delta=delta, gain=float(gain.sum()),
             z=float(gain.sum() / max(float(drawn.std()), 1e-9)), slope=float(above.sum() / max(float(below.sum()), 1e-300)),
             low=float(low), high=float(high), drawn=drawn,
             share=float(1 - np.abs(rest[judges]).sum() / max(float(np.abs(error[judges]).sum()), 1e-300)),
         )  # fmt: skip
+
+    def _together(
+        self, heat: Cause, truncated: Callable[[float], Sequence[Cause]], error: Floats, alone: Fit
+    ) -> tuple[Fit, Fit] | None:
+        """Return the fits of a temperature and of a truncation that act together, if they explain more than one cause alone."""
+        pairs: dict[
+            tuple[str, float], tuple[float, float, Cause]
+        ] = {}  # by key and temperature: loss, parameter, truncation
+
+        def tried(x: float, chosen: str = "") -> float:
+            """Return the loss of a temperature with the best parameter of a truncation; of every truncation if none is chosen."""
+            x = float(f"{x:.4g}")
+            for cause in truncated(x) if (chosen, x) not in pairs else ():
+                if chosen in ("", cause.key):
+                    cut = self._parameter(cause if chosen else replace(cause, steps=0), error, anyway=True)
+                    pairs[cause.key, x] = (self._loss(self._delta(cause, cut), error), cut, cause)
+            return pairs[chosen, x][0] if chosen else 0.0
+
+        grid = sorted(heat.grid)
+        for x in grid:
+            tried(x)
+        key, x = min(pairs, key=lambda pair: pairs[pair][0])
+        at = grid.index(x)
+        # The grid's own losses are of unrefined parameters.
+        pairs.clear()
+        tried(x, key)
+        _narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
+        key, x = min((pair for pair in pairs if pair[0] == key), key=lambda pair: pairs[pair][0])
+        _, cut, cause = pairs[key, x]
+        whole, warmed = self._delta(cause, cut), self._delta(heat, x)
+        both = self._judged(cause, cut, whole, error)
+        more = both.drawn - alone.drawn
+        better = both.gain - alone.gain >= LEAST_GAIN and float(more.mean()) >= LEAST_Z * float(more.std())
+        # Two truncations would fit in part, too. A lower temperature enlarges the rounding that is left.
+        whole_error = self.noise.is_rounding((error - both.finite) / max(1.0, (heat.neutral or x) / x))
+        if not (both.holds and better and whole_error):
+            return None
+        return (
+            self._judged(heat, x, warmed, error - _finite(whole - warmed)),
+            self._judged(cause, cut, whole - warmed, error - warmed),
+        )
+
+    def _loss(self, delta: Floats, error: Floats) -> float:
+        """Return how unlikely an error is with a prediction, a mean over the fitted tokens that it is known of."""
+        half = self.sample.fits & ~np.isnan(delta)
+        rest = np.where(np.isfinite(delta), error - _finite(delta), np.inf)
+        return -float(self.noise.likelihood(rest)[half].mean())
 
     def _delta(self, cause: Cause, x: float, *, screened: bool = False) -> Floats:
         """Return the error that a cause predicts `[N]`, from its `screen` if that is asked for."""
@@ -260,39 +331,44 @@ class Search:
             self._deltas[key] = predict(x) - self.oracle
         return self._deltas[key]
 
-    def _parameter(self, cause: Cause, error: Floats) -> float | None:
+    @overload
+    def _parameter(self, cause: Cause, error: Floats, *, anyway: Literal[True]) -> float: ...
+    @overload
+    def _parameter(self, cause: Cause, error: Floats) -> float | None: ...
+    def _parameter(self, cause: Cause, error: Floats, *, anyway: bool = False) -> float | None:
         """Return the likeliest parameter on the fitted responses: the best of the grid, then refined between its neighbors.
 
-        Returns None if no parameter is better than no cause at all.
+        Returns None if no parameter is better than no cause at all, unless one is wanted `anyway`.
         """
         losses: dict[float, float] = {}
-        half = self.sample.fits & ~np.isnan(self._delta(cause, cause.grid[0], screened=True))
 
         def loss(x: float) -> float:
             if x not in losses:
-                delta = self._delta(cause, x, screened=True)
-                rest = np.where(np.isfinite(delta), error - _finite(delta), np.inf)
-                losses[x] = -float(self.noise.likelihood(rest)[half].mean())
+                losses[x] = self._loss(self._delta(cause, x, screened=True), error)
             return losses[x]
 
         best = min(cause.grid, key=loss)
+        half = self.sample.fits & ~np.isnan(self._delta(cause, best, screened=True))
         null = -float(self.noise.likelihood(error)[half].mean())
-        if not cause.steps or losses[best] >= null + NEARLY:
-            return best if losses[best] < null else None
-        grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
-        at = grid.index(best)
-        low, high = math.log(grid[max(0, at - 1)]), math.log(grid[min(len(grid) - 1, at + 1)])
-        tokens = int(half.sum())
-        for step in range(cause.steps + MORE_STEPS):
-            a, b = high - GOLDEN * (high - low), low + GOLDEN * (high - low)
-            if step >= cause.steps and abs(loss(math.exp(a)) - loss(math.exp(b))) * tokens < TOLD:
-                break
-            if loss(math.exp(a)) < loss(math.exp(b)):
-                high = b
-            else:
-                low = a
-        best = min(losses, key=losses.__getitem__)
-        return best if losses[best] < null else None
+        if cause.steps and (anyway or losses[best] < null + NEARLY):
+            grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
+            at = grid.index(best)
+            _narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
+            best = min(losses, key=losses.__getitem__)
+        return best if anyway or losses[best] < null else None
+
+
+def _narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:
+    """Evaluate a loss by golden sections between two parameters; past the steps only while it differs by more than `told`."""
+    first, last = math.log(low), math.log(high)
+    for step in range(steps + MORE_STEPS):
+        a, b = last - GOLDEN * (last - first), first + GOLDEN * (last - first)
+        if step >= steps and abs(loss(math.exp(a)) - loss(math.exp(b))) < told:
+            break
+        if loss(math.exp(a)) < loss(math.exp(b)):
+            last = b
+        else:
+            first = a
 
 
 def _finite(delta: Floats) -> Floats:

@@ -139,12 +139,7 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
     rows = [
         Cause(key="temperature", family="sampling", said="the engine samples at temperature {x}",
               predict=lambda x: under(lambda z, _: z / x), grid=tuple(x * t for x in TEMPERATURES), neutral=t, steps=14),
-        Cause(key="top_p", family="sampling", said="the engine samples with top_p {x}",
-              predict=lambda x: _nucleus(table, x), grid=NUCLEI, neutral=1.0, steps=10),
-        Cause(key="top_k", family="sampling", said="the engine samples with top_k {x}",
-              predict=lambda x: _top(table, int(x)), grid=tuple(k for k in COUNTS if k < table.logits.shape[1])),
-        Cause(key="min_p", family="sampling", said="the engine samples with min_p {x}",
-              predict=lambda x: _above(table, x), grid=FLOORS, steps=10),
+        *truncations(table),
         *penalties,
         Cause(key="padded_vocabulary", family="config", said="the engine gives mass to {x} rows of padding in its vocabulary",
               remedy="model", predict=lambda x: _padded(table, x), grid=PADDING, steps=8),
@@ -164,6 +159,18 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
               predict=lambda x: _without_end(table, ends, int(x)), grid=LENGTHS, needs=bool(end_tokens)),
     ]  # fmt: skip
     return [cause for cause in rows if cause.needs]
+
+
+def truncations(table: LogitTable) -> list[Cause]:
+    """Return the causes that cut off a tail, at the table's temperature."""
+    return [
+        Cause(key="top_p", family="sampling", said="the engine samples with top_p {x}",
+              predict=lambda x: _nucleus(table, x), grid=NUCLEI, neutral=1.0, steps=10),
+        Cause(key="top_k", family="sampling", said="the engine samples with top_k {x}",
+              predict=lambda x: _top(table, int(x)), grid=tuple(k for k in COUNTS if k < table.logits.shape[1])),
+        Cause(key="min_p", family="sampling", said="the engine samples with min_p {x}",
+              predict=lambda x: _above(table, x), grid=FLOORS, steps=10),
+    ]  # fmt: skip
 
 
 def _kept(table: LogitTable, mass: Floats, stays: np.ndarray) -> Floats:

@@ -419,3 +419,26 @@ def test_another_model_is_told_from_a_fault_of_this_one() -> None:
     # A cause that is the whole truth comes before it, however large.
     named = diagnose(*drawn(lambda z: z / 0.5, responses=few))
     assert named.verdict == "explained" and other_model(named, 9.0) is named
+
+
+@pytest.mark.parametrize(
+    ("heat", "cut", "key", "near"),
+    [
+        (0.9, nucleus(0.95), "top_p", (0.93, 0.97)),
+        (0.95, best_of(6), "top_k", (6, 6)),
+        (0.93, likely(0.08), "min_p", (0.06, 0.1)),
+    ],
+)
+def test_a_temperature_beside_a_truncation_is_named_with_both_values(
+    heat: float, cut: Callable[[Tensor], Tensor], key: str, near: tuple[float, float]
+) -> None:
+    found = diagnose(*drawn(lambda z: cut(z / heat)))
+    first, second = found.causes
+    assert first.key == "temperature" and abs(first.parameter - heat) < 0.01, report(found)
+    assert second.key == key and near[0] <= second.parameter <= near[1], report(found)
+    assert found.verdict == "explained", report(found)
+
+
+def test_two_truncations_are_no_temperature() -> None:
+    found = diagnose(*drawn(lambda z: best_of(6)(nucleus(0.85)(z))))
+    assert "temperature" not in {cause.key for cause in found.causes}, report(found)
