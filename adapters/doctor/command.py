@@ -98,7 +98,7 @@ def host_of(arguments: argparse.Namespace) -> HostRun | None:
     if arguments.trl is not None:
         from mismatch_ext.adapters.trl.doctor import read_trl
 
-        return read_trl(arguments.trl, checkpoint)
+        return read_trl(arguments.trl, checkpoint, served=arguments.server is not None)
     if arguments.verl is not None:
         from mismatch_ext.adapters.verl.settings.doctor import read_verl
 

@@ -22,15 +22,16 @@ LEFT_OUT = {
     "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
     "use_peft": "adapters begin at zero; give the adapter of a later step by --model",
 }
-SERVER = "start from the server itself with --server, or give --rollouts"
+SERVER = "give its address by --server as well, or give --rollouts"
 
 
-def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
+def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False) -> HostRun:
     """Read a configuration file as TRL's `grpo` script does.
 
     Args:
         path: YAML, as `TrlParser` takes it by `--config`.
         checkpoint: Model to examine instead of the run's own; None for the run's own.
+        served: Whether a running server is asked, so that no engine is started.
 
     Returns:
         The run, with vLLM's arguments and sampling settings as TRL 1.16 passes them on.
@@ -43,7 +44,7 @@ def read_trl(path: Path, checkpoint: str | None = None) -> HostRun:
     where = path.name
     if checkpoint is None and not model.model_name_or_path:
         raise ConfigError(f"--trl: {where} has no model_name_or_path; add it, or give the run's checkpoint there.")
-    _ensure_started(args, model, where)
+    _ensure_started(args, model, where, served)
     block = args.mismatch_block()
     name = checkpoint or str(model.model_name_or_path)
     ensure_checkpoint("--model" if checkpoint else f"--trl: {where}: model_name_or_path", name)
@@ -165,13 +166,13 @@ def _parsed(path: Path) -> tuple[Any, Any, Any, dict[str, str]]:
     return script, args, model, dict.fromkeys(names, "no argument of TRL's GRPO script")
 
 
-def _ensure_started(args: Any, model: Any, where: str) -> None:
+def _ensure_started(args: Any, model: Any, where: str, served: bool) -> None:
     """Refuse settings under which the doctor would start something different from the run."""
     init = args.model_init_kwargs or {}
     revision = init.get("revision", model.model_revision)
     for name, given, why, todo in (
         ("use_vllm", args.use_vllm is False, "transformers samples, and there is no engine", "there is no gap to explain"),
-        ("vllm_mode", args.vllm_mode != "colocate", "the engine is a server of its own", SERVER),
+        ("vllm_mode", args.vllm_mode != "colocate" and not served, "the engine is a server of its own", SERVER),
         ("load_in_4bit", model.load_in_4bit, "the doctor's trainer holds no quantised weights", "set it to false"),
         ("load_in_8bit", model.load_in_8bit, "the doctor's trainer holds no quantised weights", "set it to false"),
         ("vllm_structured_outputs_regex", bool(args.vllm_structured_outputs_regex),

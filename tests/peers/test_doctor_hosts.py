@@ -77,6 +77,10 @@ def test_a_run_of_verl_starts_as_verls_server_starts_it(run: Run, tmp_path: Path
         (["--trl", "{tmp}/wrong.yaml"], ["--trl: TRL refuses", "temperature"]),
         (["--trl", "{tmp}/nameless.yaml"], ["has no model_name_or_path"]),
         (["--trl", "{tmp}/server.yaml"], ["server.yaml: vllm_mode='server'", "--server"]),
+        (
+            ["--trl", "{tmp}/server.yaml", "--server", "http://127.0.0.1:9", "--prompts", "{tmp}/prompts.txt"],
+            ["http://127.0.0.1:9"],
+        ),
         (["--trl", "{tmp}/plain.yaml"], ["names no data set", "--prompts"]),
         (["--verl", "actor_rollout_ref.model.path=x"], ["--verl", "actor_rollout_ref.rollout.name"]),
         (["--verl", "nothing.of.it=1"], ["--verl", "nothing"]),
@@ -102,6 +106,7 @@ def test_what_a_host_cannot_have_meant_is_one_line(
     # A name that a script of the run's own knows, of a run on a GPU.
     (tmp_path / "small.yaml").write_text("model_name_or_path: dense\nuse_vllm: true\nvllm_mode: colocate\n")
     (tmp_path / "server.yaml").write_text(plain + "server\n")
+    (tmp_path / "prompts.txt").write_text("1+1=\n")
     (tmp_path / "nameless.yaml").write_text(nameless + "colocate\n")
     (tmp_path / "wrong.yaml").write_text(plain + "colocate\ntemperature: warm\n")
     (tmp_path / "rows.jsonl").write_text('{"question": "1+1="}\n')
