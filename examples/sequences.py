@@ -72,13 +72,13 @@ class SequenceSums:
     def __init__(self, trainer: Any, *, float64: bool = False) -> None:
         self.sums: Sums = {}
         self._trainer, self._float64 = trainer, float64
-        self._observe: Callable[..., None] = trainer._log.observe
+        self._observe: Callable[..., None] = trainer.mm.log.observe
         self._generate: Callable[..., dict[str, Any]] = trainer._generate_and_score_completions
-        self._score: Callable[..., Tensor] = trainer._score_again
+        self._score: Callable[..., Tensor] = trainer.mm.score_again
         self._scored: tuple[Tensor, Tensor] | None = None
-        trainer._log.observe = self._observed
+        trainer.mm.log.observe = self._observed
         trainer._generate_and_score_completions = self._generated
-        trainer._score_again = self._scored_again
+        trainer.mm.score_again = self._scored_again
 
     def _observed(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
         self._observe(split, old, rollout, mask, native=native)
@@ -93,30 +93,30 @@ class SequenceSums:
         if self._float64 and not self._trainer.model.training:
             assert self._scored is not None
             old, mask = self._scored
-            self._add(self._trainer._eval_split, "rounding/", old, self._exact(output), mask)
+            self._add(self._trainer.mm.eval_split, "rounding/", old, self._exact(output), mask)
         return output
 
     def _scored_again(self, output: dict[str, Any]) -> Tensor:
         """Score a batch, and count the flips of each response when that is an evaluation's pass without replay."""
         trainer = self._trainer
-        if trainer.model.training or trainer._routing is not None or not output.get("routing"):
+        if trainer.model.training or trainer.mm.routing is not None or not output.get("routing"):
             return self._score(output)
         with record_routing(trainer.model) as recording:
             found = self._score(output)
         mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
         flips = [flips_of(*pair) for pair in zip(output["routing"], rows_of(recording.trace, mask), strict=True)]
-        self.sums.setdefault(trainer._eval_split, {}).setdefault("flips", []).extend(flips)
+        self.sums.setdefault(trainer.mm.eval_split, {}).setdefault("flips", []).extend(flips)
         return found
 
     def _exact(self, output: dict[str, Any]) -> Tensor:
         """Return log-probabilities of the batch `[B, T]` in float64, under the routes that it was scored with."""
-        trainer, routing = self._trainer, self._trainer._routing
+        trainer, routing = self._trainer, self._trainer.mm.routing
         replayed: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if routing is not None:
             mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
             length = output["completion_ids"].size(1)
             replayed = routing.over_rows(trainer.model, mask, length, output["routing"], "reference")
-        with in_float64(trainer.model), replayed, overridden(trainer, _routing=None):
+        with in_float64(trainer.model), replayed, overridden(trainer.mm.scoring, routing=None):
             found = self._score(output)
         assert found.dtype == torch.float64
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from mismatch_ext.patches.trl.engine_arguments import ENGINE_ARGUMENTS
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
-from mismatch_ext.patches.trl.own_loss import OWN_LOSS
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
@@ -19,7 +18,6 @@ from mismatch_ext.patching import Patch
 # When each patch is active; nothing is patched outside these moments.
 DECLARED: tuple[tuple[Patch, str], ...] = (
     (ENGINE_ARGUMENTS, "while TRL builds its trainer; only with a `mismatch` block"),
-    (OWN_LOSS, "while a TRL trainer with `kl` or `correction` computes its loss; for others it calls TRL's own"),
     (FUSED_HEAD, "while a TRL trainer with `sampling_mask` scores a batch"),
     (SERVER_CLIENT, "while TRL builds its trainer with `vllm_mode: server`; only with a `mismatch` block"),
     (CPU_MOE_REPACK, "during weight updates on a CPU: `update_weights`, and those of a server with the plugin"),

@@ -10,39 +10,32 @@ to train on; after each weight update both sides score probe tokens. A check tha
 
 from __future__ import annotations
 
-import contextlib
 import inspect
-import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.accelerate.deepspeed import forget_order, read_deepspeed
+from accelerate import PartialState
+from mismatch_ext.adapters.accelerate.deepspeed import forget_order
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.accelerate.sharded import held, same_everywhere
 from mismatch_ext.adapters.torch.shards import reshard
-from mismatch_ext.adapters.transformers import read_trainer, score_tokens
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
-from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings, step_of_checkpoint
+from mismatch_ext.adapters.trl.host import TrainerRun
+from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.served import Served
 from mismatch_ext.adapters.vllm.weights import Sending
 from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RecordError, RunDirectoryError
-from mismatch_ext.log import RunLog, run_folder, run_info
-from mismatch_ext.names import PREFIX, TRL
-from mismatch_ext.ranks import ONE_PROCESS, first_error, together
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.names import PREFIX
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.ranks import ONE_PROCESS, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.versions import installed
-from mismatch_ext.weights import SyncVerdict, TrainerLook, WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import SyncVerdict, TrainerLook, WeightVerifier, draw_probes
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 
@@ -83,7 +76,7 @@ def attach(trainer: GRPOTrainer) -> Attached:
     return attached
 
 
-class Attached:
+class Attached(TrainerRun):
     """The measurement of one trainer, which `attach` returns.
 
     Attributes:
@@ -91,44 +84,31 @@ class Attached:
         engine: The engine, as it is asked for scores.
     """
 
+    how = ", attached"
+
     def __init__(self, trainer: Any) -> None:
-        accelerator, generation = trainer.accelerator, trainer.vllm_generation
-        self._trainer, self._accelerator = trainer, accelerator
-        self._ranks = AcceleratorRanks(accelerator)
-        self._verdicts = Verdicts("observe", lambda: int(trainer.state.global_step))
-        self._split = "eval/default"
-        self._generating = False  # one rank may, while others do not
-        self._sending = Sending()
-        block = MismatchConfig(level="observe")
-        with together(self._ranks):
-            self.log = RunLog(
-                block,
-                run_folder(block.monitor, Path(trainer.args.output_dir)),
-                info=self._info,
-                step=lambda: int(trainer.state.global_step),
-                names=TRL,
-                ranks=self._ranks,
-                verdicts=self._verdicts,
-            )
+        with together(AcceleratorRanks(PartialState())):
+            super().__init__(trainer, MismatchConfig(level="observe"), trainer.args.output_dir)
+        self.verdicts.at(lambda: self.step)
+        generation = trainer.vllm_generation
         self.engine: Engine = (
             Colocated(generation.llm, sleeps=trainer.args.vllm_enable_sleep_mode)
             if generation.mode == "colocate"
-            else Served(generation, accelerator)
+            else Served(generation, trainer.accelerator)
         )
-        self._sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self._reading, self._trainer_reading = self.engine.reading(), self._read_trainer()
-        self.log.sampled_with(self._sampling)
-        self._verifier = self._made_verifier(block)
-        if (bias := ratio_bias(trainer, self._sampling)) is not None:
-            warnings.warn(bias, stacklevel=3)
-            self.log.event("warning", "ratio_bias", bias)
+        self._generating = False  # one rank may, while others do not
+        self._sending = Sending()
+        self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
+        self.audit()
+        self.log.sampled_with(self.sampling)
+        self._verifier = self._made_verifier()
         self._plain_sync, self._plain_parameters = generation.sync_weights, generation._iter_named_params
         self._plain_generate, self._plain_score = generation.generate, trainer._generate_and_score_completions
         self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
         generation.sync_weights, generation._iter_named_params = self._sync_weights, self._parameters
         generation.generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
-        trainer.log, trainer.train, trainer.evaluate = self._log_metrics, self._train, self._evaluate
-        trainer.add_callback(AlarmCallback(lambda: self.log))
+        trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
+        trainer.add_callback(self.alarms)
         self.log.announce()
 
     @property
@@ -136,43 +116,48 @@ class Attached:
         """The judgment of the last weight update; None before the first."""
         return None if self._verifier is None else self._verifier.verdict
 
-    def _made_verifier(self, block: MismatchConfig) -> WeightVerifier | None:
-        fsdp = getattr(self._accelerator.state, "fsdp_plugin", None)
+    def read_engine(self) -> EngineReading:
+        """Return what the engine computes with."""
+        return self.engine.reading()
+
+    def ratio_bias(self) -> str | None:
+        """Say why the gap is not only numerics."""
+        return ratio_bias(self.trainer, self.sampling)
+
+    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what was measured since the last log."""
+        measured: dict[str, float] = {}
+        with self.verdicts.checking("findings"):
+            self.verdicts.gather(self.ranks)
+        with self.verdicts.checking("metrics"):
+            measured = self.log.measured(self.step, split)
+        gaps = [gap for gap in self.ranks.gather(self.verdict and self.verdict.gap_mean) if gap is not None]
+        if gaps and of_training:
+            measured[f"{PREFIX}weight_sync_gap"] = max(gaps)
+        return measured, {}
+
+    # A weight update.
+
+    def _made_verifier(self) -> WeightVerifier | None:
+        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         if fsdp is not None and fsdp.fsdp_version == 1:
-            self._verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
+            self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
             return None
-        vocabulary = plain_vocabulary(self._trainer._tokenizer, self._accelerator.device)
+        vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
         return WeightVerifier(
-            self,
+            self.trainer_side(),
             self.engine,
-            block.monitor,
+            self.block.monitor,
             draw_probes(vocabulary, self.engine.longest),
-            dtype=self._reading.model_dtype,
-            trainer_dtype=self._trainer_reading.compute_dtype,
+            dtype=self.readings["engine"].model_dtype,
+            trainer_dtype=self.compute_dtype,
             event=self.log.event,
         )
 
-    # The trainer's side of the check of weight updates.
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return the trainer's log-probabilities `[N, T-1]` of probe tokens `[N, T]`, at temperature 1; on all ranks."""
-        model = self._accelerator.unwrap_model(self._trainer.model)
-        autocast = self._accelerator.autocast if self._accelerator.native_amp else contextlib.nullcontext
-        with forked_rng(self._accelerator.device):
-            scores = score_tokens(model, tokens, autocast)
-        self._forget_pass(model)
-        return scores
-
-    def fingerprint(self) -> str:
-        """Return a digest of the present weights, the same on every rank."""
-        model = self._accelerator.unwrap_model(self._trainer.model)
-        return same_everywhere(self._accelerator)(fingerprint(held(model)))
-
-    def _forget_pass(self, model: Any) -> None:
-        reshard(model)  # FSDP2 keeps whole weights for a backward pass
-        forget_order(self._accelerator)
-
-    # A weight update.
+    def score_probes(self, token_ids: Tensor) -> Tensor:
+        """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
+        with forked_rng(self.trainer.accelerator.device):
+            return super().score_probes(token_ids)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends, noting what the engine should then hold."""
@@ -182,20 +167,20 @@ class Attached:
     def _sync_weights(self) -> None:
         """Send weights as TRL does, and judge whether the engine computes with them."""
         # Sleeping engines get weights inside of `generate`, which a rank may call by itself.
-        ranks = ONE_PROCESS if self._generating else self._ranks
+        ranks = ONE_PROCESS if self._generating else self.ranks
         look: TrainerLook | None = None
         verifier = self._verifier
         # The trainer first: it needs all ranks where it is sharded, and has the device to itself while the engine sleeps.
         if verifier is not None:
-            with self._verdicts.checking("weight_sync"):
+            with self.verdicts.checking("weight_sync"):
                 with together(ranks):
-                    if self.engine.fresh and not verifier.begun and not self._trainer.state.global_step:
+                    if self.engine.fresh and not verifier.begun and not self.step:
                         verifier.begin()
                     asked = verifier.look()
                 look = asked  # on all ranks or none
         self.engine.update(self._plain_sync, self._parameters)
         if verifier is not None and look is not None:
-            with self._verdicts.checking("weight_sync"), together(ranks):
+            with self.verdicts.checking("weight_sync"), together(ranks):
                 verifier.verify(self._sending.samples, look)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -209,12 +194,12 @@ class Attached:
 
     def _generate_and_score(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Generate and score as TRL does, then measure the gap."""
-        split = "train" if self._trainer.model.training else self._split
+        split = self.split
         output: dict[str, Any] = self._plain_score(*args, **kwargs)
-        with self._verdicts.checking("gap"), together(self._ranks):
+        with self.verdicts.checking("gap"), together(self.ranks):
             if output.get(ROLLOUT) is None:
                 raise RecordError(
-                    f"{type(self._trainer).__name__} returned no {ROLLOUT} with this batch, so there is no gap to measure."
+                    f"{type(self.trainer).__name__} returned no {ROLLOUT} with this batch, so there is no gap to measure."
                 )
             old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
             mask = output["completion_mask"] * output.get("tool_mask", 1)
@@ -225,14 +210,14 @@ class Attached:
 
     def _score_batch(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities `[B, T]` by a pass of our own, where TRL took none."""
-        trainer, args = self._trainer, self._trainer.args
+        trainer, args = self.trainer, self.trainer.args
         known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
         tokens, attention_mask = (
             torch.cat([output[f"prompt_{part}"], output[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
         )
         training = trainer.model.training
         # In evaluation mode there are neither dropout nor gradient checkpointing, and no module counts the pass.
-        with torch.no_grad(), evaluating(trainer.model), forked_rng(self._accelerator.device):
+        with torch.no_grad(), evaluating(trainer.model), forked_rng(trainer.accelerator.device):
             logprobs: Tensor = trainer._get_per_token_logps_and_entropies(
                 trainer.model,
                 tokens,
@@ -241,71 +226,19 @@ class Attached:
                 batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
                 **{name: output[name] for name in known if name in output},  # images
             )[0]
-        self._forget_pass(self._accelerator.unwrap_model(trainer.model))
+        reshard(trainer.accelerator.unwrap_model(trainer.model))  # FSDP2 keeps whole weights for a backward pass
+        forget_order(trainer.accelerator)
         return logprobs
 
     # The run.
 
-    def _log_metrics(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with what was measured since the last log."""
-        trainer = self._trainer
-        training = trainer.model.training
-        split, prefix = ("train", "") if training else (self._split, "eval_")
-        measured: dict[str, float] = {}
-        ended = "train_runtime" in logs or (not training and any(name.endswith("_runtime") for name in logs))
-        if "loss" in logs or ended:  # the trainer's own, on all ranks; a user's may be on the main process alone
-            with self._verdicts.checking("findings"):
-                self._verdicts.gather(self._ranks)
-            with self._verdicts.checking("metrics"):
-                measured = self.log.measured(trainer.state.global_step, split)
-            gaps = [gap for gap in self._ranks.gather(self.verdict and self.verdict.gap_mean) if gap is not None]
-            if gaps and "loss" in logs:
-                measured[f"{PREFIX}weight_sync_gap"] = max(gaps)
-        logs.update({prefix + name: value for name, value in measured.items()})
-        self._plain_log(logs, *args, **kwargs)
-        with self._verdicts.checking("metrics"):
-            if training or measured:
-                self.log.write(trainer.state.global_step, {k.removeprefix(prefix): v for k, v in logs.items()}, split)
+    def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        self.logged(lambda logs, _: self._plain_log(logs, *args, **kwargs), logs, None)
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; the metrics file says how it ended."""
-        with self._verdicts.checking("metrics"):
-            self.log.begin(step_of_checkpoint(resume_from_checkpoint, self._trainer.args.output_dir))
-            self.log.begin_anew()
-        try:
-            result = self._plain_train(resume_from_checkpoint, *args, **kwargs)
-        except BaseException as error:
-            with contextlib.suppress(RunDirectoryError):
-                self.log.end("failed", first_error(error))
-            raise
-        with self._verdicts.checking("metrics"):
-            self.log.end("completed")
-        return result
+        with self.training(resume_from_checkpoint):
+            return self._plain_train(resume_from_checkpoint, *args, **kwargs)
 
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        prefix = str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))
-        outer, self._split = self._split, "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
-        try:
-            with self._verdicts.around("metrics", self.log.evaluation(self._trainer.state.global_step)):
-                return self._plain_evaluate(*args, **kwargs)
-        finally:
-            self._split = outer
-
-    def _read_trainer(self) -> Any:
-        accelerator, model = self._accelerator, self._trainer.model
-        if self._trainer.is_deepspeed_enabled:
-            return read_deepspeed(accelerator, model)
-        return read_trainer(model, accelerator.autocast, accelerator.scaler, accelerator.device)
-
-    def _info(self) -> dict[str, Any]:
-        return run_info(
-            self.log.block,
-            TRL,
-            host=f"trl {installed('trl')} {type(self._trainer).__name__}, attached",
-            **of_arguments(self._trainer.args, self._trainer.model),
-            trainer=self._trainer_reading,
-            engine=self._reading,
-            sampling=self._sampling,
-            packages=PACKAGES,
-        )
+        with self.evaluation(str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))):
+            return self._plain_evaluate(*args, **kwargs)

@@ -14,48 +14,32 @@ from mismatch_ext.adapters.transformers.doctor.in_run import (
     unexaminable,
 )
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
-from torch import Tensor, nn
+from torch import nn
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.in_run import EXAMINED_TOKENS, rows_within
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.trl.generation import CheckedGeneration
-    from trl import GRPOTrainer as _Host
-else:
-    _Host = object
-
-Gap = tuple[Tensor, Tensor, Tensor]
+    from mismatch_ext.adapters.trl.host import Gap
+    from mismatch_ext.adapters.trl.run import TrlRun
 
 
-class ExaminingMixin(_Host):
-    """Examines batches of `MismatchTrainerMixin`, which sets the attributes that are used here."""
+class Examiner:
+    """Examines batches of one trainer.
 
-    _block: MismatchConfig | None
-    _verdicts: Verdicts
-    _log: RunLog
-    _readings: dict[str, Any]
-    _ranks: Ranks
-    _examined: Mapping[str, float] = {}
-    vllm_generation: CheckedGeneration  # type: ignore[assignment]  # around TRL's own
-    model: nn.Module
+    Args:
+        run: The run.
+    """
 
-    if TYPE_CHECKING:
+    def __init__(self, run: TrlRun) -> None:
+        self.run, self.trainer = run, run.trainer
+        self._found: Mapping[str, float] = {}
 
-        @property
-        def _config(self) -> MismatchConfig: ...
-        @property
-        def _verified(self) -> bool: ...
-        def _compute_dtype(self) -> str: ...
-
-    def _examine(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> None:
+    def examine(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> None:
         """Examine a training batch where one is due; no other rank takes part, and nothing of the run is touched.
 
         Args:
@@ -63,49 +47,49 @@ class ExaminingMixin(_Host):
             gap: The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens `[B, T]`.
             records: The engine's rollouts row by row; None where they were refused, and the run goes on.
         """
-        doctor = self._log.doctor
-        if doctor is None or not doctor.due or not self.model.training or not self._verified:
+        doctor, checked = self.run.log.doctor, self.run.checked
+        if doctor is None or not doctor.due or not self.trainer.model.training or checked is None:
             return
-        if self.vllm_generation.sent is None:
+        if checked.sent is None:
             return  # the next weight update is copied, and the batch after it examined
-        found = doctor.examine(self.state.global_step, lambda: self._found(output, gap, records))
-        self._examined = {PREFIX + name: value for name, value in found.items()}
+        found = doctor.examine(self.run.step, lambda: self._diagnosis(output, gap, records))
+        self._found = {PREFIX + name: value for name, value in found.items()}
 
-    def _examined_metrics(self) -> dict[str, float]:
+    def metrics(self) -> dict[str, float]:
         """Return what the main process has found since the last log, on every rank: all of them log the same."""
-        found, self._examined = dict(self._examined), {}
-        if self._config.monitor.doctor is None or self._ranks.size == 1:
+        found, self._found = dict(self._found), {}
+        if self.run.block.monitor.doctor is None or self.run.ranks.size == 1:
             return found
-        shared: dict[str, float] = self._ranks.gather(found)[0]
+        shared: dict[str, float] = self.run.ranks.gather(found)[0]
         return shared
 
-    def _found(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> Diagnosis:
-        generation, routing = self.vllm_generation, self._config.routing
-        sent, generation.sent = generation.sent, None
+    def _diagnosis(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> Diagnosis:
+        checked, routing, accelerator = self.run.checked, self.run.block.routing, self.trainer.accelerator
+        assert checked is not None
+        sent, checked.sent = checked.sent, None
         assert sent is not None
-        policy = self.accelerator.unwrap_model(self.model)
+        policy = accelerator.unwrap_model(self.trainer.model)
         policy = policy.get_base_model() if hasattr(policy, "peft_config") else policy
-        held: Mapping[str, int] = self._readings["trainer"].parameter_dtypes
+        held: Mapping[str, int] = self.run.readings["trainer"].parameter_dtypes
         computing = Computing(
-            trainer_dtype=self._compute_dtype(),
+            trainer_dtype=self.run.compute_dtype,
             trainer_weights=max(held, key=held.__getitem__),
-            engine_dtype=generation.reading.model_dtype,
-            temperature=self.temperature,
+            engine_dtype=checked.reading.model_dtype,
+            temperature=self.trainer.temperature,
             replays=routing is not None and routing.mode == "R3",
-            head="float32" if getattr(self.args, "cast_lm_head_to_fp32", False) else "",
+            head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
         )
-        assert self._block is not None
         rows = rows_of(output, gap, records, EXAMINED_TOKENS)
-        copy = copy_of(sent.take(), class_of(policy), policy.config, self.accelerator.device)
+        copy = copy_of(sent.take(), class_of(policy), policy.config, accelerator.device)
         return examine_batch(rows, computing, copy, self._scored_again())
 
     def _scored_again(self) -> Callable[[Sample], Sample] | None:
         """Return a function that asks the engine again; None under `observe`, or if the engine is shared or may sleep."""
-        args: Any = self.args
+        args = self.trainer.args
         alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 and not args.sleeps
-        if self._verdicts.observes or not alone:
+        if self.run.verdicts.observes or not alone:
             return None
-        return VllmEngine.around(self.vllm_generation.llm).score
+        return VllmEngine.around(self.trainer.vllm_generation.llm).score
 
 
 def check_examinable(block: MismatchConfig, model: nn.Module) -> None:
@@ -126,7 +110,7 @@ def rows_of(output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord
 
     Args:
         output: What TRL made of the batch: prompts are padded on the left, completions on the right.
-        gap, records: As `ExaminingMixin._examine` takes them.
+        gap, records: As `Examiner.examine` takes them.
         most: Most sampled tokens of all of them.
     """
     old, rollout, mask = (values.detach().cpu() for values in gap)

@@ -1,67 +1,104 @@
 """What the block changes in TRL's objective: the KL term, and the policy term of `correction.mode: bypass`.
 
-TRL's own `_compute_loss` runs as it is, with its own KL term switched off; what is added is weighted token by token as TRL
-weights its own per-token loss (`aggregation.read_aggregation`), so that denominators are TRL's for every `loss_type`. It is added
-where TRL's KL term stands, inside that function, so that what a subclass does to TRL's loss, it does to the added terms too.
+TRL's `_compute_loss` runs with its own KL term switched off; what is added is weighted token by token as TRL weights its own
+per-token loss (`aggregation.read_aggregation`), so that denominators are TRL's for every `loss_type`. The terms stand where this
+package's class stands among the bases of a trainer: outside of a user's `_compute_loss` if it is first, inside if it is last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl.aggregation import OwnLoss, read_aggregation
-from mismatch_ext.adapters.trl.arrival import ArrivalMixin
-from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.kl import BASELINE, KlReward, kl_loss, needs_baseline
+from mismatch_ext.adapters.trl.aggregation import read_aggregation
+from mismatch_ext.adapters.trl.behavior import Noted
+from mismatch_ext.adapters.trl.correction import native_options
+from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import Scored, watched_loss
+from mismatch_ext.adapters.trl.passes import RolloutPass, Scored, watched_loss
 from torch import Tensor
+from transformers import TrainerCallback
+from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.names import PREFIX
-from mismatch_ext.ranks import Ranks
+from mismatch_ext.presets import resolve
+from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import over_ranks
 
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.host import Gap
+    from mismatch_ext.adapters.trl.run import TrlRun
 
-class ObjectiveMixin(ArrivalMixin):
-    """Adds the block's terms to TRL's own loss; `MismatchTrainerMixin` sets what is active."""
+LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
+"""Methods by which a subclass can make a loss of its own."""
+HOSTS = ("mismatch_ext", "transformers")
+OWN = "trl.trainer.grpo_trainer"
+WEIGHTS = "importance_sampling_ratio"
+"""TRL's key of the weights that it multiplies its per-token loss by."""
 
-    _kl: KlTerm | None = None
-    # It is among TRL's reward functions if a part of the KL is in the rewards.
-    _kl_reward: KlReward | None = None
-    _ranks: Ranks
-    _correction: CorrectionTerm | None = None
 
-    # Step whose batches the controller has begun to measure.
-    _kl_step: int | None = None
+def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
+    """Return the sections of a block that have no effect unless TRL's own loss is stepped."""
+    found = []
+    if block.kl is not None and (block.kl.reward_path != "rewards" or block.kl.placement != "reward"):
+        found.append("mismatch.kl")
+    if block.correction is not None:
+        settings = resolve(block.correction)
+        off = {"vllm_importance_sampling_correction": False}
+        if native_options(settings) != off or settings.off_policy_threshold is not None:
+            found.append("mismatch.correction")
+    return tuple(found)
 
-    def _begin_kl(self, term: KlTerm) -> None:
+
+class Objective:
+    """The block's terms in the loss and in the rewards of one trainer.
+
+    Args:
+        run: The run, which has the KL term and the correction.
+
+    Attributes:
+        sections: Sections that have no effect unless the loss that is stepped comes through `loss`.
+        losses: Number of losses that came through it.
+    """
+
+    def __init__(self, run: TrlRun) -> None:
+        self.run, self.trainer = run, run.trainer
+        self.sections = sections_in_loss(run.block)
+        self.losses = 0
+        self._kl_step: int | None = None  # step whose batches the controller has begun to measure
+
+    def begin_batch(self) -> None:
         """Begin a batch with TRL's present coefficient, or with the controller's, which all batches of a step move once."""
-        term.follow(self.beta)
-        if self.model.training and self._kl_step != self.state.global_step:
-            self._kl_step = self.state.global_step
+        term = self.run.kl
+        if term is None:
+            return
+        term.follow(self.trainer.beta)
+        if self.trainer.model.training and self._kl_step != self.run.step:
+            self._kl_step = self.run.step
             term.begin()
 
-    @property
-    def _reinforces(self) -> bool:
-        return self._correction is not None and self._correction.reinforces
+    def begin_anew(self) -> None:
+        """Forget an earlier training."""
+        self._kl_step = None
 
-    def _kl_penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
+    def penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
         """Return the KL penalty of each fresh completion, from TRL's passes over its tokens.
 
         Raises:
             ConfigError: The reference was not scored on the completions that get a reward.
         """
-        assert self._kl is not None and self._rollout_pass is not None
-        if self._kl.coef == 0:
+        term, batch, trainer = self.run.kl, self.run.rollouts, self.trainer
+        assert term is not None and batch is not None
+        if term.coef == 0:
             return [0.0] * len(completion_ids)
-        batch, prompts = self._rollout_pass, self._rollout_pass.prompts
+        prompts = batch.prompts
 
         def is_of(scored: Scored) -> bool:
             return scored.is_of_rows(prompts, completion_ids)
@@ -69,62 +106,118 @@ class ObjectiveMixin(ArrivalMixin):
         reference = batch.of_reference(is_of)
         if reference is None:
             raise ConfigError(
-                f"mismatch.kl.reward_path='rewards' with {type(self).__name__}: no pass of the reference is of the prompts and "
-                "completions that are rewarded; something changes them after they are generated. Use reward_path='surrogate'."
+                f"mismatch.kl.reward_path='rewards' with {type(trainer).__name__}: no pass of the reference is of the prompts "
+                "and completions that are rewarded; something changes them after they are generated. Use "
+                "reward_path='surrogate'."
             )
-        policy = batch.of_policy(self.model, is_of)
+        policy = batch.of_policy(trainer.model, is_of)
         if policy is None:
             with torch.no_grad(), forked_rng(reference.tokens.device):
-                old = self._get_per_token_logps_and_entropies(
-                    self.model, reference.tokens, reference.attention_mask, reference.length, **reference.options
+                old = trainer._get_per_token_logps_and_entropies(
+                    trainer.model, reference.tokens, reference.attention_mask, reference.length, **reference.options
                 )[0]
         else:
             old = policy.scores[0]
         lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
-        terms = kl_terms(old, reference.scores[0], mask, self._kl.config, coef=self._kl.coef)
+        terms = kl_terms(old, reference.scores[0], mask, term.config, coef=term.coef)
         penalties: list[float] = terms.reward.sum(-1).tolist()
         return penalties
 
-    def _with_terms(self, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
-        """Compute TRL's own loss, with the block's terms instead of TRL's."""
-        self._check_own(own_loss)
-        kl = self._kl
+    def follow_batch(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:
+        """Give the rows of a batch their baseline, and its KL to the controller."""
+        term, run = self.run.kl, self.run
+        if term is None or not term.coef:
+            return
+        adapts, needed = term.adaptive and self.trainer.model.training, needs_baseline(term)
+        if not (adapts or needed):
+            return
+        old = run.old_logprobs(output) if gap is None else gap[0]
+        if needed:
+            pad = self.trainer._tokenizer.pad_token_id
+            output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, pad, run.ranks)
+        if adapts:
+            with together(run.ranks):
+                sums = kl_sums(old, output["ref_per_token_logps"], mask)
+            term.add(over_ranks(sums, run.ranks))
+
+    # The loss.
+
+    def loss(self, host: Callable[[Any, Any], Tensor], model: Any, inputs: Any) -> Tensor:
+        """Compute the loss as the host does, with the block's terms instead of TRL's.
+
+        Args:
+            host: `_compute_loss` of the class after ours: TRL's, or a user's that builds on it.
+            model: The model that is trained.
+            inputs: The micro-batch.
+        """
+        self.losses += torch.is_grad_enabled()
+        kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
+        reinforces = correction is not None and correction.reinforces
         if kl is not None and not kl.config.in_rewards:
-            kl.follow(self.beta)  # a batch may last for several steps, and TRL's own term has the coefficient of each
+            kl.follow(
+                trainer.beta
+            )  # a batch may last for several steps, and TRL's own term has the coefficient of each
+        if kl is None and not self.sections:
+            return host(model, inputs)
+        own_loss = GRPOTrainer._compute_loss
+        self._check_own(own_loss)
         if kl is not None and kl.coef == 0:
             kl = None
-        if kl is None and not self._reinforces:
-            return own_loss(self, model, inputs)
+        if kl is None and not reinforces:
+            return self._weighed(host, model, inputs)
         if kl is not None and needs_baseline(kl) and BASELINE not in inputs:
             raise ConfigError(
                 f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
                 "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
             )
         advantages = inputs["advantages"]
-        given = {**inputs, "advantages": torch.zeros_like(advantages)} if self._reinforces else inputs
-        beta = 0.0 if kl is not None else self.beta
-        with watched_loss(self, model, inputs) as passes, overridden(self, beta=beta):
-            loss = own_loss(self, model, given)
-        logps = passes[0].scores[0]
+        given = {**inputs, "advantages": torch.zeros_like(advantages)} if reinforces else inputs
+        beta = 0.0 if kl is not None else trainer.beta
+        with watched_loss(trainer, model, inputs) as passes, overridden(trainer, beta=beta):
+            loss = self._weighed(host, model, given)
+        # A user may also have scored the same tokens for something that is only logged.
+        scores = [scored.scores[0] for scored in passes]
+        logps = next((logps for logps in scores if logps.requires_grad), scores[0])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
         if kl is not None:
             both = lambda: self._both_logits(model, inputs)  # noqa: E731
-            term = term + kl_loss(kl, logps, inputs, mask, both, self.temperature)
+            term = term + kl_loss(kl, logps, inputs, mask, both, trainer.temperature)
             self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], mask)
-        if self._correction is not None and self._reinforces:
+        if correction is not None and reinforces:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-            term = term - self._correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
-        aggregation = read_aggregation(self, own_loss, model, inputs)
+            term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
+        aggregation = read_aggregation(trainer, own_loss, model, inputs)
         # Masked tokens have weight 0, and their term is finite.
         added = (aggregation.weights * term).sum()
         if aggregation.policy_loss is not None:
             # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
-            mode = "train" if self.model.training else "eval"
-            mine = self.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
-            self._metrics[mode]["policy_loss"][-1] += mine
+            mine = trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
+            trainer._metrics[self.run.mode]["policy_loss"][-1] += mine
         return loss + added
+
+    def _weighed(self, host: Callable[[Any, Any], Tensor], model: Any, inputs: Any) -> Tensor:
+        """Compute the host's loss, and refuse one that did not read the importance weights where there are any."""
+        if "mismatch.correction" not in self.sections or WEIGHTS not in inputs:
+            return host(model, inputs)
+        noted = Noted(inputs)
+        loss = host(model, noted)
+        if WEIGHTS not in noted.asked and torch.is_grad_enabled():
+            raise self.refusal(
+                "the loss was computed without the weights that TRL's own GRPOTrainer._compute_loss reads"
+            )
+        return loss
+
+    def _check_own(self, own_loss: Any) -> None:
+        """Refuse a function that somebody has put instead of TRL's, because what it adds would be taken for TRL's aggregation."""
+        home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
+        if home.partition(".")[0] != "trl":
+            raise ConfigError(
+                f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced by a function of "
+                f"{home}; the weight that TRL gives to each token cannot be read off it. Override the method in a subclass, or "
+                "remove these sections."
+            )
 
     def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the policy's and the reference's logits `[B, T, V]`, before they are divided by the temperature."""
@@ -133,27 +226,74 @@ class ObjectiveMixin(ArrivalMixin):
                 "mismatch.kl.estimator='full' with multimodal inputs: the logits would be those of a model that sees none "
                 "of them; use another estimator."
             )
+        trainer = self.trainer
         tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
         attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
         length = inputs["completion_ids"].size(1)
-        with self.accelerator.autocast():
+        with trainer.accelerator.autocast():
             policy = self._logits(model, tokens, attention_mask, length)
             with torch.no_grad():
-                if self.ref_model is not None:
-                    reference = self._logits(self.ref_model, tokens, attention_mask, length)
+                if trainer.ref_model is not None:
+                    reference = self._logits(trainer.ref_model, tokens, attention_mask, length)
                 else:
-                    peft_model = self.accelerator.unwrap_model(self.model)
+                    peft_model = trainer.accelerator.unwrap_model(trainer.model)
                     with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-                        reference = self._logits(self.model, tokens, attention_mask, length)
+                        reference = self._logits(trainer.model, tokens, attention_mask, length)
         return policy, reference
 
     def _logits(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
-        with self._routed(model, attention_mask, length):
+        with self.run.scoring.routed(model, attention_mask, length):
             return completion_logits(model, tokens, attention_mask, length)
 
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
-        metrics = self._metrics["train" if self.model.training else "eval"]
-        found = term.measured(over_ranks(kl_sums(logps, reference_logps, mask), self._ranks))
+        metrics = self.trainer._metrics[self.run.mode]
+        found = term.measured(over_ranks(kl_sums(logps, reference_logps, mask), self.run.ranks))
         for name, value in {"kl": found["kl_ref_k3"], **{PREFIX + n: v for n, v in found.items()}}.items():
             metrics[name].append(value)
+
+    # That the loss which is stepped is this one.
+
+    def stepped(self, host: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a micro-batch's loss as the host does, and refuse one that did not come through `loss`.
+
+        Raises:
+            ConfigError: A section would be off in silence.
+        """
+        before = self.losses
+        loss = host(model, inputs, *args, **kwargs)
+        if self.sections and self.losses == before and self.trainer.model.training and torch.is_grad_enabled():
+            raise self.refusal("the loss was computed without TRL's own GRPOTrainer._compute_loss")
+        return loss
+
+    def refusal(self, what: str) -> ConfigError:
+        """Return the error for a loss in which the block's terms do not stand."""
+        kind, sections = type(self.trainer), " and ".join(self.sections)
+        mine = [
+            f"{base.__name__}.{name}"
+            for base in kind.__mro__
+            for name in LOSSES
+            if name in vars(base) and base.__module__.partition(".")[0] not in HOSTS and base.__module__ != OWN
+        ]
+        where = ", ".join(mine) or "TRL's own settings (use_liger_kernel computes the loss elsewhere)"
+        return ConfigError(
+            f"{sections} with {kind.__name__}: {what}, and would be off in silence. Look at {where}: return a loss that "
+            f"super()._compute_loss(model, inputs) is a part of; or remove {sections}."
+        )
+
+
+class LossCallback(TrainerCallback):
+    """Refuses an optimizer step on losses none of which came through `Objective.loss`: a subclass may train by other methods.
+
+    Args:
+        objective: The objective of the trainer.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        self._objective, self._stepped = objective, 0
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Refuse the step, or begin anew for the next one."""
+        if self._objective.losses == self._stepped:
+            raise self._objective.refusal("the loss that is to be stepped came from no compute_loss of TRL's")
+        self._stepped = self._objective.losses

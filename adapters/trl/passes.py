@@ -83,6 +83,7 @@ class RolloutPass:
         scored: The host's scoring passes, where they are kept.
         policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
         joining: Whether turns are still being generated, so that records are of calls and not yet of completions.
+        masked_before: Number of passes over masks before the batch.
     """
 
     fresh: bool = True
@@ -93,6 +94,7 @@ class RolloutPass:
     scored: list[Scored] = field(default_factory=list)
     policy: Tensor | None = None
     joining: bool = False
+    masked_before: int = 0
 
     def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
         """Return the routes of each row of a scoring pass; None where they are of other tokens."""
@@ -122,7 +124,7 @@ def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
     def watched_score(*arguments: Any, **named: Any) -> Scores:
         scores: Scores = score(*arguments, **named)
         model = arguments[0] if arguments else named["model"]
-        batch.scored.append(_scored(arguments, named, trainer._is_reference(model), scores))
+        batch.scored.append(_scored(arguments, named, trainer.mm.scoring.is_reference(model), scores))
         return scores
 
     def watched_generate(*arguments: Any, **named: Any) -> Any:
@@ -136,7 +138,7 @@ def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
 
 @contextmanager
 def watched_loss(trainer: Any, model: Any, inputs: Any) -> Iterator[list[Scored]]:
-    """Keep the passes that TRL's own loss takes over the tokens of its micro-batch; the first is the one that it is made of.
+    """Keep the passes that TRL's own loss takes over the tokens of its micro-batch; in their order.
 
     Args:
         trainer: The trainer, while TRL's own `_compute_loss` runs.
@@ -164,5 +166,6 @@ def watched_loss(trainer: Any, model: Any, inputs: Any) -> Iterator[list[Scored]
         raise ConfigError(
             f"mismatch.kl and mismatch.correction with {type(trainer).__name__}: TRL's loss got log-probabilities {shape} for "
             f"completions {list(inputs['completion_ids'].shape)} of its micro-batch; one of each token is needed, from "
-            "_get_per_token_logps_and_entropies. Remove what overrides it, or these sections."
+            "_get_per_token_logps_and_entropies. Remove what overrides it; if your _compute_loss gives TRL's other rows, put its "
+            "class first: class T(Yours, MismatchGRPOTrainer)."
         )

@@ -6,25 +6,17 @@ positions or only of those that count. `MaskedPass` knows which tokens come next
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.forward_hooks import RoutingMixin, rows_of_batch
-from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.replay import Scores
-from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 
-from mismatch_ext.config import SamplingMaskConfig
-from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.errors import ReplayError
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sampling_mask import TokenSupport, head_logprobs
-
-KEY = "sampling_mask"
 
 
 @dataclass(frozen=True)
@@ -151,90 +143,3 @@ class MaskedPass:
             return head_logprobs(hidden, weight, bias, labels, support, **scaling)
         found = head_logprobs(hidden[places], weight, bias, labels[places], support, **scaling)
         return torch.zeros(count, dtype=found.dtype, device=found.device).index_put((places,), found)
-
-
-class SamplingMaskMixin(RoutingMixin):
-    """Overrides the methods of GRPOTrainer that run its model; `MismatchTrainerMixin` sets what is active."""
-
-    _masking: SamplingMaskConfig | None = None
-    # Masks of the micro-batch whose loss is being computed; None outside of a loss.
-    _micro_masks: Sequence[RowMask] | None = None
-    _masked_passes = 0
-
-    def _get_per_token_logps_and_entropies(
-        self, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, *args: Any, **options: Any
-    ) -> Scores:
-        """Score tokens as TRL does, over the masks that they were sampled with; other tokens over the vocabulary.
-
-        Raises:
-            ReplayError: TRL scored without its fused head, or other tokens than it was given.
-        """
-        host, rows = super()._get_per_token_logps_and_entropies, (input_ids, attention_mask, logits_to_keep)
-        if self._masking is None:
-            return host(model, *rows, *args, **options)
-        masks = self._masks_at_hand()
-        if masks is None or not fit(masks, *rows):
-            return host(model, *rows, *args, **options)
-        masked = MaskedPass(masks, *rows)
-        with scoring_with(masked):
-            scores = host(model, *rows, *args, **options)
-        if not masked.done and bool(attention_mask[:, -logits_to_keep:].any()):
-            raise ReplayError(
-                f"mismatch.sampling_mask: {type(self).__name__} scored a batch without TRL's fused head, where masks are "
-                "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
-            )
-        self._masked_passes += 1
-        return scores
-
-    def _masks_at_hand(self) -> Sequence[RowMask] | None:
-        """Return the masks of the micro-batch, or of the batch that is being scored; None where there is neither."""
-        if self._micro_masks is not None:
-            return self._micro_masks
-        batch: RolloutPass | None = self._rollout_pass
-        if batch is None or batch.joining or not batch.fresh or not batch.records:
-            return None
-        return masks_of(batch.records)
-
-    def _batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
-        """Return the masks of a batch that has been scored, one for each row.
-
-        Raises:
-            RecordError: The batch's tokens are not those that the engine sampled.
-        """
-        masks = masks_of(batch.records)
-        if not fit(masks, *rows_of_batch(output)):
-            raise RecordError(
-                "mismatch.sampling_mask: the tokens to be trained on are not those that the engine sampled, row by row, so that "
-                "their masks are not known. Leave prompt_ids, completion_ids and their masks as they were sampled."
-            )
-        return masks
-
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does, over the masks that travelled with the micro-batch.
-
-        Raises:
-            RecordError: The masks are of other tokens than the micro-batch's.
-            ReplayError: The micro-batch has no masks, or TRL did not score it through the pass that replay covers.
-        """
-        if self._masking is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        if KEY not in inputs:
-            raise ReplayError(
-                f"mismatch.sampling_mask, but the micro-batch has no {KEY!r}: something between "
-                "_generate_and_score_completions and compute_loss dropped it. Pass it on with the other inputs."
-            )
-        if not fit(inputs[KEY], *rows_of_batch(inputs)):
-            raise RecordError(
-                "mismatch.sampling_mask: the masks that travelled with the micro-batch are of other tokens than those that are "
-                f"trained on: rows moved or tokens changed without their masks. Move inputs[{KEY!r}] with the other inputs."
-            )
-        before = self._masked_passes
-        with overridden(self, _micro_masks=inputs[KEY]):
-            loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self._masked_passes == before:
-            raise ReplayError(
-                "mismatch.sampling_mask, but the loss was computed without a pass over the micro-batch's tokens and masks: "
-                "something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or "
-                "mismatch.sampling_mask."
-            )
-        return loss

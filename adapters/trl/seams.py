@@ -164,14 +164,11 @@ SEAMS = (
         upstream=_TRAINER,
     ),
     Seam(
-        name="transformers/training_step",
+        name="transformers/loss",
         features=_IN_OBJECTIVE,
-        what="proving that what was changed is the loss that is stepped",
-        claims=(
-            exists(f"{_BASE}.training_step", "model", "inputs"),
-            exists(f"{_BASE}.compute_loss", "model", "inputs"),
-        ),
-        checked="an update without the wrapped loss is refused",
+        what="counting the losses that come through this package's",
+        claims=(exists(f"{_BASE}.compute_loss", "model", "inputs"),),
+        checked="a loss or an update without ours is refused",
         upstream=_TRAINER,
     ),
     Seam(

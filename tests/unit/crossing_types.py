@@ -43,9 +43,9 @@ def derived(
     """From classes of ours, and from the peers' that they derive from."""
     assert_type(config.mismatch_block(), MismatchConfig | None)
     assert_type(config.beta, float)
-    assert_type(trainer._log, RunLog)
+    assert trainer.mm is not None
+    assert_type(trainer.mm.log, RunLog)
     assert_type(trainer.state, TrainerState)
-    assert_type(trainer.model, nn.Module)
     assert_type(engine.block, MismatchConfig | None)
     assert_type(verl.global_steps, int)
 

@@ -57,11 +57,12 @@ def listening(batches: list[dict[str, Any]]) -> SequenceSums:
     recorder = SimpleNamespace(observe=lambda *given, native=False: seen.append((*given, native)))
 
     def generate(batch: dict[str, Any]) -> dict[str, Any]:
-        trainer._log.observe(batch["split"], batch["old"], batch["rollout"], batch["mask"])
-        trainer._log.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
+        trainer.mm.log.observe(batch["split"], batch["old"], batch["rollout"], batch["mask"])
+        trainer.mm.log.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
         return batch
 
-    trainer = SimpleNamespace(_log=recorder, _generate_and_score_completions=generate, _score_again=None)
+    mm = SimpleNamespace(log=recorder, score_again=None)
+    trainer = SimpleNamespace(mm=mm, _generate_and_score_completions=generate)
     sums = SequenceSums(trainer)
     for batch in batches:
         trainer._generate_and_score_completions(batch)

@@ -8,14 +8,15 @@ The model itself runs once.
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
 from mismatch_ext.adapters.trl.async_grpo.rows import ENDED, ROUTED, ROUTES, VERSIONS
+from mismatch_ext.adapters.trl.host import TrainerRun
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
@@ -23,17 +24,10 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct, metrics_over_ranks
 from mismatch_ext.drift import UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.log import RunLog
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
-from mismatch_ext.ranks import Ranks
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import Sums, merged
-
-if TYPE_CHECKING:
-    from trl.experimental.async_grpo import AsyncGRPOTrainer as _Host
-else:
-    _Host = object
 
 INDEX, OLD, ADVANTAGES, SEGMENTS = "token_index", "old_log_probs", "advantages", "segment_id"
 
@@ -96,29 +90,32 @@ class Terms:
         )
 
 
-class LossMixin(_Host):
-    """Overrides `compute_loss`; the trainer sets what is active."""
+class LossRun(TrainerRun):
+    """The part of a run that is between TRL's forward pass and its loss.
 
-    _block: MismatchConfig | None
-    _log: RunLog
-    _ranks: Ranks
-    _correction: ResolvedCorrection | None = None
-    _routing: TreeReplay | None = None
-    # Set from construction on.
-    model: nn.Module
-    # Gap of the rollouts that the next step learns from.
-    _step_gap: Sums | None = None
-    # Gap of the rollouts that were sampled right after the last weight update.
-    _fresh_gap: Sums | None = None
-    _step_lengths: list[tuple[Tensor, Tensor]]
-    _metrics: dict[str, defaultdict[str, list[Any]]]
+    Attributes:
+        step_gap: Gap of the rollouts that the next step learns from.
+        fresh_gap: Gap of the rollouts that were sampled right after the last weight update.
+        step_lengths: Lengths of those that the next step learns from, and whether each was cut.
+    """
 
-    if TYPE_CHECKING:
+    routing: TreeReplay | None
+    correction: ResolvedCorrection | None = None
 
-        def _autocast(self) -> AbstractContextManager[Any]: ...
+    def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
+        super().__init__(trainer, block, output_dir)
+        self.routing = None
+        self.step_gap: Sums | None = None
+        self.fresh_gap: Sums | None = None
+        self.step_lengths: list[tuple[Tensor, Tensor]] = []
 
-    def compute_loss(
-        self, model: Any, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    def loss(
+        self,
+        plain: Callable[..., Any],
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: Any = None,
     ) -> Any:
         """Compute the loss as TRL does, from a forward pass under recorded routes; the correction weights each token.
 
@@ -128,23 +125,22 @@ class LossMixin(_Host):
             ConfigError: The loss is computed without the model.
             NonFiniteLogprobError: A log-probability of a trained token is not finite.
         """
-        plain = super().compute_loss
-        if self._block is None or not self.model.training:
+        if not self.trainer.model.training:
             return plain(model, inputs, return_outputs, num_items_in_batch)
-        kwargs = self._asked(inputs)
+        kwargs = self.asked(plain, inputs)
         begun = time.time()
-        with self._routed(inputs, kwargs):
+        with self.routed(inputs, kwargs):
             outputs = model(**kwargs)
-        self._step_forward_s += time.time() - begun
+        self.trainer._step_forward_s += time.time() - begun
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
         self._measure(terms, inputs)
-        if self._routing is not None and self._routing.draws.native_gap():
+        if self.routing is not None and self.routing.draws.native_gap():
             self._measure_native(model, kwargs, inputs, terms)
-        if self._correction is not None:
+        if self.correction is not None:
             inputs = self._corrected(terms, inputs)
         return plain(lambda **kwargs: outputs, inputs, return_outputs, num_items_in_batch)
 
-    def _asked(self, inputs: dict[str, Any]) -> dict[str, Any]:
+    def asked(self, plain: Callable[..., Any], inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the arguments that TRL's loss calls the model with for a micro-batch.
 
         Raises:
@@ -152,42 +148,42 @@ class LossMixin(_Host):
         """
         asked = Asked()
         try:
-            super().compute_loss(asked, inputs)
+            plain(asked, inputs)
         except _Reached:
             pass
         if asked.kwargs is None:
             raise ConfigError(
-                f"mismatch with {type(self).__name__}: its loss was computed without calling the model that it was given, so "
-                "that there is no gap to measure or correct. Let compute_loss call AsyncGRPOTrainer's."
+                f"mismatch with {type(self.trainer).__name__}: its loss was computed without calling the model that was "
+                "given, so that there is no gap to measure or correct. Let compute_loss call AsyncGRPOTrainer's."
             )
         return asked.kwargs
 
     def _measure_fresh(self, inputs: dict[str, Any]) -> None:
         """Measure rollouts of the present weights that are not trained on, by the same pass as those that are."""
-        kwargs = self._asked(inputs)
-        model = self.accelerator.unwrap_model(self.model)
-        with torch.no_grad(), forked_rng(self.accelerator.device), self._autocast(), self._routed(inputs, kwargs):
+        kwargs = self.asked(self.trainer.plain_loss, inputs)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with torch.no_grad(), forked_rng(self.trainer.accelerator.device), self.autocast(), self.routed(inputs, kwargs):
             outputs = model(**kwargs)
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
-        given, step = (terms.logprobs, terms.rollout, terms.mask, terms.versions), self.state.global_step
-        self._fresh_gap = drift_sums(*given, scoring=step, buffered=True)
-        self._log.add_drift(self._fresh_gap)
+        given, step = (terms.logprobs, terms.rollout, terms.mask, terms.versions), self.step
+        self.fresh_gap = drift_sums(*given, scoring=step, buffered=True)
+        self.log.add_drift(self.fresh_gap)
 
     def _measure(self, terms: Terms, inputs: dict[str, Any]) -> None:
         """Measure the gap of the trained tokens, those of the present weights apart from those of older ones."""
         given = (terms.logprobs, terms.rollout, terms.mask)
-        self._log.observe("train", *given)
-        drift = drift_sums(*given, terms.versions, scoring=self.state.global_step)
-        self._log.add_drift(drift)
-        self._step_gap = drift if self._step_gap is None else merged(self._step_gap, drift)
+        self.log.observe("train", *given)
+        drift = drift_sums(*given, terms.versions, scoring=self.step)
+        self.log.add_drift(drift)
+        self.step_gap = drift if self.step_gap is None else merged(self.step_gap, drift)
         ended = inputs[ENDED][inputs[ENDED] != UNKNOWN]
-        self._step_lengths.append((terms.mask.sum(1), ended == 0))
+        self.step_lengths.append((terms.mask.sum(1), ended == 0))
 
     def _measure_native(self, model: nn.Module, kwargs: dict[str, Any], inputs: dict[str, Any], terms: Terms) -> None:
         """Measure the gap without replay, which is kept apart from the gap with it."""
-        with torch.no_grad(), forked_rng(self.accelerator.device):
+        with torch.no_grad(), forked_rng(self.trainer.accelerator.device):
             native = Terms.of(model(**kwargs).log_probs.flatten(), inputs)
-        self._log.observe("train", native.logprobs, terms.rollout, terms.mask, native=True)
+        self.log.observe("train", native.logprobs, terms.rollout, terms.mask, native=True)
 
     def _corrected(self, terms: Terms, inputs: dict[str, Any]) -> dict[str, Any]:
         """Return the micro-batch with weighted advantages; each token's term in TRL's loss scales with its advantage.
@@ -196,11 +192,11 @@ class LossMixin(_Host):
         then 1, with its gradient, and the importance weight pi_old/mu multiplies it. `bypass` with `ppo_clip`: TRL's ratio stays
         pi/mu, and rejected tokens weigh nothing. `bypass` with `reinforce`: TRL's ratio is 1, and the weight is pi/mu.
         """
-        settings = self._correction
+        settings = self.correction
         assert settings is not None
         found = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
-        for name, value in metrics_over_ranks(found.metrics, terms.mask, settings, self._ranks).items():
-            self._metrics["train"][PREFIX + name].append(value)
+        for name, value in metrics_over_ranks(found.metrics, terms.mask, settings, self.ranks).items():
+            self.trainer._metrics["train"][PREFIX + name].append(value)
         clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
         weights = found.mask.float() if clips else found.as_multiplier()
         chosen = inputs[INDEX] >= 0
@@ -212,9 +208,9 @@ class LossMixin(_Host):
             changed[OLD][chosen] = terms.logprobs[terms.mask]
         return changed
 
-    def _routed(self, inputs: dict[str, Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
+    def routed(self, inputs: dict[str, Any], kwargs: dict[str, Any]) -> AbstractContextManager[None]:
         """Return the context that runs the row's forward pass under the routes that came with its rollouts."""
-        if self._routing is None:
+        if self.routing is None:
             return nullcontext()
         real = inputs["attention_mask"].bool()
-        return self._routing.over_tree(self.model, kwargs, inputs[ROUTES][real], inputs[ROUTED][real])
+        return self.routing.over_tree(self.trainer.model, kwargs, inputs[ROUTES][real], inputs[ROUTED][real])

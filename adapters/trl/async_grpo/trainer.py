@@ -19,14 +19,12 @@ from mismatch_ext.adapters.trl.async_grpo.fresh import FreshRollouts
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate
 from mismatch_ext.adapters.trl.async_grpo.leading import Leading
 from mismatch_ext.adapters.trl.async_grpo.loop import Following, VersionedLoop
-from mismatch_ext.adapters.trl.async_grpo.loss import LossMixin
+from mismatch_ext.adapters.trl.async_grpo.loss import LossRun
 from mismatch_ext.adapters.trl.async_grpo.replay import TreeReplay
 from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator
 from mismatch_ext.adapters.trl.async_grpo.transfer import CheckedTransfer
 from mismatch_ext.adapters.trl.async_grpo.worker import ending, naming
-from mismatch_ext.adapters.trl.checkpoint import CheckpointMixin
-from mismatch_ext.adapters.trl.lr import LrMixin
-from mismatch_ext.adapters.trl.metrics import LoggingMixin, of_agreement
+from mismatch_ext.adapters.trl.host import of_agreement
 from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import RoutingRefusals, check_peers
@@ -47,8 +45,6 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
-from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
 
 if TYPE_CHECKING:
@@ -57,93 +53,73 @@ else:
     _Host = object
 
 
-class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Host):  # type: ignore[misc]  # _routing, as in LossMixin
-    """Adds the `mismatch:` block to an AsyncGRPOTrainer or to a subclass of one; put it first among the bases.
+class AsyncRun(LossRun):
+    """The block's side of an AsyncGRPOTrainer, as `trainer.mm`."""
 
-    Without a block every method passes straight on.
-    """
+    remote: RemoteEngine
+    transfer: CheckedTransfer | None = None
+    collator: CarryingCollator | None = None
 
-    processing_class: Any
-    # The parts that are shared with GRPO's trainers ask for these: here no engine is in this process, and no wrapper of one.
-    use_vllm = False
-    _kl = None
-    _transfer: CheckedTransfer | None = None
-    _collator: CarryingCollator | None = None
+    def check_sharding(self) -> None:
+        """Refuse sections that do not work with sharded parameters."""
+        trainer = self.trainer
+        check_unsharded(self.block, deepspeed=trainer.is_deepspeed_enabled, fsdp=trainer.is_fsdp_enabled)
 
-    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
-        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchAsyncGRPOConfig)), None)
-        self._block: MismatchConfig | None = (
-            config.mismatch_block() if isinstance(config, MismatchAsyncGRPOConfig) else None
-        )
-        if self._block is None:
-            super().__init__(model, *args, **kwargs)
-            return
-        self._verdicts = Verdicts(self._block.level, lambda: self.state.global_step)
-        check_peers(type(self), self._block, use_vllm=True, server=True)
-        _check_arguments(self._block, kwargs)
-        self._open_log(config.output_dir)
-        self._patches = []
-        self._step_lengths = []
-        with config.claimed(), overridden(self, _constructing=True):
-            super().__init__(model, *args, **kwargs)
-        self._build(config)
-
-    def _check_sharding(self) -> None:
-        check_unsharded(self._config, deepspeed=self.is_deepspeed_enabled, fsdp=self.is_fsdp_enabled)
-
-    def _check_model(self) -> None:
-        self._check_precision()
-        if self._config.routing is not None:
-            with RoutingRefusals(self._config.routing):
-                self._routing = TreeReplay(
-                    self._config.routing, self.model, seed=self.args.seed, ranks=self._ranks, step=lambda: self.state.global_step
+    def check_model(self) -> None:
+        """Refuse a model that the block does not fit."""
+        self.check_precision()
+        if self.block.routing is not None:
+            with RoutingRefusals(self.block.routing):
+                self.routing = TreeReplay(
+                    self.block.routing, self.trainer.model, seed=self.trainer.args.seed, ranks=self.ranks,
+                    step=lambda: self.step,
                 )  # fmt: skip
 
     # Once TRL has built its parts.
 
-    def _build(self, config: Any) -> None:
+    def begin(self, config: Any) -> None:
         """Ask the server what it runs with, audit both sides, and come between TRL and its rollout worker and weight transfer."""
-        self._sampling: SamplingSettings = sampling_settings(config, None)
-        self._log.sampled_with(self._sampling)
-        self._log.follow_versions()
-        if self._config.correction is not None:
-            self._correction = resolve(self._config.correction)
-        self.add_callback(self._alarms)
-        if self._config.lr is not None:
-            self._lr: LrCallback | None = LrCallback(self._config.lr)
-            self.add_callback(Leading(self))
-            self.add_callback(self._lr)
-        self._readings: dict[str, Any] = {"trainer": self._read_trainer()}
-        if not self.accelerator.is_main_process:
+        self.sampling = sampling_settings(config, None)
+        self.log.sampled_with(self.sampling)
+        self.log.follow_versions()
+        if self.block.correction is not None:
+            self.correction = resolve(self.block.correction)
+        self.trainer.add_callback(self.alarms)
+        if self.block.lr is not None:
+            self.lr = LrCallback(self.block.lr)
+            self.trainer.add_callback(Leading(self))
+            self.trainer.add_callback(self.lr)
+        self.readings = {"trainer": self.read_trainer()}
+        if not self.trainer.accelerator.is_main_process:
             return
-        self._remote = self._find_server(config)
-        self._audit()
-        if (missing := unchecked(self._remote)) is not None:
-            self._warn("server", missing)
-        if self._readiness is not None:
-            self._warn(READINESS, self._readiness)
-        self._fresh = FreshRollouts(
-            self._remote,
-            self._sampling,
+        self.remote = self._find_server(config)
+        self.audit()
+        if (missing := unchecked(self.remote)) is not None:
+            self.warn("server", missing)
+        if self.readiness is not None:
+            self.warn(READINESS, self.readiness)
+        self.fresh = FreshRollouts(
+            self.remote,
+            self.sampling,
             tokens=ENOUGH,
             length=config.max_completion_length,
         )
-        self._follow(self._remote, config)
-        self._log.announce()
+        self._follow(self.remote, config)
+        self.log.announce()
 
     def _find_server(self, config: Any) -> RemoteEngine:
         """Wait for the server as TRL does, and refuse one that does not run as the block needs it."""
-        client: Any = self.vllm_client  # TRL's, on the main process
+        client: Any = self.trainer.vllm_client  # TRL's, on the main process
         client.wait_for_server_ready()
         http = ServerHttp(client.server_url, requests.Session(), config.vllm_server_timeout)
         remote = RemoteEngine(http)
-        ServerCheck(self._config)(remote, self.accelerator.device.type)
+        ServerCheck(self.block)(remote, self.trainer.accelerator.device.type)
         return remote
 
     def _follow(self, remote: RemoteEngine, config: Any) -> None:
         """Put the gate before the rollout worker's requests, and around weight updates."""
-        worker: Any = self.rollout_worker
-        inner: Any = self.weight_transfer
+        worker: Any = self.trainer.rollout_worker
+        inner: Any = self.trainer.weight_transfer
         if not isinstance(worker, AsyncRolloutWorker) or worker._loop_cls not in (_AsyncRolloutLoop, VersionedLoop):
             name = type(worker).__name__
             raise ConfigError(
@@ -151,113 +127,186 @@ class MismatchAsyncMixin(LossMixin, CheckpointMixin, LrMixin, LoggingMixin, _Hos
                 "loop alone; leave it out, or remove the block."
             )
         gate = Gate(worker._mp_ctx)
-        self._transfer = CheckedTransfer(
+        self.transfer = CheckedTransfer(
             inner,
             remote,
             gate,
             verifier=self._verifier(remote),
-            step=lambda: self.state.global_step,
-            on_sent=self._on_sent,
+            step=lambda: self.step,
+            on_sent=self.sent,
             alive=lambda: worker.check_health(config.heartbeat_stale_after_s),
             arrived=self._sample_fresh,
             over_http=remote.backend == BACKEND and isinstance(inner, WeightTransferClient),
         )
-        self.weight_transfer = self._transfer
+        self.trainer.weight_transfer = self.transfer
         worker._loop_cls = VersionedLoop
-        worker._loop_kwargs["mismatch"] = Following(gate=gate, owner=self._transfer.stamps.owner)
+        worker._loop_kwargs["mismatch"] = Following(gate=gate, owner=self.transfer.stamps.owner)
         vars(worker).update(check_health=naming(worker), stop=ending(worker, gate))
 
     def _sample_fresh(self) -> None:
         """Measure numerics on rollouts of the weights that have just arrived."""
-        prompts = [] if self._collator is None else self._collator.prompts
+        prompts = [] if self.collator is None else self.collator.prompts
         # Before the first batch there are no prompts. Only one rank takes this pass, without the others' shards and checks.
-        if not prompts or self.is_fsdp_enabled or (self._routing is not None and self._ranks.size > 1):
+        if not prompts or self.trainer.is_fsdp_enabled or (self.routing is not None and self.ranks.size > 1):
             return
         row = TreeRow()
-        for sample in self._fresh.take(prompts, self.state.global_step):
+        for sample in self.fresh.take(prompts, self.step):
             row.add(sample)
         # A collator of our own, because TRL's counts what it collates as trained on.
-        collate = self._carrying(DataCollatorForRollout(self.processing_class.pad_token_id))
+        collate = self.carrying(DataCollatorForRollout(self.trainer.processing_class.pad_token_id))
         inputs = collate([[row]])
-        self._measure_fresh({name: value.to(self.accelerator.device) for name, value in inputs.items()})
+        self._measure_fresh({name: value.to(self.trainer.accelerator.device) for name, value in inputs.items()})
 
-    def _carrying(self, inner: Callable[[Any], dict[str, Any]]) -> CarryingCollator:
-        ends = [*self.eos_token_ids, self.processing_class.pad_token_id]
-        return CarryingCollator(inner, ends, None if self._routing is None else self._routing.layout)
+    def carrying(self, inner: Callable[[Any], dict[str, Any]]) -> CarryingCollator:
+        ends = [*self.trainer.eos_token_ids, self.trainer.processing_class.pad_token_id]
+        return CarryingCollator(inner, ends, None if self.routing is None else self.routing.layout)
 
     def _verifier(self, remote: RemoteEngine) -> WeightVerifier | None:
-        monitor = self._config.monitor
+        monitor = self.block.monitor
         if monitor.weight_sync == "off":
             return None
-        probes = draw_probes(plain_vocabulary(self.processing_class, self.accelerator.device), remote.longest)
+        probes = draw_probes(
+            plain_vocabulary(self.trainer.processing_class, self.trainer.accelerator.device), remote.longest
+        )
         return WeightVerifier(
-            self._trainer_side(),
+            self.trainer_side(),
             remote,
             monitor,
             probes,
             dtype=remote.reading().model_dtype,
-            trainer_dtype=self._compute_dtype(),
-            event=self._on_event,
+            trainer_dtype=self.compute_dtype,
+            event=self.of_update,
         )
 
-    def _read_engine(self) -> EngineReading:
-        return self._remote.reading()
+    def read_engine(self) -> EngineReading:
+        return self.remote.reading()
 
-    def _score(self, token_ids: Tensor) -> Tensor:
-        with plain_attention(self.accelerator.unwrap_model(self.model)):
-            return super()._score(token_ids)
+    def score_probes(self, token_ids: Tensor) -> Tensor:
+        with plain_attention(self.trainer.accelerator.unwrap_model(self.trainer.model)):
+            return super().score_probes(token_ids)
 
-    # A training.
+    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        if split != "train":
+            return {}, {}
+        extra = self.log.flush(split, self.step)
+        agreement = {} if self.routing is None else self.routing.take_agreement(split, self.ranks)
+        logged, by_layer = of_agreement(agreement)
+        return extra | logged | (self.training_metrics() if of_training else {}), by_layer
+
+    def further_metrics(self) -> dict[str, float]:
+        return {} if self.verdict is None else {"weight_sync_gap": self.verdict.gap_mean}
+
+    @property
+    def verdict(self) -> SyncVerdict | None:
+        verifier = None if self.transfer is None else self.transfer.verifier
+        return None if verifier is None else verifier.verdict
+
+    def ratio_bias(self) -> str | None:
+        return self.sampling.ratio_bias()
+
+    # What a checkpoint holds.
+
+    def state(self) -> dict[str, Any]:
+        state = super().state()
+        if self.transfer is not None and self.transfer.verifier is not None:
+            state["weight_sync"] = self.transfer.verifier.state_dict()
+        return state
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        super().go_on_from(state)
+        if self.transfer is not None and self.transfer.verifier is not None and state.get("weight_sync") is not None:
+            said = self.transfer.verifier.load_state_dict(state["weight_sync"])
+            if said is not None:
+                self.told(self._resumed_step, "settings_changed", said)
+
+
+class MismatchAsyncMixin(_Host):
+    """Adds the `mismatch:` block to an AsyncGRPOTrainer or to a subclass of one; put it first among the bases.
+
+    Without a block every method passes straight on.
+    """
+
+    mm: AsyncRun | None = None
+
+    def __init__(self, model: Any, *args: Any, **kwargs: Any) -> None:
+        config: Any = kwargs.get("args") or next((a for a in args if isinstance(a, MismatchAsyncGRPOConfig)), None)
+        block = config.mismatch_block() if isinstance(config, MismatchAsyncGRPOConfig) else None
+        if block is None:
+            super().__init__(model, *args, **kwargs)
+            return
+        self.mm = mm = AsyncRun(self, block, config.output_dir)
+        mm.verdicts.at(lambda: mm.step)
+        check_peers(type(self), block, use_vllm=True, server=True)
+        _check_arguments(block, kwargs)
+        with config.claimed(), overridden(mm, constructing=True):
+            super().__init__(model, *args, **kwargs)
+        mm.begin(config)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
+        super().create_accelerator_and_postprocess()
+        if self.mm is not None:
+            self.mm.accelerator_created()
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; the metrics file says how it ended."""
+        if self.mm is None:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+        with self.mm.training(resume_from_checkpoint):
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def get_train_dataloader(self) -> Any:
         """Return TRL's loader, whose batches also hold what is known of their tokens."""
-        if self._block is None:
+        mm = self.mm
+        if mm is None:
             return super().get_train_dataloader()
         plain = self.accelerator.prepare
 
         def prepare(loader: Any) -> Any:
-            loader.collate_fn = self._collator = self._carrying(loader.collate_fn)
+            loader.collate_fn = mm.collator = mm.carrying(loader.collate_fn)
             return plain(loader)
 
         with shadowed(self.accelerator, prepare=prepare):
             return super().get_train_dataloader()
 
-    def _extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        if split != "train":
-            return {}, {}
-        extra = self._log.flush(split, self.state.global_step)
-        agreement = {} if self._routing is None else self._routing.take_agreement(split, self._ranks)
-        logged, by_layer = of_agreement(agreement)
-        return extra | logged | (self._training_metrics() if of_training else {}), by_layer
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss as TRL does, from a forward pass under recorded routes; the correction weights each token."""
+        return self.plain_loss(*args, **kwargs) if self.mm is None else self.mm.loss(self.plain_loss, *args, **kwargs)
 
-    def _further_metrics(self) -> dict[str, float]:
-        return {} if self._verdict is None else {"weight_sync_gap": self._verdict.gap_mean}
+    def plain_loss(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of the class after this one."""
+        return super().compute_loss(*args, **kwargs)
 
-    @property
-    def _verdict(self) -> SyncVerdict | None:
-        verifier = None if self._transfer is None else self._transfer.verifier
-        return None if verifier is None else verifier.verdict
+    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
+        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+        if self.mm is not None:
+            self.mm.grad_norm(norm)
+        return norm
 
-    def _ratio_bias(self) -> str | None:
-        return self._sampling.ratio_bias()
+    def _get_learning_rate(self) -> float:
+        scheduled = super()._get_learning_rate()
+        return scheduled if self.mm is None or self.mm.lr is None else scheduled * self.mm.lr.applied
 
-    # What a checkpoint holds.
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self.mm is None:
+            super().log(logs, start_time)
+        else:
+            self.mm.logged(super().log, logs, start_time)
 
-    def _state(self) -> dict[str, Any]:
-        state = super()._state()
-        if self._transfer is not None and self._transfer.verifier is not None:
-            state["weight_sync"] = self._transfer.verifier.state_dict()
-        return state
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        if self.mm is not None:
+            self.mm.save(trial)
+        super()._save_checkpoint(model, trial)
 
-    def _go_on_from(self, state: dict[str, Any]) -> None:
-        super()._go_on_from(state)
-        if self._transfer is not None and self._transfer.verifier is not None and state.get("weight_sync") is not None:
-            said = self._transfer.verifier.load_state_dict(state["weight_sync"])
-            if said is not None:
-                self._told(self._resumed_step, "settings_changed", said)
+    def _load_scaler(self, checkpoint: str | None) -> None:
+        super()._load_scaler(checkpoint)
+        if self.mm is not None and checkpoint is not None:
+            with self.mm.verdicts.checking("checkpoint"):
+                self.mm.load(checkpoint)
 
 
-class MismatchAsyncGRPOTrainer(MismatchAsyncMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # as in MismatchAsyncMixin
+class MismatchAsyncGRPOTrainer(MismatchAsyncMixin, AsyncGRPOTrainer):
     """Drop-in `AsyncGRPOTrainer` that takes a `MismatchAsyncGRPOConfig`."""
 
 

@@ -18,7 +18,7 @@ def kl_in_trl(model: str, out: str) -> dict[str, Any]:
     moved(trainer)
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    return {"steps": [_of_kl(step) for step in steps], "state": trainer._state()["kl"], "own": steps[0]["kl"]}
+    return {"steps": [_of_kl(step) for step in steps], "state": trainer.mm.state()["kl"], "own": steps[0]["kl"]}
 
 
 def kl_in_verl() -> dict[str, Any]:

@@ -19,8 +19,8 @@ def _reading() -> EngineReading:
 def trl() -> dict[str, str]:
     """Hand records to TRL's trainer, of which no more than this method runs."""
     import torch
-    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
     from mismatch_ext.adapters.trl.passes import RolloutPass
+    from mismatch_ext.adapters.trl.run import TrlRun
 
     found = {}
     for case, versions in ROLLOUTS.items():
@@ -33,11 +33,10 @@ def trl() -> dict[str, str]:
                     origin = to_provenance(_reading(), sampling=SamplingSettings(), weight_version=version)
                 row = to_records([[5, 6]], [[7, 8]], [[-0.5, -1.0]], provenance=origin, names=[name])
                 records += row
-            trainer: Any = object.__new__(MismatchGRPOTrainer)
-            trainer._tokenizer = SimpleNamespace(pad_token_id=0)
-            trainer.vllm_generation = SimpleNamespace(weight_version=PRESENT)
+            run: Any = object.__new__(TrlRun)
+            run.trainer = SimpleNamespace(vllm_generation=SimpleNamespace(weight_version=PRESENT))
             rows = {"completion_ids": torch.tensor([[7, 8]] * len(records))}
-            trainer._check_records(rows, RolloutPass(records=records))
+            run.check_records(rows, RolloutPass(records=records))
 
         found[case] = refused(check)
     return found

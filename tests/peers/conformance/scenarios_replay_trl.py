@@ -31,7 +31,7 @@ def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
     trainer.train()
     kept = held(RolloutPass)
     trainer.model.train()
-    routing, inputs = trainer._routing, trainer._buffered_inputs[0]
+    routing, inputs = trainer.mm.routing, trainer._buffered_inputs[0]
     found: dict[str, Any] = {"after a loss": [], "refused": {}}
 
     def computed(change: Any) -> str:

@@ -8,13 +8,13 @@ from typing import Any
 def watch_ends(trainer: Any) -> list[list[Any]]:
     """Note why each rollout ended, by its record, and how: its length, and whether its last token ends a response."""
     ends: list[list[Any]] = []
-    check, end = trainer._check_records, trainer.processing_class.eos_token_id
+    check, end = trainer.mm.check_records, trainer.processing_class.eos_token_id
 
     def noted(output: Any, batch: Any) -> Any:
         ends.extend([one.finish_reason, len(one.response_ids), one.response_ids[-1] == end] for one in batch.records)
         return check(output, batch)
 
-    trainer._check_records = noted
+    trainer.mm.check_records = noted
     return ends
 
 

@@ -19,11 +19,14 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer, generation, served
-from mismatch_ext.adapters.trl import trainer as trl_trainer
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, generation, objective, served
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
+from mismatch_ext.adapters.trl.examining import Examiner
 from mismatch_ext.adapters.trl.kl import BASELINE
+from mismatch_ext.adapters.trl.objective import Objective
 from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.run import TrlRun
+from mismatch_ext.adapters.trl.scoring import Scoring
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -111,17 +114,20 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
     block = MismatchConfig.parse(sections)
     assert block is not None
     found: Any = object.__new__(MismatchGRPOTrainer)
-    kl = None if block.kl is None else KlTerm(block.kl, 0.1)
     correction = None if block.correction is None else CorrectionTerm(resolve(block.correction), WORLD)
-    log = SimpleNamespace(observe=lambda *_, **__: None, doctor=None)
     vars(found).update(
-        _block=block, _kl=kl, use_vllm=True, _verdicts=Verdicts("enforce"), _ranks=WORLD, _masked_passes=0, _routing=None,
-        _masking=None, _correction=correction, _lr=None, _log=log, vllm_generation=wrapper, beta=0.1, tools=None,
+        use_vllm=True, vllm_generation=wrapper, beta=0.1, tools=None, loss_type="dapo", rollout_func=None,
+        max_completion_length=3,
         model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, state=SimpleNamespace(global_step=STEP),
-        epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", loss_type="dapo", rollout_func=None,
-        _follow_sampling=lambda: None, _check_records=lambda *_: None, _kl_step=None,
-        _tokenizer=SimpleNamespace(pad_token_id=0),
+        epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", _tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
+    found.mm = mm = object.__new__(TrlRun)
+    vars(mm).update(
+        trainer=found, block=block, kl=None if block.kl is None else KlTerm(block.kl, 0.1), verdicts=Verdicts("enforce"),
+        ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(observe=lambda *_, **__: None, doctor=None),
+        eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: None,
+    )  # fmt: skip
+    mm.scoring, mm.objective, mm.examiner = Scoring(mm), Objective(mm), Examiner(mm)
     return found
 
 
@@ -138,8 +144,9 @@ def step(output: dict[str, Any], change: Callable[[Any], None] | None = None, **
     if change is not None:
         change(found)
     rows = zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
-    with made(output):
-        return found._generated([], RolloutPass(generated=list(rows)))  # type: ignore[no-any-return]
+    with made(output), found.mm.batch() as rollouts:
+        rollouts.generated += rows
+        return found.mm.scored(rollouts, output)  # type: ignore[no-any-return]
 
 
 def unequal_turns(fails: bool) -> str:
@@ -204,7 +211,7 @@ def refused_rollout(fails: bool) -> None:
         return [[1]], [[2]], None, None, None
 
     own = trainer(batch(), found)
-    own._rollout_pass = RolloutPass()
+    own.mm.scoring.rollouts = RolloutPass()
     found.provenance = _origin
     with mock.patch.object(GRPOTrainer, "_generate", generate), found.keeping([]):
         own._generate([])
@@ -298,16 +305,21 @@ def spoiled(fails: bool, key: str) -> dict[str, Any]:
     return output
 
 
-def method(fails: bool, name: str, error: Exception, **attributes: Any) -> Any:
-    """Fail in a method of the trainer's."""
-    accepts = {name: fail(error) if fails else lambda *_: None}
-    return step(batch(), lambda own: vars(own).update(accepts, **attributes))
+def method(fails: bool, path: str, error: Exception, routing: Any = None) -> Any:
+    """Fail in a method of the run's, or of one of its parts."""
+    owner, _, name = path.rpartition(".")
+
+    def change(own: Any) -> None:
+        own.mm.scoring.routing = routing
+        setattr(getattr(own.mm, owner) if owner else own.mm, name, fail(error) if fails else lambda *_: None)
+
+    return step(batch(), change)
 
 
 def controller(fails: bool) -> None:
     """Fail in measuring the KL that moves the coefficient."""
-    sums = fail(RecordError("no KL")) if fails else trl_trainer.kl_sums
-    with mock.patch.object(trl_trainer, "kl_sums", sums):
+    sums = fail(RecordError("no KL")) if fails else objective.kl_sums
+    with mock.patch.object(objective, "kl_sums", sums):
         step(batch(), kl={"coef": 0.1, "target_kl": 0.01, "baseline": "none"})
 
 
@@ -332,13 +344,13 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "observed rollouts": observed_rollout,
     "served update": served_update,
     "served answer": served_answer,
-    "sampling": lambda fails: method(fails, "_follow_sampling", RecordError("another temperature")),
-    "records": lambda fails: method(fails, "_check_records", RecordError("other tokens")),
-    "routes": lambda fails: method(fails, "_batch_routes", RoutingError("routes of other tokens"), _routing=Routing()),
+    "sampling": lambda fails: method(fails, "follow_sampling", RecordError("another temperature")),
+    "records": lambda fails: method(fails, "check_records", RecordError("other tokens")),
+    "routes": lambda fails: method(fails, "scoring.batch_routes", RoutingError("routes of other tokens"), Routing()),
     "gap": lambda fails: step(
-        batch(), lambda own: setattr(own._log, "observe", fail(RecordError("not finite"))) if fails else None
+        batch(), lambda own: setattr(own.mm.log, "observe", fail(RecordError("not finite"))) if fails else None
     ),
-    "doctor": lambda fails: method(fails, "_examine", RecordError("no copy")),
+    "doctor": lambda fails: method(fails, "examiner.examine", RecordError("no copy")),
     "correction": lambda fails: step(spoiled(fails, "old_per_token_logps"), **MIS),
     "baseline": baseline,
     "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),

@@ -123,7 +123,7 @@ class _Truth:
         """Wait until the server, which is in the midst of answers, has sampled some tokens of them."""
         until, first = time.monotonic() + 30, None
         while time.monotonic() < until:
-            text = requests.get(f"{self.trainer._remote.http.url}/metrics", timeout=10).text
+            text = requests.get(f"{self.trainer.mm.remote.http.url}/metrics", timeout=10).text
             running, sampled = (
                 float(re.search(rf"^vllm:{name}{{.*}} (\S+)$", text, re.M)[1])  # type: ignore[index]
                 for name in ("num_requests_running", "generation_tokens_total")
@@ -149,7 +149,7 @@ class _Truth:
         found = {}
         for version in {*versions.tolist(), step} & set(self.kept):
             self.trainer.model.load_state_dict(self.kept[version])
-            with self.trainer._autocast():
+            with self.trainer.mm.autocast():
                 logits = self.trainer.model(input_ids=ids, use_cache=False).logits[0, :-1]
             found[version] = logits.float().log_softmax(-1).gather(-1, ids[0, 1:, None])[mask, 0]
         sampled = torch.as_tensor(sample["old_log_probs"])[1:][mask]
@@ -240,7 +240,7 @@ def example(model: str, out: str, url: str) -> dict[str, Any]:
         return {
             "history": history(trainer),
             "truth": truth.told(),
-            "engine": vars(trainer._remote.reading()),
+            "engine": vars(trainer.mm.remote.reading()),
             "scaler": trainer.accelerator.scaler.state_dict(),
             "steps": len([step for step in read_run(Path(out, "mismatch")).steps if step.split == "train"]),
         }
@@ -254,14 +254,14 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
     with on_cpu():
         found["precision"] = outcome(lambda: build(model, f"{out}/precision", url, {"precision": {"dtype": "float16"}}))
         trainer = build(model, f"{out}/nothing", url, block, **short)
-        send = trainer._remote.send
+        send = trainer.mm.remote.send
         # They are read, and left out.
-        trainer._remote.send = lambda parameters: send([(name, values) for name, values in parameters if not name])
+        trainer.mm.remote.send = lambda parameters: send([(name, values) for name, values in parameters if not name])
         found["nothing"] = outcome(trainer.train)
         trainer = build(model, f"{out}/other", url, block, **short)
 
         def overtake() -> None:
-            RemoteEngine(trainer._remote.http).weight_version = Stamps().begin().removesuffix(UNFINISHED)
+            RemoteEngine(trainer.mm.remote.http).weight_version = Stamps().begin().removesuffix(UNFINISHED)
 
         trainer.add_callback(At(overtake))
         found["other trainer"] = outcome(trainer.train)

@@ -76,7 +76,7 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
         ("clip", {"mode": "bypass", "loss": "ppo_clip"}),
         ("reinforce", {"mode": "bypass", "loss": "reinforce", "level": "sequence", "upper": 1.002}),
     ):
-        trainer._correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer._ranks)
+        trainer.mm.correction = CorrectionTerm(resolve(CorrectionConfig(**keys)), trainer.mm.ranks)
         for _ in range(10):
             inputs = trainer._generate_and_score_completions(rows)
             if name not in ("geometric", "reject") or 0 < (mean_ratios(trainer, inputs).abs() < middle).sum() < len(
@@ -118,7 +118,7 @@ def by_hand(model: str, out: str) -> dict[str, Any]:
 
 def phantom_by_hand(trainer: Any, rows: Any) -> dict[str, Any]:
     """Return the logged measures of a clip on the ratio to the engine, and the same by plain loops over tokens."""
-    trainer._correction = CorrectionTerm(resolve(CorrectionConfig(preset="bypass_ppo_clip")), trainer._ranks)
+    trainer.mm.correction = CorrectionTerm(resolve(CorrectionConfig(preset="bypass_ppo_clip")), trainer.mm.ranks)
     trainer.epsilon_low = trainer.epsilon_high = 1e-3
     inputs = trainer._generate_and_score_completions(rows)
     logged = {
@@ -135,7 +135,7 @@ def phantom_by_hand(trainer: Any, rows: Any) -> dict[str, Any]:
             if advantage:
                 gaps[advantage > 0].append(d)
     up, down = (math.fsum(gaps[side]) / (len(gaps[side]) - 1) for side in (True, False))
-    trainer._correction = None
+    trainer.mm.correction = None
     trainer._generate_and_score_completions(rows)
     return {
         "logged": logged,

@@ -97,7 +97,7 @@ def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     engine = engine_of(trainer.accelerator)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    verdict = getattr(trainer, "_verdict", None)
+    verdict = trainer.mm.verdict if getattr(trainer, "mm", None) else None
     return {
         "stage": engine.zero_optimization_stage(),
         "logged": [{key: value for key, value in entry.items() if key in LOGGED or "mismatch/" in key} for entry in entries],

@@ -29,7 +29,7 @@ def train(
     keep_names(trainer)
     errors = watch_float32_error(trainer)
     trainer.train(resume_from_checkpoint=resume)
-    return outcome(trainer, float32_errors=errors, verdict=trainer._verdict.status)
+    return outcome(trainer, float32_errors=errors, verdict=trainer.mm.verdict.status)
 
 
 def refused(out: str, draws: list[dict[str, Any]]) -> list[str]:

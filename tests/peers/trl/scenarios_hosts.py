@@ -25,10 +25,10 @@ def resumed(model: str, out: str, block: dict[str, Any], files: dict[str, str]) 
         state.global_step = 3
         state.save_to_json(str(checkpoint / "trainer_state.json"))
         trainer = build(model, str(folder), block, use_vllm=False, bf16=False, model_init_kwargs={"dtype": "float32"})
-        trainer._log.begin(3)
+        trainer.mm.log.begin(3)
         error = ""
         try:
-            trainer._load_ours(str(checkpoint))
+            trainer.mm.load(str(checkpoint))
         except MismatchError as refused:
             error = f"{type(refused).__name__}: {refused}"
         found[name] = told(folder / "mismatch", error, checkpoint / STATE_FILE)

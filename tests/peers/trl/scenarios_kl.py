@@ -93,7 +93,7 @@ def denominators(model: str, out: str) -> dict[str, Any]:
         trainer.current_gradient_accumulation_steps = 2
         inputs = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
         ours = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
-        with overridden(trainer, _kl=None):
+        with overridden(trainer.mm, kl=None), overridden(trainer.mm.objective, sections=()):
             theirs = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
             with overridden(trainer, beta=0.0):
                 without = gradients(trainer, trainer.compute_loss(trainer.model, inputs))
@@ -266,7 +266,7 @@ def adaptive(model: str, out: str, resume: str | None = None) -> dict[str, Any]:
     trainer = build(model, out, block, max_steps=4, save_strategy="steps", save_steps=1)
     trainer.train(resume_from_checkpoint=resume)
     logged = [e["mismatch/kl_coef"] for e in trainer.state.log_history if "mismatch/kl_coef" in e]
-    return {"coef": logged, "state": trainer._kl.state_dict(), "parameters": digest_of(trainer.model)}
+    return {"coef": logged, "state": trainer.mm.kl.state_dict(), "parameters": digest_of(trainer.model)}
 
 
 def scheduled(model: str, out: str) -> dict[str, Any]:
@@ -312,5 +312,5 @@ def refilled(model: str, out: str) -> dict[str, Any]:
     for trainer.state.global_step in range(3):
         trainer._buffered_inputs = None
         first_batch(trainer)
-        steps.append((trainer._kl.coef, trainer._kl.state.steps))
-    return {"steps": steps, "saved": trainer._state()["kl"]["steps"]}
+        steps.append((trainer.mm.kl.coef, trainer.mm.kl.state.steps))
+    return {"steps": steps, "saved": trainer.mm.state()["kl"]["steps"]}

@@ -35,7 +35,7 @@ def sections(model: str, out: str, block: dict[str, Any], **overrides: Any) -> d
     trainer = build(model, out, block, learning_rate=1e-2, **overrides)
     before = frozen(trainer)
     trainer.train()
-    verdict = trainer._verdict
+    verdict = trainer.mm.verdict
     return {
         "history": history(trainer),
         "verdict": None if verdict is None else verdict.status,

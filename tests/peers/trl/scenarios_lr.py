@@ -122,7 +122,7 @@ def whole_batch(model: str, out: str) -> dict[str, Any]:
     class Read(TrainerCallback):
         def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             """Read what the controller remembers, before it is taken off."""
-            taken.append([m.value for m in trainer._lr.rate.state.history])
+            taken.append([m.value for m in trainer.mm.lr.rate.state.history])
 
     trainer.callback_handler.callbacks.insert(0, Read())
     trainer.train()

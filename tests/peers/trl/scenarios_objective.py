@@ -16,8 +16,8 @@ from mismatch_ext.adapters.trl import (
     MismatchRLOOConfig,
     MismatchTrainerMixin,
 )
-from mismatch_ext.adapters.trl.arrival import sections_in_loss
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
+from mismatch_ext.adapters.trl.objective import sections_in_loss
 from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
@@ -74,22 +74,20 @@ def asked_for(trainer: Any, asked: Asked) -> None:
         sections["kl"] = {**asked.kl, "coef": asked.coef}
     if asked.correction is not None:
         sections["correction"] = CORRECTIONS[asked.correction]
-    trainer._block = block = MismatchConfig.parse(sections)
-    trainer._kl = None if block.kl is None else KlTerm(block.kl, asked.coef)
-    trainer._correction, options = None, {"vllm_importance_sampling_correction": False}
+    trainer.mm.block = block = MismatchConfig.parse(sections)
+    trainer.mm.kl = None if block.kl is None else KlTerm(block.kl, asked.coef)
+    trainer.mm.correction, options = None, {"vllm_importance_sampling_correction": False}
     if block.correction is not None:
         settings = resolve(block.correction)
         options = native_options(settings)
         if options is None:
-            trainer._correction = CorrectionTerm(settings, trainer._ranks)
+            trainer.mm.correction = CorrectionTerm(settings, trainer.mm.ranks)
             options = {"vllm_importance_sampling_correction": True, "vllm_importance_sampling_mode": "token_truncate",
                        "vllm_importance_sampling_clip_max": 1e30, "vllm_importance_sampling_clip_min": None}  # fmt: skip
     for name, value in options.items():
         setattr(trainer, name, value)
     trainer.beta = 0.0 if asked.kl is None else asked.coef
-    trainer._in_loss = sections_in_loss(block)
-    trainer._moved_loss = False
-    trainer._around_loss = bool(sections)
+    trainer.mm.objective.sections = sections_in_loss(block)
 
 
 def _kl(estimator: str, placement: str, target: str, ratio: str, baseline: str) -> dict[str, str]:
@@ -173,7 +171,7 @@ def losses(model: str, out: str) -> dict[str, Any]:
         micro = [rows_of(batches[asked.correction], [0, 5, 1, 4][at : at + size]) for at in range(0, 4, size)]
         for inputs in micro:  # whatever the batch's was
             inputs["kl_baseline"] = torch.randn(inputs["completion_ids"].shape, generator=noise) * 0.1
-        case = {"recipe": str(recipe), "asked": str(asked), "arrives": recipe.arrives}
+        case = {"recipe": str(recipe), "asked": str(asked), "refuses": recipe.refused(asked)}
         found.append(case | compared(trainer, micro, recipe, asked))
     return {"cases": found, "correction": refused_with_an_engine(trainer)}
 
@@ -371,11 +369,11 @@ def rewarded(model: str, out: str) -> dict[str, float]:
     data = next(iter(rloo.get_train_dataloader()))
     # The engine alone asks for them, and none is needed for that.
     rollouts = RolloutPass()
-    rloo._rollout_pass = rollouts
+    rloo.mm.scoring.rollouts = rollouts
     with torch.no_grad(), watched_batch(rloo, rollouts):
         batch = super(MismatchTrainerMixin, rloo)._generate_and_score_completions(data)
     mask = batch["completion_mask"].bool()
-    rloo_error = float((rloo._old_logprobs(batch) - plainly(rloo, batch))[mask].abs().max())
+    rloo_error = float((rloo.mm.old_logprobs(batch) - plainly(rloo, batch))[mask].abs().max())
     return {"kl_error": error, "spread": float(logps.sum(1).std()), "rloo_error": rloo_error,
             "rloo_passes": len(rollouts.scored)}  # fmt: skip
 

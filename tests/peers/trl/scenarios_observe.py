@@ -154,7 +154,7 @@ def faults(model: str, out: str) -> dict[str, Any]:
                 result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
 
         _generations(trainer, nan)
-        log = getattr(trainer, "_log", None)
+        log = trainer.mm.log if getattr(trainer, "mm", None) else None
         if log is not None:
             plain, calls = log.flush, []
 

@@ -27,7 +27,7 @@ def quantised(model: str, out: str) -> dict[str, Any]:
     layers = {name: weight for name, weight in held(llm).items() if name.endswith(("o_proj", "down_proj"))}
     other = sum(not torch.equal(weight, by_vllm(sent[f"{name}.weight"])) for name, weight in layers.items())
     moved = sum(not torch.equal(before[name], after[name]) for name in after)
-    verdict = trainer._verdict
+    verdict = trainer.mm.verdict
     found = outcome(trainer, verdict=verdict and verdict.status, layers=len(layers), other=other, moved=moved)
     engine.shutdown(llm)
     refused = ""

@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log_reading import read_run
-from tests.peers.trl.scenarios_training import arguments, graded, keep_names, rows
+from tests.peers.trl.scenarios_training import arguments, forwards, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
 # Grouped products of experts do not come out the same in every process.
@@ -114,7 +114,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
             heard["gap"].append([int(mask.sum()), float(difference.abs().sum()), float(difference.abs().max())])
 
     def agreement(split: str, ranks: Any) -> Any:
-        mine = trainer._routing._agreement.get(split)
+        mine = trainer.mm.routing._agreement.get(split)
         heard["agreement"].append(None if mine is None else {name: value.tolist() for name, value in mine.items()})
         return merged(split, ranks)
 
@@ -125,14 +125,14 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
     def lengths(result: Any, *args: Any) -> None:
         heard["lengths"].append(result["completion_mask"].sum(1).tolist())
 
-    spy(trainer._log, "observe", gap)
+    spy(trainer.mm.log, "observe", gap)
     spy(trainer, "_generate_and_score_completions", lengths)
-    if trainer._routing is not None:
-        merged = trainer._routing.take_agreement
-        trainer._routing.take_agreement = agreement
+    if trainer.mm.routing is not None:
+        merged = trainer.mm.routing.take_agreement
+        trainer.mm.routing.take_agreement = agreement
     for module in (objective, trl_trainer):
         module.kl_sums = kl_sums  # so that only the last listener hears
-        if trainer._kl is not None:
+        if trainer.mm.kl is not None:
             spy(module, "kl_sums", kl)
     return heard
 
@@ -147,7 +147,7 @@ def outcome(trainer: Any, **extra: Any) -> dict[str, Any]:
         "sharded": sharded / len(list(trainer.model.parameters())),
         "parameters": digest_of(trainer.model),
         "logged": logged(trainer),
-        "forwards": trainer._routing.forwards if getattr(trainer, "_routing", None) else 0,
+        "forwards": forwards(trainer),
         **extra,
     }
 
@@ -322,7 +322,7 @@ def alone(dense: str, out: str) -> dict[str, Any]:
     """Let a rank log by itself."""
     trainer = build(dense, out, {"lr": {}}, model_init_kwargs=None)
     trainer.model.train()
-    trainer._log.begin(None)
+    trainer.mm.log.begin(None)
     for step in (1.0, 2.0):
         if trainer.accelerator.is_main_process:
             trainer.log({"mine": step})
@@ -345,8 +345,8 @@ def engines(model: str, out: str) -> dict[str, Any]:
     if dtype == "float16":
         overflow_on_one(trainer, scales)
     result = outcome(trainer, heard=heard, scales=scales)
-    verdict = None if trainer._verdict is None else trainer._verdict.status
-    examined = [event.data for event in read_run(trainer._log.run_dir).events if event.name == "doctor"]
+    verdict = None if trainer.mm.verdict is None else trainer.mm.verdict.status
+    examined = [event.data for event in read_run(trainer.mm.log.run_dir).events if event.name == "doctor"]
     version = trainer.vllm_generation.weight_version
     # In the same processes: starting them takes longer than these two steps.
     masks = masked(model, f"{out}/masked") if SHARDED else None
@@ -358,7 +358,7 @@ def masked(model: str, out: str) -> dict[str, Any]:
     block = {"precision": {"dtype": "float32"}, "sampling_mask": {}, "routing": R3, "kl": {"coef": 0.05}}
     trainer = build(model, out, block, use_vllm=True, bf16=False, top_p=0.9, top_k=8, max_steps=2)
     result = outcome(trainer)
-    return {**result, "passes": trainer._masked_passes}
+    return {**result, "passes": trainer.mm.scoring.masked_passes}
 
 
 def overflow_on_one(trainer: Any, scales: list[Any]) -> None:

@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.log_reading import read_run
 from tests.oracle import watch_float32_error
-from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
+from tests.peers.trl.scenarios_training import arguments, digest_of, forwards, graded, rows
 
 R2, R3 = {"mode": "R2", "measured": 1.0}, {"mode": "R3", "measured": 1.0}
 ROUTING = "mismatch/routing/"
@@ -50,7 +50,7 @@ def outcome(trainer: Any) -> dict[str, Any]:
         "losses": logged(trainer, "loss"),
         "mismatch": logged(trainer, ROUTING + "set_mismatch_frac"),
         "native_rows": logged(trainer, ROUTING + "native_rows_frac"),
-        "forwards": trainer._routing.forwards if getattr(trainer, "_routing", None) else 0,
+        "forwards": forwards(trainer),
     }
 
 
@@ -114,7 +114,7 @@ def outcome_of_eval(trainer: Any) -> dict[str, Any]:
     layers = {
         split: sorted(
             m
-            for r in read_run(trainer._log.run_dir).steps
+            for r in read_run(trainer.mm.log.run_dir).steps
             if r.split == split
             for m in r.metrics
             if m.endswith("_set_mismatch")

@@ -50,9 +50,9 @@ class Measured(MismatchGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"].bool()
         engine, masks = output["sampling_per_token_logps"][mask], output["sampling_mask"]
-        with overridden(self, _micro_masks=masks):
-            replayed = self._score_again(output)[mask]
-        plain = self._score_again(output)[mask]
+        with overridden(self.mm.scoring, _micro_masks=masks):
+            replayed = self.mm.score_again(output)[mask]
+        plain = self.mm.score_again(output)[mask]
         sizes = torch.cat([one.support.counts for one in masks]).double()
         self.found.append(
             {
@@ -133,8 +133,8 @@ def settings(model: str, out: str) -> dict[str, Any]:
         "history": history(trainer),
         "kl": [entry["kl"] for entry in trainer.state.log_history if "kl" in entry],
         "warned": [str(one.message) for one in caught if "renormalises" in str(one.message)],
-        "patches": [patch["name"] for patch in trainer._patches],
-        "passes": trainer._masked_passes,
+        "patches": [patch["name"] for patch in trainer.mm.patches],
+        "passes": trainer.mm.scoring.masked_passes,
         "engine": kept_and_listed(trainer),
     }
 

@@ -253,7 +253,8 @@ def precision(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
 
 def control_of(host: Any) -> Any:
     """Return the live control of a trainer or callback, if there is one."""
-    return None if host._lr is None else host._lr.rate
+    lr = host._lr if isinstance(host, MismatchCallback) else host.mm.lr
+    return None if lr is None else lr.rate
 
 
 def trained(kind: str, model: str, out: str, block: Any, watch: AtStep, **overrides: Any) -> tuple[Any, list[Any]]:

@@ -90,6 +90,18 @@ def outcome(trainer: Any, **extra: Any) -> dict[str, Any]:
     return {"history": history(trainer), "parameters": digest_of(trainer.model), **extra}
 
 
+def status_of(trainer: Any) -> str | None:
+    """Return what the last weight update was found to be; None where none was verified."""
+    verdict = None if trainer.mm is None else trainer.mm.verdict
+    return None if verdict is None else verdict.status
+
+
+def forwards(trainer: Any) -> int:
+    """Return the number of replayed forward passes."""
+    mm = getattr(trainer, "mm", None)
+    return 0 if mm is None or mm.routing is None else int(mm.routing.forwards)
+
+
 def packed_layers(trainer: Any) -> int:
     """Return how many linear layers of the engine have given their weight away to a packed copy."""
     layers = engine.runner(trainer.vllm_generation.llm).model.modules()
@@ -127,7 +139,7 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         scaler=None if scaler is None else scaler.state_dict(),
         engine_dtype=trainer.vllm_generation.reading.model_dtype,
         weight_version=trainer.vllm_generation.weight_version,
-        verdict=None if trainer._verdict is None else trainer._verdict.status,
+        verdict=status_of(trainer),
     )
 
 
@@ -169,11 +181,11 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     )
     errors = watch_float32_error(trainer) if dtype == "float32" else []
     probes = trainer.vllm_generation.verifier.probes
-    before = trainer._score(probes)
+    before = trainer.mm.score_probes(probes)
     trainer.train()
-    moved = float((trainer._score(probes) - before).abs().mean())
+    moved = float((trainer.mm.score_probes(probes) - before).abs().mean())
     merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
-    return outcome(trainer, merged=merged, verdict=trainer._verdict.status, moved=moved, float32_errors=errors)
+    return outcome(trainer, merged=merged, verdict=trainer.mm.verdict.status, moved=moved, float32_errors=errors)
 
 
 def kept_decode(model: str, out: str, dtype: str) -> dict[str, Any]:
@@ -189,8 +201,8 @@ def kept_decode(model: str, out: str, dtype: str) -> dict[str, Any]:
     try:
         trainer.train()
     except WeightSyncError as error:
-        return {"error": str(error), "steps": trainer.state.global_step, "verdict": vars(trainer._verdict)}
-    return {"error": None, "verdict": vars(trainer._verdict), "history": history(trainer)}
+        return {"error": str(error), "steps": trainer.state.global_step, "verdict": vars(trainer.mm.verdict)}
+    return {"error": None, "verdict": vars(trainer.mm.verdict), "history": history(trainer)}
 
 
 def seams(model: str, out: str) -> dict[str, Any]:
@@ -206,7 +218,7 @@ def seams(model: str, out: str) -> dict[str, Any]:
         "inner": trainer.vllm_generation.inner.max_completion_length,
         "longest": max(map(len, completions)),
         "updates": trainer.vllm_generation.weight_version - version,
-        "verdict": trainer._verdict.status,
+        "verdict": trainer.mm.verdict.status,
     }
 
 
@@ -214,7 +226,7 @@ def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
     """Evaluate before resuming, as a script that measures first does."""
     trainer = build(model, out, {}, max_steps=4, save_strategy="steps", save_steps=1, per_device_eval_batch_size=8)
     trainer.evaluate(rows(2))
-    alone = load_runs(trainer._log.run_dir)
+    alone = load_runs(trainer.mm.log.run_dir)
     trainer.train(resume_from_checkpoint=resume)
     return {"missing in the evaluation": tables.missing(alone, summarise(alone)), **outcome(trainer)}
 
@@ -249,14 +261,12 @@ def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
     with sleepy(loses) as slept:
         trainer = build(model, out, {}, vllm_enable_sleep_mode=True)
         error = ""
-        note_updates(trainer._engine, trainer.vllm_generation.inner, slept)
+        note_updates(trainer.mm.engine, trainer.vllm_generation.inner, slept)
         try:
             trainer.train()
         except WeightSyncError as raised:
             error = str(raised)
-    return outcome(
-        trainer, slept=slept, error=error, verdict=None if trainer._verdict is None else trainer._verdict.status
-    )
+    return outcome(trainer, slept=slept, error=error, verdict=status_of(trainer))
 
 
 class AtStep(TrainerCallback):

@@ -16,7 +16,7 @@ import torch
 from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
 from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn
 from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
-from mismatch_ext.adapters.trl.async_grpo.loss import Terms
+from mismatch_ext.adapters.trl.async_grpo.loss import LossRun, Terms
 from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator, packed_nodes, routes_of, versions_of
 from mismatch_ext.adapters.trl.async_grpo.trainer import plain_attention
 from mismatch_ext.adapters.trl.async_grpo.worker import ending
@@ -220,8 +220,9 @@ def test_trls_loss_has_the_gradient_that_the_correction_says(stock: Any, block: 
     stock.compute_loss(model, inputs)
     hook.remove()
     terms = Terms.of(seen["out"].log_probs.flatten(), inputs)
-    stock._correction, stock._ranks = settings, ONE_PROCESS
-    changed = stock._corrected(terms, inputs)
+    run = object.__new__(LossRun)
+    vars(run).update(trainer=stock, correction=settings, ranks=ONE_PROCESS)
+    changed = run._corrected(terms, inputs)
     model.zero_grad()
     stock.compute_loss(model, changed).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}

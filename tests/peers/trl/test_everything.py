@@ -68,7 +68,7 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     # Those of single moments too: named in the header and the banner, and in the provenance of the rollouts.
     patches = data.header["patches"]
     assert sorted(patch["name"] for patch in patches) == ran.expect()["patched"]
-    assert {"trl/own_loss", "vllm/cpu_moe_repack"} <= set(ran.expect()["patched"])
+    assert "vllm/cpu_moe_repack" in ran.expect()["patched"]
     assert all(f"\n  patch         {patch['name']} on {patch['target']}" in ran.stdout for patch in patches)
     assert ran.expect()["patch_digest"] == digest_of(patches)
     closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import pytest
 
-from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -24,8 +22,8 @@ def test_users_losses_are_the_hand_computed_ones_or_refused(run: Run, dense: Pat
     cases = found["cases"]
     wrong = []
     for case in cases:
-        if not case["arrives"]:
-            good = "refused" in case and "_compute_loss" in case["refused"] and "Losses." in case["refused"]
+        if case["refuses"]:
+            good = "refused" in case and "_compute_loss" in case["refused"]
         else:
             # The block's weights are rounded to float32, by 6e-8 of each.
             good = case.get("error", 1.0) < 1e-6 and case["calls"] == 1 and case.get("kl_error", 0.0) < 1e-5
@@ -51,29 +49,10 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
     assert found["OwnLast/rewards"]["moved"] and any(found["OwnLast/rewards"]["kl_rewards"])
 
 
-def test_a_loss_that_is_clamped_or_guarded_now_and_then_is_no_loss_that_is_off() -> None:
-    import torch
-    from mismatch_ext.adapters.trl.arrival import ArrivalMixin
-
-    trainer = object.__new__(ArrivalMixin)
-    trainer._in_loss = ("mismatch.kl",)
-
-    def prove(value: float, how: Callable[[Any], Any]) -> None:
-        own = torch.tensor(value, requires_grad=True) * 1.0
-        trainer._prove(how(own), [own])
-        assert trainer._arrived
-
-    with pytest.raises(ConfigError, match="slope is 0"):
-        prove(1.0, lambda own: own * 0.0)
-    prove(3.0, lambda own: own.clamp(max=5.0))
-    prove(7.0, lambda own: own.clamp(max=5.0))
-    prove(float("nan"), torch.nan_to_num)
-    with pytest.raises(ConfigError, match="no effect on the loss"):
-        prove(1.0, lambda own: own.detach() + torch.ones((), requires_grad=True))
-
-
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
 def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> None:
+    from typing import Any
+
     from mismatch_ext.adapters.trl import aggregation, behavior
     from trl import GRPOTrainer
 

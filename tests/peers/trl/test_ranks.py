@@ -254,7 +254,7 @@ ENDS = {
     "routes": "routes of other tokens",
     "gap": "not finite",
     "doctor": "no copy",
-    "correction": "old_logprobs[0, 0] is nan",
+    "correction": "old_logprobs[0, 0] (row, position) is nan",
     "baseline": "baseline [",
     "spoiled baseline": "ref_logprobs[",
     "controller": "no KL",

@@ -56,16 +56,16 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
         vllm_generation=SimpleNamespace(**settings), _block=MismatchConfig.parse({}),
         _log=SimpleNamespace(sampled_with=logged.append),
     )  # fmt: skip
-    trainer._follow_sampling()
+    trainer.mm.follow_sampling()
     assert logged == []
     trainer.temperature = trainer.vllm_generation.temperature = 0.7
-    trainer._follow_sampling()
+    trainer.mm.follow_sampling()
     assert (
-        trainer._sampling
+        trainer.mm.sampling
         == trainer.vllm_generation.sampling
         == logged[0]
         == SamplingSettings(temperature=0.7, top_p=0.9)
     )
     trainer.vllm_generation.temperature = 0.5
     with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
-        trainer._follow_sampling()
+        trainer.mm.follow_sampling()

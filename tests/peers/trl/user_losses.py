@@ -18,6 +18,8 @@ Inputs = dict[str, Any]
 
 WITHOUT = ("none", "detached", "times_zero", "only_logged")
 """Ways of calling TRL's own loss that leave nothing of it in the loss."""
+OWN_LOSS = ("none", "only_logged")
+"""Those of them that make a loss of their own."""
 
 
 @dataclass(frozen=True)
@@ -51,9 +53,19 @@ class Recipe:
     loss_type: str = "dr_grpo"
 
     @property
-    def arrives(self) -> bool:
-        """Whether TRL's own loss is a part of this one."""
-        return self.call not in WITHOUT
+    def outside(self) -> bool:
+        """Whether the block's terms stand outside of this loss, because our class is before the user's."""
+        return self.mixin_first and self.entry == "_compute_loss"
+
+    def refused(self, asked: Asked) -> bool:
+        """Tell whether a block is refused with this loss: it would be off, or its terms have no pass to be made of."""
+        if not self.outside:
+            return self.call in OWN_LOSS or (self.call == "unbound" and not self.mixin_first)
+        weighs = asked.correction is not None and asked.correction != "bypass_reinforce"
+        adds = asked.kl is not None or asked.correction == "bypass_reinforce"
+        return (self.call in OWN_LOSS and asked.correction is not None) or (
+            self.call == "halves" and (adds or not weighs)
+        )
 
 
 RECIPES = (
@@ -234,10 +246,21 @@ def scored(model: Any, tokens: Tensor, attention: Tensor, completions: Tensor) -
 
 
 def by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> Tensor:
-    """Return a user's loss on a micro-batch, of which TRL's own is a part."""
+    """Return a user's loss on a micro-batch, with the block's terms where our class stands among the bases."""
     model = trainer.model
-    parts = halves(inputs) if recipe.call == "halves" else (inputs,)
-    loss = sum(own_by_hand(trainer, part, recipe, asked) for part in parts) / len(parts) * recipe.scale
+    if recipe.call in OWN_LOSS:
+        ids, attention, completions, mask = tokens_of("same", inputs)
+        own = -(scored(model, ids, attention, completions)[0] * inputs["advantages"][:, None] * mask).sum() / 100
+    else:
+        parts = halves(inputs) if recipe.call == "halves" else (inputs,)
+        own = sum(own_by_hand(trainer, part, recipe, asked, inside=not recipe.outside) for part in parts) / len(parts)
+    loss = own * (0.0 if recipe.call in ("detached", "times_zero") else recipe.scale)
+    if recipe.outside:
+        loss = (
+            loss
+            + own_by_hand(trainer, inputs, recipe, asked, inside=True)
+            - own_by_hand(trainer, inputs, recipe, asked, inside=False)
+        )
     for extra in recipe.extras:
         ids, attention, completions, mask = tokens_of(extra.kind, inputs)
         logps, table = scored(model, ids, attention, completions)
@@ -246,8 +269,8 @@ def by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> Tenso
     return loss
 
 
-def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> Tensor:
-    """Return TRL's own loss with what a block asks for in it."""
+def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked, *, inside: bool) -> Tensor:
+    """Return TRL's own loss, weighed as a block asks for; `inside` with its terms too."""
     ids, attention, completions, mask = tokens_of("same", inputs)
     chosen = mask.bool()
     logps, table = scored(trainer.model, ids, attention, completions)
@@ -255,13 +278,15 @@ def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked) -> T
     rollout = inputs["sampling_per_token_logps"].double()
     old = inputs["old_per_token_logps"].double() if "old_per_token_logps" in inputs else logps.detach()
     ratio = (logps - old).exp()
-    if asked.correction == "bypass_reinforce":
+    if asked.correction == "bypass_reinforce" and not inside:
+        term = torch.zeros_like(logps)
+    elif asked.correction == "bypass_reinforce":
         total = torch.where(chosen, logps.detach() - rollout, 0.0).sum(1, keepdim=True).exp()
         term = -advantages * total.clamp(max=1.002) * logps
     else:
         term = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
         term = term * weights_by_hand(asked.correction, inputs["old_of_trainer"].double(), rollout, chosen)
-    if asked.kl is not None:
+    if asked.kl is not None and inside:
         reference = inputs["ref_per_token_logps"].double()
         if asked.kl["estimator"] == "full":
             with torch.no_grad():

@@ -1,0 +1,462 @@
+"""What every trainer of TRL with a block has: two sides read back and audited, a log beside TRL's, and a state of its own.
+
+The trainer holds it as `trainer.mm`. `run.TrlRun` is GRPO's and RLOO's, `attach` and `async_grpo` have
+their own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
+from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
+from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded, same_everywhere
+from mismatch_ext.adapters.torch.shards import reshard
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
+from mismatch_ext.adapters.trl.generation import TrainerSide
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.readings import step_of_checkpoint
+from mismatch_ext.adapters.trl.refusals import check_device
+from torch import Tensor
+
+from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.lr import gap_statistics, leading_sums
+from mismatch_ext.names import PREFIX, TRL
+from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.readiness import check_readiness
+from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.ranks import first_error
+from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.sums import over_ranks
+from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.versions import installed
+
+FIXES = TrainerFixes(
+    autocast_off="Turn mixed precision off (fp16=False, bf16=False)",
+    autocast="Set {flag} and no other half dtype in the trainer's arguments; see that no wrapper ends autocast.",
+    float16_on_cpu="accelerate ignores fp16=True on a CPU without saying so; use mismatch-ext's trainer, which turns autocast "
+    "on, or set accelerator.native_amp=True and a LossScaler('cpu') yourself.",
+    flags=(("float16", "fp16=True"), ("bfloat16", "bf16=True")),
+)
+Gap = tuple[Tensor, Tensor, Tensor]
+"""The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens, `[B, T]` each."""
+
+
+class TrainerRun:
+    """The block's side of one trainer, from construction to the end of its trainings.
+
+    Args:
+        trainer: TRL's trainer, whose constructor has not run yet.
+        block: The block, with the sections that act.
+        output_dir: The trainer's output folder.
+
+    Attributes:
+        sampling: Settings that the engine samples with.
+        readings: What was read back from each side, by its name.
+        patches: Descriptions of the patches in use.
+        constructing: Whether TRL's constructor is running.
+        eval_split: The evaluation that runs, because each evaluation's metrics are kept apart.
+    """
+
+    kl: Any = None
+    routing: Any = None
+    how = ""
+    """How the trainer came by it, for the header of the metrics file."""
+
+    def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
+        self.trainer, self.block = trainer, block
+        self.verdicts = Verdicts(block.level)
+        self.ranks = AcceleratorRanks(PartialState())
+        self.log = RunLog(
+            block,
+            run_folder(block.monitor, Path(output_dir)),
+            info=self.info,
+            step=lambda: self.step,
+            names=TRL,
+            ranks=self.ranks,
+            verdicts=self.verdicts,
+        )
+        self.alarms = AlarmCallback(lambda: self.log)
+        self.lr: LrCallback | None = None
+        self.sampling = SamplingSettings()
+        self.readings: dict[str, Any] = {}
+        self.patches: list[dict[str, Any]] = []
+        self.audit_report: AuditReport | None = None
+        self.constructing = False
+        self.eval_split = "eval/default"
+        self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
+        self._sync_audited = self._bias_told = False
+        self._unwritten: list[str] = []
+        self._resumed_step = 0
+
+    # What a trainer of another kind says in its own way.
+
+    def check_sharding(self) -> None:
+        """Refuse sections that do not work with sharded parameters."""
+        raise NotImplementedError
+
+    def check_model(self) -> None:
+        """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
+        raise NotImplementedError
+
+    def read_engine(self) -> EngineReading | None:
+        """Return what the engine computes with; None where one model samples and trains."""
+        raise NotImplementedError
+
+    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file.
+
+        Args:
+            split: "train" or "eval/<name>".
+            of_training: Whether it is the log of training steps.
+        """
+        raise NotImplementedError
+
+    def further_metrics(self) -> dict[str, float]:
+        """Return metrics of training steps that only this trainer has, such as weight updates', without their prefix."""
+        return {}
+
+    def ratio_bias(self) -> str | None:
+        """Say why the gap is not only numerics."""
+        raise NotImplementedError
+
+    @property
+    def step(self) -> int:
+        """Finished optimizer steps."""
+        return int(self.trainer.state.global_step)
+
+    @property
+    def mode(self) -> str:
+        """TRL's name of what runs: "train" or "eval"."""
+        return "train" if self.trainer.model.training else "eval"
+
+    @property
+    def split(self) -> str:
+        """What a batch counts for: "train", or the evaluation that runs."""
+        return "train" if self.trainer.model.training else self.eval_split
+
+    # Construction: both sides are read back, and refused if they are not as asked.
+
+    def accelerator_created(self) -> None:
+        """Turn on float16 as asked, and check the model, which TRL has loaded.
+
+        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's defaults.
+        """
+        trainer, precision = self.trainer, self.block.precision
+        with self.verdicts.checking("device"):
+            check_device(trainer.accelerator.device.type, self.block, engine=bool(getattr(trainer, "use_vllm", True)))
+        with self.verdicts.checking("sharding"):
+            self.check_sharding()
+        if precision is not None and precision.dtype == "float16":
+            if trainer.is_deepspeed_enabled:
+                reduce_in_float32(configured(trainer.accelerator))  # the rest of float16 is DeepSpeed's own
+            else:
+                compute_in_float16(trainer.accelerator, precision)
+        if self.constructing:
+            self.check_model()
+
+    def check_precision(self) -> None:
+        """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
+        if self.block.precision is None:
+            return
+        policy = PrecisionPolicy.of(self.block.precision)
+        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
+        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
+        accelerator = self.trainer.accelerator
+        parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)
+        self.readiness = check_readiness(parameters, self.block.precision)
+
+    def audit(self, sync: SyncReading | None = None) -> None:
+        """Read both sides' dtypes back, and refuse those that are not as asked."""
+        trainer = self.read_trainer()
+        self.readings = {"trainer": trainer}
+        engine = self.read_engine()
+        if engine is None:
+            return
+        self.readings["engine"] = engine
+        if self.block.precision is None:
+            return
+        policy = PrecisionPolicy.of(self.block.precision)
+        self.audit_report = audit(policy, trainer, engine, sync, FIXES)
+        self.audit_report.raise_for_findings()
+
+    def read_trainer(self) -> TrainerReading:
+        """Read back what the trainer computes with, from DeepSpeed where it trains."""
+        accelerator = self.trainer.accelerator
+        if self.trainer.is_deepspeed_enabled:
+            return read_deepspeed(accelerator, self.trainer.model)
+        return read_trainer(self.trainer.model, accelerator.autocast, accelerator.scaler, accelerator.device)
+
+    @property
+    def compute_dtype(self) -> str:
+        """Dtype that the trainer's matrix products come out in, as read back."""
+        reading: TrainerReading = self.readings["trainer"]
+        return reading.compute_dtype
+
+    def info(self) -> dict[str, Any]:
+        """Return the header of the run's metrics file."""
+        return run_info(
+            self.block,
+            TRL,
+            host=f"trl {installed('trl')} {type(self.trainer).__name__}{self.how}",
+            **of_arguments(self.trainer.args, self.trainer.model),
+            trainer=self.readings["trainer"],
+            engine=self.readings.get("engine"),
+            sampling=self.sampling,
+            patches=self.patches,
+            audit=self.audit_report,
+            packages=PACKAGES,
+        )
+
+    def warn(self, name: str, message: str, data: dict[str, Any] | None = None) -> None:
+        """Warn, and keep the warning in the run's metrics file."""
+        warnings.warn(message, stacklevel=3)
+        self.log.event("warning", name, message, data)
+
+    # Weight updates.
+
+    def trainer_side(self) -> TrainerSide:
+        """Return what the check of weight updates needs to know of this trainer."""
+        accelerator = self.trainer.accelerator
+        return TrainerSide(
+            named_parameters=lambda: held(accelerator.unwrap_model(self.trainer.model)),
+            everywhere=same_everywhere(accelerator),
+            # DeepSpeed casts the model when training begins.
+            prepared=not is_sharded(accelerator) and not self.trainer.is_deepspeed_enabled,
+            score=self.score_probes,
+            step=lambda: self.step,
+            on_sent=self.sent,
+            event=self.of_update,
+            compute_dtype=self.compute_dtype,
+            ranks=self.ranks,
+            examines=lambda: self.log.doctor is not None and self.log.doctor.due,
+        )
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """Return the context that the trainer's forward passes run in."""
+        accelerator = self.trainer.accelerator
+        context: AbstractContextManager[Any] = accelerator.autocast() if accelerator.native_amp else nullcontext()
+        return context
+
+    def score_probes(self, token_ids: Tensor) -> Tensor:
+        """Return the trainer's log-probabilities of probe tokens, at temperature 1."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        scores = score_tokens(model, token_ids, self.autocast)
+        reshard(model)  # a weight update sends shards, and FSDP2 keeps whole weights for a backward pass
+        forget_order(self.trainer.accelerator)
+        return scores
+
+    def sent(self, dtypes: frozenset[str]) -> None:
+        """Audit both sides once more at the first weight update, with the dtypes that went over."""
+        if not self._sync_audited:
+            self._sync_audited = True
+            received = self.readings["engine"].model_dtype
+            for dtype in sorted(dtypes):
+                self.audit(SyncReading(sent_dtype=dtype, received_dtype=received))
+
+    def of_update(self, level: str, name: str, message: str) -> None:
+        """Write what is wrong with a weight update, which every rank with a part in it verifies."""
+        if self.trainer.accelerator.is_main_process:
+            self.log.event(level, name, message)
+        else:
+            self._unwritten.append(message)  # the main process writes it at the next log
+        if self.block.monitor.weight_sync == "warn":
+            warnings.warn(message, stacklevel=2)
+
+    def unwritten(self) -> list[str]:
+        """Return what this rank has found of weight updates and not written, and forget it."""
+        found, self._unwritten = self._unwritten, []
+        return found
+
+    # The learning rate.
+
+    def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
+        """Let a fresh batch of completions lead the rate of the step that learns from it.
+
+        Args:
+            metrics: TRL's own metrics of this batch: lengths as TRL counts them, over all ranks.
+            gap: What was measured of the batch; None where the engine reports no log-probabilities.
+
+        Raises:
+            ConfigError: The trainer keeps no lengths.
+        """
+        if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
+            return
+        trigger = self.lr.config.trigger
+        if trigger == "response_length":
+            if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
+                raise ConfigError(
+                    f"mismatch.lr.trigger='response_length': {type(self.trainer).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} "
+                    "of its rollouts; give mismatch.lr.period, or another trigger."
+                )
+            # TRL's values are over all ranks, and each batch has the same number of completions.
+            lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
+            self.lr.rate.collect(lengths)
+        elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
+            sums = over_ranks(leading_sums(*gap), self.ranks)
+            self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
+
+    def grad_norm(self, norm: Any) -> None:
+        """Let the gradient norm lead the rate of the step that is about to be taken."""
+        if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
+            self.lr.rate.collect({"grad_norm": float(norm)})
+
+    # Logs.
+
+    def logged(self, host: Any, logs: dict[str, float], start_time: float | None) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        training = self.trainer.model.training
+        split, prefix = ("train", "") if training else (self.eval_split, "eval_")
+        extra, by_layer = dict[str, float](), dict[str, float]()
+        ended = "train_runtime" in logs or (not training and any(name.endswith("_runtime") for name in logs))
+        if "loss" in logs or ended:
+            # The host's own, of a step, an evaluation or the end: a user's may be on the main process alone.
+            extra, by_layer = self.extra_metrics(split, training and "loss" in logs)
+        logs.update({prefix + name: value for name, value in extra.items()})
+        host(logs, start_time)
+        names = {name.removeprefix(prefix): value for name, value in logs.items()}
+        with self.verdicts.checking("metrics"):
+            if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
+                self.log.write(self.step, names | by_layer, split)
+            bias = self.ratio_bias()
+            if extra and bias is not None and not self._bias_told:
+                self._bias_told = True
+                self.warn("ratio_bias", bias)
+
+    @contextlib.contextmanager
+    def evaluation(self, prefix: str) -> Iterator[None]:
+        """Keep the gap on an evaluation set apart."""
+        split = "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
+        with overridden(self, eval_split=split), self.verdicts.around("metrics", self.log.evaluation(self.step)):
+            yield
+
+    def training_metrics(self) -> dict[str, float]:
+        """Return the metrics of training steps, under the names that they are logged by."""
+        metrics: dict[str, float] = {}
+        if isinstance(self.trainer.accelerator.scaler, LossScaler):
+            metrics |= self.trainer.accelerator.scaler.metrics()
+        metrics |= self.further_metrics()
+        if self.lr is not None:
+            metrics |= self.lr.metrics()
+        return prefixed(metrics)
+
+    # A training, and what its checkpoints hold beside TRL's own.
+
+    @property
+    def _output_dir(self) -> str:
+        """TRL's output folder; transformers sets one where none is given."""
+        return str(self.trainer.args.output_dir)
+
+    @contextlib.contextmanager
+    def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
+        """Begin a training's metrics file, and write how the training ends."""
+        with self.verdicts.checking("metrics"):
+            resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
+            if resumed is not None or not resume_from_checkpoint:
+                # Otherwise the parent refuses, and the metrics that are there stay as they are.
+                self.log.begin(resumed)
+        self.begin_anew()
+        try:
+            yield
+        except BaseException as error:
+            with contextlib.suppress(RunDirectoryError), self.verdicts.checking("metrics"):
+                # An error from a full disk must not replace the error in flight.
+                self.log.end("failed", first_error(error))
+            raise
+        finally:
+            if self.lr is not None:
+                self.lr.release()
+        with self.verdicts.checking("metrics"):
+            self.log.end("completed")
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this."""
+        self.log.begin_anew()
+        if self.lr is not None:
+            self.lr.resume(None)
+        if self.kl is not None:
+            self.kl.reset()
+        if self.routing is not None:
+            self.routing.draws.begin_anew()
+
+    def told(self, step: int, name: str, message: str) -> None:
+        """Warn, and write the warning among the events of the step that is resumed."""
+        warnings.warn(message, stacklevel=4)
+        self.log.event("warning", name, message, step=step)
+
+    def save(self, trial: Any) -> None:
+        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished."""
+        if self.trainer.args.should_save:
+            folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
+            with self.verdicts.checking("checkpoint"):
+                write_state(folder / STATE_FILE, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
+        state: dict[str, Any] = {"config": self.block.to_dict(), **self.log.state_dict()}
+        if self.kl is not None:
+            state["kl"] = self.kl.state_dict()
+        if self.lr is not None:
+            state["lr"] = self.lr.saved_state()
+        if self.routing is not None:
+            state["routing"] = self.routing.state_dict()
+        return state
+
+    def load(self, checkpoint: str) -> None:
+        """Take over what a checkpoint holds beside the host's own."""
+        self._resumed_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
+        state = read_state(Path(checkpoint) / STATE_FILE)
+        self.log.load_state_dict(state or {}, step=self._resumed_step)
+        if state is not None:
+            self.go_on_from(state)
+        precision = self.block.precision
+        if self.trainer.is_deepspeed_enabled:
+            return  # it keeps its own
+        if precision is not None and precision.dtype == "float16" and not (Path(checkpoint) / "scaler.pt").is_file():
+            self.log.event(
+                "warning",
+                "loss_scale",
+                f"{checkpoint} holds no loss-scaler state; the loss scale starts at {precision.init_scale:g}.",
+            )
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Take over our own state from a checkpoint, except the alarms, and say which settings have changed since."""
+        messages = [changed_settings(state.get("config"), self.block.to_dict())]
+        if self.kl is not None and state.get("kl") is not None:
+            messages.append(self.kl.load_state_dict(state["kl"]))
+        if self.lr is not None:
+            self.lr.resume(state.get("lr"))
+        if self.routing is not None and state.get("routing") is not None:
+            self.routing.load_state_dict(state["routing"])
+        self.changed(*messages)
+
+    def changed(self, *messages: str | None) -> None:
+        """Say which settings have changed since the checkpoint that is resumed."""
+        for message in filter(None, messages):
+            self.told(self._resumed_step, "settings_changed", message)
+
+
+def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Return metrics under the names that they are logged by."""
+    return {PREFIX + name: value for name, value in metrics.items()}
+
+
+def of_agreement(agreement: Mapping[str, float]) -> tuple[dict[str, float], dict[str, float]]:
+    """Return what is logged of the agreement of routes, and what is written only to the metrics file."""
+    by_layer = {name: value for name, value in agreement.items() if of_layer(name)}
+    return prefixed({name: value for name, value in agreement.items() if name not in by_layer}), prefixed(by_layer)

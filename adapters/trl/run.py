@@ -1,0 +1,637 @@
+"""GRPO's and RLOO's side of the `mismatch:` block, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
+
+Order of a rollout: `batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `scoring.score` (old
+policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`, then `host.logged`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object, is_peft_model
+from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
+from mismatch_ext.adapters.accelerate.sharded import ZERO3, is_sharded, zero_stage
+from mismatch_ext.adapters.transformers import vocabulary_surplus
+from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.transformers.scoring import logits_width
+from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine, phantom
+from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
+from mismatch_ext.adapters.trl.engine_masks import EngineMasks
+from mismatch_ext.adapters.trl.engines import Colocated, Engine
+from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
+from mismatch_ext.adapters.trl.generation import CheckedGeneration
+from mismatch_ext.adapters.trl.host import Gap, TrainerRun, of_agreement, prefixed
+from mismatch_ext.adapters.trl.kl import KlReward
+from mismatch_ext.adapters.trl.lora import Base, check_base
+from mismatch_ext.adapters.trl.objective import LossCallback, Objective
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
+from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
+from mismatch_ext.adapters.trl.refusals import STITCHING, RoutingRefusals, check_reference, check_sharding
+from mismatch_ext.adapters.trl.replay import ScoreReplay
+from mismatch_ext.adapters.trl.sampling_mask import mean_size
+from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch
+from mismatch_ext.adapters.trl.served import Served
+from mismatch_ext.adapters.trl.server_client import ClientOf
+from mismatch_ext.adapters.trl.turns import joined_turns
+from mismatch_ext.adapters.vllm.engine import asked_of
+from mismatch_ext.adapters.vllm.routing import FLAG
+from mismatch_ext.adapters.vllm.server_checks import ServerCheck
+from mismatch_ext.patches.trl.engine_arguments import engine_arguments
+from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
+from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
+from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
+from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
+from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
+from torch import Tensor
+from trl import GRPOTrainer, RLOOTrainer
+
+from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.kl import KlTerm, ragged_bias
+from mismatch_ext.names import PREFIX
+from mismatch_ext.patching import Patch
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.presets import resolve
+from mismatch_ext.ranks import together
+from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present
+from mismatch_ext.weights import SyncVerdict
+
+OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
+"""TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
+FORWARD_KEYS = (
+    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
+    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
+)  # fmt: skip
+
+
+class TrlRun(TrainerRun):
+    """The block's side of a `GRPOTrainer` or `RLOOTrainer`.
+
+    Args:
+        trainer: The trainer, whose constructor has not run yet.
+        block: The block, with the sections that act.
+        config: TRL's arguments with the block.
+
+    Attributes:
+        scoring: The passes of the trainer's model, under routes and over masks.
+        objective: The terms in the loss and in the rewards.
+        kl_reward: The function among TRL's rewards, if a part of the KL is in the rewards.
+    """
+
+    kl: KlTerm | None
+    correction: CorrectionTerm | None = None
+    kl_reward: KlReward | None = None
+    engine: Engine
+    _unchecked: str | None = None  # what of a server cannot be checked
+    _vocabulary: Tensor | None = (
+        None  # ids that are still to be held against the vocabulary of a model that cannot run yet
+    )
+
+    def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
+        super().__init__(trainer, block, config.output_dir)
+        self.verdicts.add(config._verdicts.unwritten, warned=True)
+        self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
+        self.scoring, self.objective, self.examiner = Scoring(self), Objective(self), Examiner(self)
+
+    @property
+    def routing(self) -> ScoreReplay | None:
+        """What records and replays routes; None without the section."""
+        return self.scoring.routing
+
+    @property
+    def rollouts(self) -> RolloutPass | None:
+        """The batch that is generated and scored, or the micro-batch whose loss is computed; None between them."""
+        return self.scoring.rollouts
+
+    # Before TRL builds model and engine.
+
+    def construction_patches(self, config: Any) -> list[Patch]:
+        """Return the patches that are active while TRL builds its engine."""
+        r3 = self.block.routing is not None and self.block.routing.mode == "R3"
+        if config.use_vllm and config.vllm_mode == "server":
+            # What a server computes in is in its own command, which is checked.
+            return [] if self.verdicts.observes else [SERVER_CLIENT.calling(ClientOf(ServerCheck(self.block)))]
+        if not config.use_vllm:
+            return []
+        arguments: dict[str, Any] = {}
+        given: Any = config.generation_kwargs  # a mapping, since the configuration has settled
+        patches: list[Patch] = []
+        if self.block.precision is not None:
+            arguments |= asked_of(self.block.precision)
+        if r3:
+            arguments[FLAG] = True
+        if self.block.sampling_mask is not None:
+            # The sampled token comes in addition.
+            arguments["max_logprobs"] = self.block.sampling_mask.asked(sampling_settings(config, given))
+        if config.device.type == "cpu":
+            # Compiling costs a CPU engine far more at its start than it saves in a short run.
+            arguments["enforce_eager"] = True
+            patches = cpu_routes_patches() if FLAG in arguments else []
+        return [engine_arguments(arguments), *patches] if arguments else []
+
+    def step_patches(self, config: Any) -> list[Patch]:
+        """Return the patches that come and go in each step: around scoring passes and weight updates."""
+        patches = [FUSED_HEAD, *top_logprobs()] if self.block.sampling_mask is not None else []
+        here = config.use_vllm and config.vllm_mode == "colocate"
+        return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
+
+    @contextlib.contextmanager
+    def rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
+        """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
+        if self.block.kl is None or not self.block.kl.in_rewards:
+            yield args, kwargs
+            return
+        functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
+        if functions is None or any(kwargs.get(key) for key in STITCHING):
+            raise ConfigError(
+                "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
+                "policy's is not known when rewards are computed; use reward_path='surrogate'."
+            )
+        self.kl_reward = KlReward()
+        with_kl = [*(functions if isinstance(functions, list) else [functions]), self.kl_reward]
+        args = args if "reward_funcs" in kwargs else (with_kl, *args[1:])
+        kwargs = dict(kwargs)
+        if "reward_funcs" in kwargs:
+            kwargs["reward_funcs"] = with_kl
+        if (processing := kwargs.get("reward_processing_classes")) is not None:
+            kwargs["reward_processing_classes"] = [
+                *(processing if isinstance(processing, list) else [processing]),
+                None,
+            ]
+        weights = config.reward_weights
+        with overridden(config, reward_weights=None if weights is None else [*weights, 1.0]):
+            yield args, kwargs
+
+    def check_sharding(self) -> None:
+        """Refuse sections that do not work with sharded parameters."""
+        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        check_sharding(
+            self.block,
+            deepspeed=configured(self.trainer.accelerator) if self.trainer.is_deepspeed_enabled else None,
+            fsdp=None if fsdp is None else fsdp.fsdp_version,
+        )
+
+    def check_model(self) -> None:
+        """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
+        trainer = self.trainer
+        with self.verdicts.checking("doctor"):
+            check_examinable(self.block, trainer.model)
+        with self.verdicts.checking("reference"):
+            # As TRL decides whether it builds one.
+            self._check_reference(trainer.args.beta != 0.0 and not is_peft_model(trainer.model))
+        if trainer.use_vllm and is_peft_model(trainer.model):
+            with self.verdicts.checking("lora"):
+                check_base(trainer.model)
+        if self.block.routing is not None:
+            with RoutingRefusals(self.block.routing):
+                self.scoring.routing = ScoreReplay(self.block.routing, trainer.model, trainer.args.seed)
+        self.check_precision()
+
+    def _check_reference(self, reference: bool) -> None:
+        accelerator = self.trainer.accelerator
+        check_reference(getattr(accelerator.state, "fsdp_plugin", None), accelerator.num_processes, reference)
+
+    # Once TRL has built both.
+
+    def begin(self, patch_digest: str) -> None:
+        """Audit both sides, wrap the engine, and say what is active."""
+        trainer = self.trainer
+        if self.block.lr is not None:
+            self.lr = LrCallback(self.block.lr)
+            trainer.add_callback(self.lr)
+        if self.objective.sections:
+            trainer.add_callback(LossCallback(self.objective))
+        if self.block.correction is not None:
+            settings = resolve(self.block.correction)
+            if native_options(settings) is None:
+                self.correction = CorrectionTerm(settings, self.ranks)
+        with self.verdicts.checking("sampling"):
+            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
+        self.log.sampled_with(self.scored_sampling)
+        self.verdicts.at(lambda: self.step)
+        trainer.add_callback(self.alarms)
+        with self.verdicts.checking("reference"):
+            self._check_reference(trainer.ref_model is not None)
+        if trainer.use_vllm:
+            with self.verdicts.checking("engine"):
+                self._find_engine()
+        with self.verdicts.checking("precision"):
+            self.audit()
+        self._warn_of_settings()
+        if trainer.use_vllm:
+            with self.verdicts.checking("engine"):
+                with together(self.ranks):
+                    vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
+                    wrapped = self._wrapped_engine(patch_digest, vocabulary)
+                trainer.vllm_generation = wrapped  # on all ranks or none
+                wrapped.begin()
+                self._note_vocabulary(vocabulary)
+        with self.verdicts.checking("banner"):
+            self.log.announce()
+
+    def _warn_of_settings(self) -> None:
+        trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
+        if self.readiness is not None:
+            self.warn(READINESS, self.readiness)
+        if self._unchecked is not None:
+            self.warn("server", self._unchecked)
+        settings = None if self.correction is None else self.correction.settings
+        if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
+            engine: EngineReading = self.readings["engine"]
+            coarse = coarse_engine(self.compute_dtype, engine.model_dtype, engine.quantization)
+            if coarse is not None:
+                self.warn("phantom_clip", coarse)
+        if loss_type in ("grpo", "sapo"):
+            ragged = ragged_bias(self.block.kl, f"loss_type={loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
+            if ragged is not None:
+                self.warn("kl_ragged", ragged)
+
+    @property
+    def scored_sampling(self) -> SamplingSettings:
+        """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
+        return self.sampling if self.block.sampling_mask is None else self.sampling.without_truncation()
+
+    def follow_sampling(self) -> None:
+        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed.
+
+        Raises:
+            ConfigError: The engine's temperature is not the one that the trainer scores with.
+        """
+        trainer, engine = self.trainer, self.trainer.vllm_generation
+        if engine.temperature != trainer.temperature:
+            raise ConfigError(
+                f"the engine samples with temperature={engine.temperature}, and the trainer scores with {trainer.temperature}: "
+                "set trainer.temperature and trainer.vllm_generation.temperature together."
+            )
+        found = sampling_settings(engine, trainer.args.generation_kwargs)
+        if found == self.sampling:
+            return
+        self.sampling = engine.sampling = found
+        self.log.sampled_with(self.scored_sampling)
+
+    def _find_engine(self) -> None:
+        """Note what stands behind TRL's wrapper."""
+        generation = self.trainer.vllm_generation
+        if generation.mode == "colocate":
+            self.engine = Colocated(generation.llm, sleeps=self.trainer.args.sleeps)
+            return
+        self.engine = served = Served(generation, self.trainer.accelerator)
+        if self.verdicts.observes:
+            with self.verdicts.checking("server"):
+                served.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
+        self._unchecked = served.unchecked()
+
+    def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
+        """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
+        routing = self.routing
+        return CheckedGeneration(
+            self.trainer.vllm_generation,
+            self.engine,
+            trainer=self.trainer_side(),
+            monitor=self._verifiable(),
+            sampling=self.sampling,
+            vocabulary=vocabulary,
+            patch_digest=patch_digest,
+            layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
+            verdicts=self.verdicts,
+            masks=self._engine_masks(),
+            base=self._base(),
+        )
+
+    def _base(self) -> Base | None:
+        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy.
+
+        DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
+        """
+        model: Any = self.trainer.vllm_generation.model
+        if is_sharded(self.trainer.accelerator) or self.verdicts.observes or not is_peft_model(model):
+            return None
+        return Base(model, self.engine.reading().model_dtype)
+
+    def _engine_masks(self) -> EngineMasks | None:
+        """Return what makes sampling masks of the engine's answers; None where none are asked for."""
+        if self.block.sampling_mask is None:
+            return None
+        vocabulary = logits_width(self.trainer.accelerator.unwrap_model(self.trainer.model))
+        if vocabulary is None:
+            raise ConfigError(
+                "mismatch.sampling_mask: the model's configuration has no vocab_size: it is not known what its logits are "
+                "over; remove mismatch.sampling_mask."
+            )
+        return EngineMasks(min(self.block.sampling_mask.asked(self.sampling), vocabulary), vocabulary)
+
+    def _verifiable(self) -> MonitorConfig:
+        """Return the `monitor` section, without the weight check where it is impossible (`enforce` has refused that before)."""
+        monitor = self.block.monitor
+        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        if fsdp is not None and fsdp.fsdp_version == 1:
+            return dataclasses.replace(monitor, weight_sync="off")
+        return monitor
+
+    def _note_vocabulary(self, vocabulary: Tensor) -> None:
+        """Look at the model's vocabulary, now or once it runs."""
+        # A model of ZeRO-3 runs when training has begun.
+        self._vocabulary = vocabulary if zero_stage(self.trainer.accelerator) == ZERO3 else None
+        if self._vocabulary is None:
+            self._check_vocabulary(vocabulary)
+
+    def _check_vocabulary(self, vocabulary: Tensor) -> None:
+        accelerator = self.trainer.accelerator
+        model = accelerator.unwrap_model(self.trainer.model)
+        surplus = vocabulary_surplus(model, len(self.trainer._tokenizer), vocabulary[None, :64], self.autocast)
+        forget_order(accelerator)
+        if surplus is not None:
+            self.warn("vocabulary", str(surplus), vars(surplus))
+
+    def read_engine(self) -> EngineReading | None:
+        """Return what the engine computes with; None without vLLM."""
+        return self.engine.reading() if self.trainer.use_vllm else None
+
+    def info(self) -> dict[str, Any]:
+        """Return the header of the run's metrics file."""
+        header = super().info()
+        checked = self.checked
+        return header if checked is None else header | {"provenance": dataclasses.asdict(checked.provenance())}
+
+    def sent(self, dtypes: frozenset[str]) -> None:
+        """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
+        if self._vocabulary is not None:
+            vocabulary, self._vocabulary = self._vocabulary, None
+            self._check_vocabulary(vocabulary)
+        super().sent(dtypes)
+
+    @property
+    def checked(self) -> CheckedGeneration | None:
+        """TRL's engine wrapper behind ours; None without vLLM, and where wrapping failed and the run is observed."""
+        generation = self.trainer.vllm_generation if self.trainer.use_vllm else None
+        return generation if isinstance(generation, CheckedGeneration) else None
+
+    @property
+    def verdict(self) -> SyncVerdict | None:
+        """The verdict on the last weight update, if any was verified."""
+        return None if self.checked is None else self.checked.verifier.verdict
+
+    # One rollout batch.
+
+    @contextlib.contextmanager
+    def batch(self) -> Iterator[RolloutPass]:
+        """Keep what is known of a batch while TRL generates and scores it."""
+        batch, trainer = RolloutPass(), self.trainer
+        keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
+        with overridden(self.scoring, rollouts=batch), keeping:
+            self.objective.begin_batch()
+            if trainer.use_vllm:
+                with self.verdicts.checking("sampling"), together(self.ranks):
+                    self.follow_sampling()
+            batch.masked_before = self.scoring.masked_passes
+            yield batch
+
+    def watching(self, batch: RolloutPass) -> contextlib.AbstractContextManager[None]:
+        """Keep TRL's scoring passes of a batch, where they are needed and TRL does not return them."""
+        needed = self.kl_reward is not None or isinstance(self.trainer, RLOOTrainer)
+        return watched_batch(self.trainer, batch) if needed else contextlib.nullcontext()
+
+    def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records.
+
+        Raises:
+            RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded; or a
+                completion's turns are of different weights.
+        """
+        batch, trainer = self.rollouts, self.trainer
+        if batch is None or not batch.fresh:
+            return host(*args, **kwargs)
+        own = getattr(trainer, "rollout_func", None) is not None
+        joins = self.checked is not None and (own or getattr(trainer, "tools", None))
+        with overridden(batch, joining=bool(joins)):
+            output = host(*args, **kwargs)
+        if self.checked is not None:
+            self.checked.agree()
+        batch.generated += zip(*output[:2], strict=False)
+        if joins:
+            with self.verdicts.checking("records"), together(self.ranks):
+                metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
+                for name, value in metrics.items():
+                    trainer._metrics[self.mode][PREFIX + name].append(value)
+        return output
+
+    def rewarded(self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, ids: Any) -> Tensor:
+        """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
+        if self.kl_reward is None:
+            return host(inputs, prompts, completions, ids)
+        with overridden(self.kl_reward, penalties=self.objective.penalties(ids)):
+            rewards = host(inputs, prompts, completions, ids)
+        column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
+        others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
+        rewards[others.isnan().all(dim=1), column] = torch.nan
+        return rewards
+
+    def scored(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
+        """Measure a batch that TRL has generated and scored, correct it, and adapt to it.
+
+        Args:
+            batch: What is known of it.
+            output: What TRL's `_generate_and_score_completions` returned; changed in place.
+        """
+        training = self.trainer.model.training
+        with together(self.ranks):
+            if self.routing is not None:
+                output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
+            if self.scoring.masking is not None:
+                output[MASKS] = self._masks(batch, output)
+        if self.scoring.masking is not None:
+            self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
+        mask = output["completion_mask"]
+        if "tool_mask" in output:
+            mask = mask * output["tool_mask"]
+        gap = self._gap(batch, output, mask) if self.trainer.use_vllm else None
+        if gap is not None and self.routing is not None and self.routing.draws.native_gap():
+            with overridden(self.scoring, routing=None):
+                native = self.score_again(output)
+            with together(self.ranks):
+                self.log.observe(self.split, native, output[ROLLOUT], mask.bool(), native=True)
+        if gap is not None and self.correction is not None:
+            self._correct(self.correction, output, gap[0], mask)
+        if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
+            with self.verdicts.checking("correction"):
+                self.log.mask(self.split, ratio, mask)
+        if training and gap is not None and isinstance(self.trainer, GRPOTrainer):
+            settings = None if self.correction is None else self.correction.settings
+            with self.verdicts.checking("gap"):
+                clips = clips_engine_ratio(settings, self.trainer.loss_type)
+                self._note(**phantom(self.trainer, output, gap, clips, self.ranks))
+        if training:
+            self.steer(self.trainer._metrics["train"], gap)
+        self.objective.follow_batch(output, mask, batch, gap)
+        return output
+
+    def _note(self, **metrics: float) -> None:
+        """Add metrics of a batch to those that TRL logs the mean of."""
+        for name, value in metrics.items():
+            self.trainer._metrics[self.mode][PREFIX + name].append(value)
+
+    def _masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> Any:
+        masks = self.scoring.batch_masks(batch, output)
+        if output.get(OLD) is not None and self.scoring.masked_passes == batch.masked_before:
+            raise RecordError(
+                f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
+                "whole vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes "
+                "less memory."
+            )
+        return masks
+
+    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
+        """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
+        records = gap = None
+        with together(self.ranks), self.verdicts.checking("records"):
+            records = self.check_records(output, batch)
+        with self.verdicts.checking("gap"):
+            with together(self.ranks):
+                # First, because ranks that share a model take this pass together.
+                old_logprobs = self.old_logprobs(output)
+                if ROLLOUT not in output:
+                    output[ROLLOUT] = self._recorded_logprobs(records, mask)
+                found = (old_logprobs, output[ROLLOUT], mask.bool())
+                self.log.observe(self.split, *found)
+            gap = found  # on all ranks or none, because what follows is over all of them
+            with together(self.ranks):
+                self.examiner.examine(output, found, None if records is None else batch.records)
+        return gap
+
+    def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
+        """Weigh a batch; the gap and the KL have read `OLD` before, which `bypass` replaces."""
+        figures = correction.apply(output, old_logprobs, mask)
+        if (shift := baseline_shift(output, mask, self.ranks)) is not None:
+            figures = figures | {"rejected_adv_shift": shift}
+        self._note(**figures)
+
+    def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
+        """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
+        records, completions = rollouts.records, len(output["completion_ids"])
+        if len(records) != completions:
+            raise RecordError(
+                f"{completions} completions, of which {len(records)} were recorded as they were sampled: something samples "
+                "without trainer.vllm_generation.generate, or rows are dropped or added below this trainer. Generate with that, "
+                "and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
+            )
+        batch = collate(records)
+        expect_present(batch.provenance, self.trainer.vllm_generation.weight_version)
+        sampled, mask = batch.response_ids, batch.response_mask
+        trained = output["completion_ids"][:, : sampled.shape[1]].cpu()
+        if not torch.equal(trained[mask], sampled[mask]):
+            row = int(((trained != sampled) & mask).any(1).nonzero()[0])
+            raise RecordError(f"row {row}: the tokens to be trained on are not those that the engine sampled.")
+        return batch
+
+    def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:
+        """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
+        if records is None:
+            raise RecordError(
+                f"{type(self.trainer).__name__} keeps no log-probabilities of the engine, and its completions are stitched from "
+                "several generations: there is no gap to measure. Remove the mismatch block, or what stitches them."
+            )
+        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
+        found[:, : records.rollout_logprobs.shape[1]] = records.rollout_logprobs.to(mask.device)
+        return found
+
+    def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
+        """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
+        if OLD in output:
+            found: Tensor = output[OLD]
+            return found
+        batch = self.rollouts
+        if batch is not None and batch.scored:
+            rows = rows_of_batch(output)
+            own = batch.of_policy(self.trainer.model, lambda scored: scored.is_of(*rows))
+            if own is not None:
+                return own.scores[0]  # the host's, which returns their sums only
+        return self.score_again(output) if batch is None or batch.policy is None else batch.policy
+
+    def score_again(self, output: Mapping[str, Any]) -> Tensor:
+        return self.scoring.again(output, FORWARD_KEYS)
+
+    # One micro-batch: `micro_batch` is around `loss`.
+
+    def micro_batch(self, host: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute the loss of a micro-batch under its routes and masks, and hold it to have come through `loss`."""
+
+        def proven(*args: Any, **kwargs: Any) -> Any:
+            return self.objective.stepped(host, *args, **kwargs)
+
+        return self.scoring.loss(proven, model, inputs, *args, **kwargs)
+
+    # Logs, and what a checkpoint holds.
+
+    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
+        extra: dict[str, float] = {}
+        agreement: dict[str, float] = {}
+        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
+        with self.verdicts.checking("findings"):
+            self.verdicts.gather(self.ranks)
+        with self.verdicts.checking("metrics"):
+            extra = self.log.flush(split, self.step)
+        if self.routing is not None:
+            with self.verdicts.checking("metrics"):
+                agreement = self.routing.take_agreement(split, self.ranks)
+        logged, by_layer = of_agreement(agreement)
+        extra |= logged
+        if self.routing is not None and (extra or of_training):
+            with self.verdicts.checking("metrics"):
+                # How many passes were over other tokens than were recorded.
+                extra |= prefixed(self.routing.take_others(split, self.ranks))
+        if of_training:
+            with self.verdicts.checking("metrics"):
+                extra |= self.examiner.metrics()
+            with self.verdicts.checking("metrics"):
+                extra |= self.training_metrics()
+            extra |= prefixed(self.verdicts.metrics())
+        return extra, by_layer
+
+    def ratio_bias(self) -> str | None:
+        """Say why the gap is not only numerics."""
+        return ratio_bias(self.trainer, self.scored_sampling)
+
+    def further_metrics(self) -> dict[str, float]:
+        """Return metrics of weight updates and of DeepSpeed's scaler."""
+        metrics = scale_metrics(self.trainer.accelerator) if self.trainer.is_deepspeed_enabled else {}
+        # Where a failed check does not end the run, a rank may have no verdict.
+        lone = self.verdicts.observes and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
+        if self.verdict is not None or (lone and self.ranks.size > 1):
+            gap = self._gap_over_ranks(None if self.verdict is None else self.verdict.gap_mean)
+            metrics |= {} if gap is None else {"weight_sync_gap": gap}
+        if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
+            metrics["lora_rounding"] = self.checked.base.rounding
+        return metrics
+
+    def _gap_over_ranks(self, gap: float | None) -> float | None:
+        """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
+        if self.ranks.size == 1:
+            return gap
+        found: Sequence[tuple[float | None, list[str]]] = gather_object([(gap, self.unwritten())])
+        for rank, (_, messages) in enumerate(found):
+            for message in messages:
+                self.log.event("error", "weight_sync", f"rank {rank}: {message}")
+        return max((float(value) for value, _ in found if value is not None), default=None)
+
+    def begin_anew(self) -> None:
+        """Forget what an earlier training of this trainer has left."""
+        super().begin_anew()
+        self.objective.begin_anew()
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
+        return super().state() | ({} if self.checked is None else self.checked.state_dict())
+
+    def go_on_from(self, state: dict[str, Any]) -> None:
+        """Take over our own state from a checkpoint."""
+        super().go_on_from(state)
+        if self.checked is not None and state.get("weight_version") is not None:
+            self.changed(self.checked.load_state_dict(state))

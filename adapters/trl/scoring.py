@@ -1,0 +1,309 @@
+"""The scoring passes of TRL's model, each under the routes and over the sampling masks that belong to its tokens.
+
+R3: the sampler's routes travel with the completions, as `inputs["routing"]`, through TRL's shuffling and splitting, and are
+replayed in the old-logprob pass and in every update. R2: the trainer's old-logprob pass records them instead. Masks travel the
+same way, as `inputs["sampling_mask"]`. A pass is known by its tokens, never by its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, share
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit, masks_of
+from mismatch_ext.patches.trl.fused_head import scoring_with
+from torch import Tensor
+from transformers.utils import is_peft_available
+
+from mismatch_ext.config import SamplingMaskConfig
+from mismatch_ext.errors import ConfigError, RecordError, ReplayError, RoutingError
+from mismatch_ext.rng import forked_rng
+from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.replay import REFERENCE
+
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.run import TrlRun
+
+ROUTES, MASKS = "routing", "sampling_mask"
+"""Keys of TRL's inputs under which routes and masks travel."""
+Host = Callable[..., Any]
+_OTHER_TOKENS = (
+    "the routes {} are of other tokens than those that are trained on (mismatch.routing.mode={!r}): rows moved or tokens "
+    "changed between sampling and the loss without their routes. Move inputs['routing'] with the other inputs, and leave "
+    "prompt_ids, completion_ids and their masks as they were sampled."
+)
+
+
+class Scoring:
+    """The passes of one trainer's model.
+
+    Args:
+        run: The run.
+
+    Attributes:
+        routing: What records and replays routes; None without the section.
+        masking: The `sampling_mask` section.
+        rollouts: The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
+        masked_passes: Number of passes that were scored over masks.
+    """
+
+    def __init__(self, run: TrlRun) -> None:
+        self.run, self.trainer = run, run.trainer
+        self.routing: ScoreReplay | None = None
+        self.masking: SamplingMaskConfig | None = run.block.sampling_mask
+        self.rollouts: RolloutPass | None = None
+        self.masked_passes = 0
+        self._micro_masks: Sequence[RowMask] | None = (
+            None  # of the micro-batch whose loss is computed; None outside of one
+        )
+
+    def score(
+        self,
+        host: Host,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **options: Any,
+    ) -> Scores:
+        """Score tokens as TRL does, under the routes and over the masks that were recorded for them.
+
+        Args:
+            host: TRL's `_get_per_token_logps_and_entropies`, whose names the others have.
+            model: The model, possibly wrapped.
+            input_ids: Prompt and completion `[B, S]`.
+            attention_mask: 1 for tokens that are not padding `[B, S]`.
+            logits_to_keep: Completion positions per row, padding included.
+            args, options: What else TRL gives, as it comes.
+
+        Raises:
+            ReplayError: TRL scored without its fused head, or other tokens than it was given.
+        """
+        rows = (input_ids, attention_mask, logits_to_keep)
+        masks = None if self.masking is None else self._masks_at_hand()
+        if masks is None or not fit(masks, *rows):
+            return self._routed_score(host, model, *rows, *args, **options)
+        masked = MaskedPass(masks, *rows)
+        with scoring_with(masked):
+            scores = self._routed_score(host, model, *rows, *args, **options)
+        if not masked.done and bool(attention_mask[:, -logits_to_keep:].any()):
+            raise ReplayError(
+                f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
+                "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
+            )
+        self.masked_passes += 1
+        return scores
+
+    def _routed_score(
+        self, host: Host, model: Any, tokens: Tensor, attention_mask: Tensor, length: int,
+        batch_size: int | None = None, **options: Any,
+    ) -> Scores:  # fmt: skip
+        routing, batch = self.routing, self.rollouts
+
+        def score(model: Any, ids: Tensor, mask: Tensor, length: int, size: int | None, **options: Any) -> Scores:
+            # TRL 1.14 takes the size only by keyword.
+            scores: Scores = host(model, ids, mask, length, batch_size=size, **options)
+            return scores
+
+        given = (tokens, attention_mask, length, batch_size)
+        reference = routing is not None and self.is_reference(model)
+        if routing is None or batch is None or (reference and not routing.config.reference):
+            return score(
+                model, *given, **options
+            )  # without a batch it is somebody's own pass, over tokens without routes
+        self._take_engines_routes(batch)
+        version = self.run.step
+        routes = batch.routes_of(*given[:3])
+        if routes is None and batch.fresh and routing.config.mode == "R2":
+            if not reference:
+                scores, recorded = routing.record(score, model, *given, version=version, **options)
+                batch.routes.append(recorded)
+                return scores
+            self._refuse_early_reference(model)
+            with forked_rng(tokens.device):  # TRL takes no such pass
+                batch.routes.append(routing.record(score, self.trainer.model, *given, version=version, **options)[1])
+            routes = batch.routes_of(*given[:3])
+        split = REFERENCE if reference else self.run.split
+        if routes is None:
+            # Somebody's own pass over other tokens, which must not be given the experts of the batch's tokens.
+            routing.others[split] += 1
+            return score(model, *given, **options)
+        return routing.replay(score, model, *given, traces=routes, split=split, **options)
+
+    def again(self, output: Mapping[str, Any], forward_keys: Sequence[str]) -> Tensor:
+        """Return the trainer's log-probabilities `[B, T]` of a batch by a pass of our own."""
+        trainer, completion_ids = self.trainer, output["completion_ids"]
+        # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
+        with torch.no_grad(), forked_rng(trainer.accelerator.device):
+            logps: Tensor = trainer._get_per_token_logps_and_entropies(
+                trainer.model,
+                *rows_of_batch(output)[:2],
+                completion_ids.size(1),
+                # The batch size of TRL's own pass, because another one can round differently.
+                batch_size=(
+                    trainer.args.per_device_train_batch_size
+                    if trainer.model.training
+                    else trainer.args.per_device_eval_batch_size
+                ),
+                **{key: output[key] for key in forward_keys if key in output},
+            )[0]
+        return logps
+
+    def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch.
+
+        Raises:
+            RoutingError, RecordError: Routes or masks are of other tokens than the micro-batch's.
+            ReplayError: The micro-batch has none, or TRL did not score it through `score`.
+        """
+        routing, masking = self.routing, self.masking
+        micro_batch = self.rollouts
+        if routing is not None:
+            if ROUTES not in inputs:
+                raise _dropped(f"mismatch.routing.mode={routing.config.mode!r}", ROUTES)
+            if matching(inputs[ROUTES], *rows_of_batch(inputs)) is None:
+                raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
+            micro_batch = RolloutPass(fresh=False, routes=[inputs[ROUTES]])
+        masks = None
+        if masking is not None:
+            if MASKS not in inputs:
+                raise _dropped("mismatch.sampling_mask", MASKS)
+            masks = inputs[MASKS]
+            if not fit(masks, *rows_of_batch(inputs)):
+                raise RecordError(
+                    "mismatch.sampling_mask: the masks that travelled with the micro-batch are of other tokens than those that "
+                    f"are trained on: rows moved or tokens changed without their masks. Move inputs[{MASKS!r}] with the other "
+                    "inputs."
+                )
+        forwards, passes = 0 if routing is None else routing.forwards, self.masked_passes
+        with overridden(self, rollouts=micro_batch, _micro_masks=masks):
+            loss = host(model, inputs, *args, **kwargs)
+        if routing is not None and routing.forwards == forwards:
+            raise ReplayError(
+                f"mismatch.routing.mode={routing.config.mode!r}, but the loss was computed without a replayed forward pass: "
+                "something overrides _get_per_token_logps_and_entropies, or gives it other tokens than the micro-batch's. Remove "
+                "it, or mismatch.routing."
+            )
+        if masking is not None and self.masked_passes == passes:
+            raise ReplayError(
+                "mismatch.sampling_mask, but the loss was computed without a pass over the micro-batch's tokens and masks: "
+                "something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or "
+                "mismatch.sampling_mask."
+            )
+        return loss
+
+    def routed(self, model: Any, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
+        """Return the context for one more forward pass of the micro-batch whose loss is being computed."""
+        routing = self.routing
+        reference = routing is not None and self.is_reference(model)
+        if routing is None or (reference and not routing.config.reference):
+            return nullcontext()
+        assert self.rollouts is not None
+        split = REFERENCE if reference else self.run.split
+        return routing.over_rows(model, attention_mask, length, self.rollouts.routes[0], split)
+
+    # A batch that has been scored.
+
+    def batch_routes(
+        self, batch: RolloutPass, output: Mapping[str, Any], again: Callable[[], Tensor]
+    ) -> list[RoutingTrace]:
+        """Return the routes of a batch that has been scored, one trace for each row.
+
+        Args:
+            batch: What is known of the batch.
+            output: What TRL made of it.
+            again: Takes a pass of our own over its tokens.
+
+        Raises:
+            RoutingError: The recorded routes are of other tokens.
+        """
+        routing = self.routing
+        assert routing is not None
+        self._take_engines_routes(batch)
+        rows, recorded = rows_of_batch(output), routing.config.mode == "R2"
+        if (routes := batch.routes_of(*rows)) is None and recorded:
+            # TRL took no pass over the batch's tokens that R2 could record.
+            batch.policy = again()
+            routes = batch.routes_of(*rows)
+        if routes is None:
+            raise RoutingError(_OTHER_TOKENS.format("recorded while the batch was sampled", routing.config.mode))
+        if recorded:
+            routing.others[self.run.split] += max(len(batch.routes) - 1, 0)
+        return routes
+
+    def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
+        """Return the masks of a batch that has been scored, one for each row.
+
+        Raises:
+            RecordError: The batch's tokens are not those that the engine sampled.
+        """
+        masks = masks_of(batch.records)
+        if not fit(masks, *rows_of_batch(output)):
+            raise RecordError(
+                "mismatch.sampling_mask: the tokens to be trained on are not those that the engine sampled, row by row, so that "
+                "their masks are not known. Leave prompt_ids, completion_ids and their masks as they were sampled."
+            )
+        return masks
+
+    def _take_engines_routes(self, batch: RolloutPass) -> None:
+        """Take the routes of a batch from the engine's records of it, once."""
+        assert self.routing is not None
+        if batch.routes or batch.joining or not batch.records or self.routing.config.mode != "R3":
+            return
+        routes, version = [], self.trainer.vllm_generation.weight_version
+        for record in batch.records:
+            assert record.routing is not None  # recorded, or refused, where CheckedGeneration has a layout
+            record.routing.expect_version(version)
+            routes.append(record.routing)
+        batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
+
+    def _masks_at_hand(self) -> Sequence[RowMask] | None:
+        """Return the masks of the micro-batch, or of the batch that is being scored; None where there is neither."""
+        if self._micro_masks is not None:
+            return self._micro_masks
+        batch = self.rollouts
+        if batch is None or batch.joining or not batch.fresh or not batch.records:
+            return None
+        return masks_of(batch.records)
+
+    def is_reference(self, model: Any) -> bool:
+        """Tell whether a pass is the reference policy's: a model of its own, or the trained one without its adapter."""
+        if self.trainer.ref_model is not None:
+            return model is self.trainer.ref_model
+        if not is_peft_available():
+            return False
+        from peft.tuners.tuners_utils import BaseTunerLayer
+
+        layers = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
+        return any(layer.disable_adapters or "ref" in layer.active_adapters for layer in layers)
+
+    def _refuse_early_reference(self, model: Any) -> None:
+        if model is not self.trainer.ref_model:
+            raise ConfigError(
+                "mismatch.routing mode='R2' with reference=True and an adapter, in a setup where TRL takes no old-logprob pass: "
+                "the reference is scored before any pass of the policy that could be recorded. Set reference=False, or "
+                "mode='R3'."
+            )
+
+
+def _dropped(section: str, key: str) -> ReplayError:
+    return ReplayError(
+        f"{section}, but the micro-batch has no {key!r}: something between _generate_and_score_completions and compute_loss "
+        "dropped it. Pass it on with the other inputs."
+    )
+
+
+def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Return tokens and attention mask `[B, S]` of a batch as TRL scores it, and its completion positions."""
+    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    return (
+        tokens,
+        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
+        inputs["completion_ids"].size(1),
+    )
