@@ -22,7 +22,7 @@ run=venv/bin/mismatch-ext
 [ "$($run --version)" = "mismatch-ext $version" ]
 $run --help > help.txt
 for command in demo report doctor readiness trl compat; do
-    grep -q "^ *$command " help.txt || { echo "--help does not name $command"; exit 1; }
+    grep -qE "^ *$command( |\$)" help.txt || { echo "--help does not name $command"; exit 1; }
 done
 venv/bin/python -c 'import importlib.resources as files; assert files.files("mismatch_ext").joinpath("py.typed").is_file()'
 SECONDS=0
