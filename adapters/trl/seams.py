@@ -140,7 +140,7 @@ SEAMS = (
     Seam(
         name="trl/async_loss",
         features=("monitor",),
-        what="measuring, correcting and replaying routes between the forward pass and the loss",
+        what="measuring and correcting between the forward pass and the loss",
         claims=(
             exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.compute_loss", "model", "inputs"),
             exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.get_train_dataloader"),
@@ -204,8 +204,10 @@ REFUSALS = (
         ("AsyncGRPOTrainer",), "monitor.doctor",
         "it examines rollouts of the weights that score them, and these are of older ones",
     ),
-    Refusal(
-        ("AsyncGRPOTrainer",), "routing.R2", "there is no old-logprob pass whose routes could be replayed", "'R3'"
+    Refusal(("AsyncGRPOTrainer",), "lr", "its statistics come before each step, and most rollouts are of older weights"),
+    *(
+        Refusal(("AsyncGRPOTrainer",), f"routing.{mode}", "rollouts share tokens in a packed tree, whose routes are not joined")
+        for mode in ("R2", "R3")
     ),
     *(Refusal(("RLOOTrainer",), name, _NO_SEAM) for name in ("kl", "correction", "sampling_mask")),
     Refusal(("GRPOTrainer", "server"), "sampling_mask", "a server's answers have no number for what was cut off"),

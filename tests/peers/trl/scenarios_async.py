@@ -16,9 +16,7 @@ from unittest import mock
 
 import requests
 import torch
-from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
-from mismatch_ext.adapters.trl.async_grpo.rows import carried
-from mismatch_ext.adapters.trl.async_grpo.trainer import plain_attention
+from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer, plain_attention
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.stamps import UNFINISHED, Stamps
 
@@ -145,7 +143,7 @@ class _Truth:
         """Return a rollout's sampled log-probabilities, their versions, and what the weights of these and of a step say."""
         ids = torch.as_tensor(sample["input_ids"])[None]
         mask = torch.as_tensor(sample["completion_mask"])[1:].bool()
-        versions = torch.as_tensor(carried(sample).versions)[1:][mask]
+        versions = torch.as_tensor(sample["metrics"].versions)[1:][mask]
         found = {}
         for version in {*versions.tolist(), step} & set(self.kept):
             self.trainer.model.load_state_dict(self.kept[version])
@@ -186,7 +184,7 @@ class _Truth:
 
 
 def _is_cut(sample: dict[str, Any]) -> bool:
-    versions = carried(sample).versions
+    versions = sample["metrics"].versions
     return len(set(versions[versions != UNKNOWN].tolist())) > 1
 
 
@@ -200,13 +198,13 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
         trainer = build(model, out, url, block, queue_maxsize=0, **overrides)
         truth = _Truth(trainer)
         verdicts: list[Any] = []
-        verify = trainer.weight_transfer.verifier.verify
+        verify = trainer.mm.verifier.verify
 
         def noted(*args: Any) -> Any:
             verdicts.append(verify(*args))
             return verdicts[-1]
 
-        trainer.weight_transfer.verifier.verify = noted
+        trainer.mm.verifier.verify = noted
         trainer.train()
         return {
             "history": history(trainer),

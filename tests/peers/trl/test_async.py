@@ -13,13 +13,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
-from mismatch_ext.adapters.trl.async_grpo.carried import Carried, Sampled, Turn
-from mismatch_ext.adapters.trl.async_grpo.gate import Gate, Held
-from mismatch_ext.adapters.trl.async_grpo.loss import LossRun, Terms
-from mismatch_ext.adapters.trl.async_grpo.rows import CarryingCollator, packed_nodes, routes_of, versions_of
-from mismatch_ext.adapters.trl.async_grpo.trainer import plain_attention
-from mismatch_ext.adapters.trl.async_grpo.worker import ending
+from mismatch_ext.adapters.trl.async_grpo import (
+    Carried,
+    CarryingCollator,
+    Gate,
+    Held,
+    MismatchAsyncGRPOConfig,
+    MismatchAsyncGRPOTrainer,
+    Sampled,
+    Terms,
+    corrected,
+    ending,
+    plain_attention,
+    versions_of,
+)
 from trl.experimental.async_grpo import AsyncGRPOTrainer
 from trl.experimental.async_grpo.async_grpo_trainer import DataCollatorForRollout
 from trl.experimental.async_grpo.async_rollout_worker import (
@@ -37,19 +44,13 @@ from mismatch_ext.correction import correct
 from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.presets import resolve
-from mismatch_ext.ranks import ONE_PROCESS
-from mismatch_ext.routing import RoutingShape
 from tests.peers.trl.failing import fail
 
-LAYOUT = RoutingShape(num_layers=2, layers=(0, 1), num_experts=8, top_k=2)
 
-
-def sample(ids: list[int], prompt: int, versions: list[int], advantage: float = 1.0, **more: Any) -> dict[str, Any]:
+def sample(ids: list[int], prompt: int, versions: list[int], advantage: float = 1.0) -> dict[str, Any]:
     """Return a rollout as TRL hands it to its collator."""
     metrics = Carried({"reward": 0.0})
     metrics.versions = np.array([UNKNOWN] * prompt + versions)
-    for name, value in more.items():
-        setattr(metrics, name, value)
     mask = np.array([0] * prompt + [1] * len(versions))
     logprobs = np.where(mask == 1, -1.0 - 0.1 * np.arange(len(ids)), 0.0).astype(np.float32)
     return {
@@ -72,8 +73,8 @@ def row(*samples: dict[str, Any]) -> TreeRow:
 def test_the_gate_holds_requests_back_and_goes_to_another_process_only_when_it_is_spawned() -> None:
     gate = Gate(multiprocessing.get_context("spawn"))
     assert gate.enter() is None
-    gate.open(Held(step=3, update=4))
-    assert gate.enter() == Held(step=3, update=4) and gate.requests == 1
+    gate.open(Held(3, 4))
+    assert gate.enter() == Held(3, 4) and gate.requests == 1
     gate.close()
     assert gate.enter() is None and gate.requests == 1
     gate.leave()
@@ -82,12 +83,11 @@ def test_the_gate_holds_requests_back_and_goes_to_another_process_only_when_it_i
 
 
 def test_versions_go_through_trls_turns_forks_and_masks_with_their_tokens() -> None:
-    first, second = Turn(None, 6), Turn(None, 7)
-    cut = [*Sampled.of([-0.5, -0.6], 5, first), *Sampled.of([-0.7], 6, first)]
+    cut = [*Sampled.of([-0.5, -0.6], 5), *Sampled.of([-0.7], 6)]
     turns = [
         TurnRecord([1, 2], [3, 4, 5], [*cut]),
         # The template takes the last token back, and puts a tool's answer behind it.
-        TurnRecord([1, 2, 3, 4, 9, 9], [7, 8], [*Sampled.of([-0.8, -0.9], 7, second)]),
+        TurnRecord([1, 2, 3, 4, 9, 9], [7, 8], [*Sampled.of([-0.8, -0.9], 7)]),
     ]
     (answer,), _ = _chain_to_sequences(turns[:1], "rollout", 1024)
     assert Carried.along({}, answer.old_log_probs).versions.tolist() == [UNKNOWN, UNKNOWN, 5, 5, 6]
@@ -98,7 +98,7 @@ def test_versions_go_through_trls_turns_forks_and_masks_with_their_tokens() -> N
     assert np.asarray(sequence.old_log_probs, dtype=np.float32).tolist() == pytest.approx(
         [0, 0, -0.5, -0.6, 0, 0, -0.8, -0.9]
     )
-    assert found == {"reward": 1.0} and found.routes is None  # of two answers
+    assert found == {"reward": 1.0}
     again = pickle.loads(pickle.dumps(found))
     assert again == found and again.versions.tolist() == found.versions.tolist()
 
@@ -108,64 +108,35 @@ def test_versions_lie_beside_trls_own_terms_of_a_tree() -> None:
     packed = row(sample([1, 2, 3, 4, 5], 3, [7, 8]), sample([1, 2, 3, 4, 6, 7], 3, [8, 8, 9]))
     assert versions_of(packed).tolist() == [7, 8, 8, 8, 9]
     assert len(packed.pack()["old_log_probs"]) == 5
-    assert [packed.tokens[node] for node in packed_nodes(packed)] == packed.pack()["input_ids"].tolist()
-    collator = CarryingCollator(DataCollatorForRollout(0), ends=[5])
+    collator = CarryingCollator(DataCollatorForRollout(0))
     batch = collator([[packed]])
     assert batch["mismatch_versions"].shape == batch["token_index"].shape
-    assert batch["mismatch_ended"].tolist() == [[1, 0]]
+    assert collator.prompts == [(1, 2, 3)]
     lost = sample([1, 2, 3], 2, [7])
     lost["metrics"] = {"reward": 0.0}
     with pytest.raises(RecordError, match="without the versions of its tokens"):
         collator([[row(lost)]])
 
 
-def test_routes_lie_at_their_own_rollouts_tokens_and_shared_ones_are_the_newest() -> None:
-    generator = np.random.default_rng(0)
-
-    def routes(tokens: int) -> Any:
-        return np.stack([[generator.permutation(8)[:2] for _ in range(2)] for _ in range(tokens - 1)]).astype(np.uint8)
-
-    old, new = routes(5), routes(6)
-    first = sample([1, 2, 3, 4, 5], 3, [7, 7], routes=old, routes_step=7)
-    second = sample([1, 2, 3, 4, 6, 7], 3, [8, 8, 8], routes=new, routes_step=8)
-    for samples in ([first, second], [second, first]):
-        packed = row(*samples)
-        ids, steps = routes_of(packed, LAYOUT)
-        place = {node: at for at, node in enumerate(packed_nodes(packed))}
-        for one, path in zip(samples, packed.sample_nodes, strict=True):
-            own, version = (old, 7) if one is first else (new, 8)
-            for position, node in enumerate(path[:-1]):
-                shared = position < 3  # the fourth token is another node: what follows it differs
-                expected = new if shared else own
-                assert ids[place[node]].tolist() == expected[position].tolist()
-                assert int(steps[place[node]]) == (8 if shared else version)
-            assert int(steps[place[path[-1]]]) == UNKNOWN
-    with pytest.raises(RecordError, match="without routes"):
-        routes_of(row(sample([1, 2, 3], 2, [7])), LAYOUT)
-
-
 # How it ends.
 
 
-def test_a_worker_that_has_failed_or_waits_at_the_gate_is_not_waited_for() -> None:
-    for fails in (True, False):
-        worker = AsyncRolloutWorker()
-        context = worker._mp_ctx
-        gate, goes_on = Gate(context), context.Event()
-        worker._process = context.Process(target=fail, args=(worker._stop_event_mp, worker._failed_event, goes_on))
-        worker._process.start()
-        while not (sleeping := worker._stop_event_mp._cond._sleeping_count.get_value()):
-            time.sleep(0.01)
-        assert sleeping == 1
-        if fails:
-            goes_on.set()
-            worker._process.join()
-            gate.open(Held(step=0, update=1))
-        process = worker._process
-        ended = threading.Thread(target=ending(worker, gate), daemon=True)
-        ended.start()
-        ended.join(60)
-        assert not ended.is_alive() and not process.is_alive() and worker._process is None
+def test_a_worker_that_has_failed_is_not_waited_for() -> None:
+    worker = AsyncRolloutWorker()
+    goes_on = worker._mp_ctx.Event()
+    worker._process = process = worker._mp_ctx.Process(
+        target=fail, args=(worker._stop_event_mp, worker._failed_event, goes_on)
+    )
+    process.start()
+    while not (sleeping := worker._stop_event_mp._cond._sleeping_count.get_value()):
+        time.sleep(0.01)
+    assert sleeping == 1
+    goes_on.set()
+    process.join()
+    ended = threading.Thread(target=ending(worker), daemon=True)
+    ended.start()
+    ended.join(30)
+    assert not ended.is_alive() and not process.is_alive() and worker._process is None
 
 
 # What the loss makes of it.
@@ -191,8 +162,8 @@ def _zero(completions: list[Any], **_: object) -> list[float]:
 
 def test_without_a_block_all_parts_are_trls_own(stock: Any) -> None:
     assert type(stock.weight_transfer) is WeightTransferClient and type(stock.rollout_worker) is AsyncRolloutWorker
-    assert stock.rollout_worker._loop_cls is _AsyncRolloutLoop and "mismatch" not in stock.rollout_worker._loop_kwargs
-    assert "check_health" not in vars(stock.rollout_worker)
+    assert stock.rollout_worker._loop_cls is _AsyncRolloutLoop and "gate" not in stock.rollout_worker._loop_kwargs
+    assert "stop" not in vars(stock.rollout_worker)
     collator = DataCollatorForRollout(0)
     inputs = collator([[row(sample([1, 2, 3, 4, 5], 3, [0, 0], 0.7))]])
     stock.current_gradient_accumulation_steps = 1
@@ -213,16 +184,14 @@ def test_trls_loss_has_the_gradient_that_the_correction_says(stock: Any, block: 
     settings = resolve(_section(block))
     model = stock.model.train()
     samples = [sample([1, 2, 3, 4, 5], 3, [0, 0], 0.7), sample([1, 2, 3, 4, 6, 7], 3, [0, 0, 0], -1.3)]
-    inputs = CarryingCollator(DataCollatorForRollout(0), ends=[])([[row(*samples)]])
+    inputs = CarryingCollator(DataCollatorForRollout(0))([[row(*samples)]])
     seen: dict[str, Any] = {}
     hook = model.register_forward_hook(lambda module, args, output: seen.setdefault("out", output))
     stock.current_gradient_accumulation_steps = 1
     stock.compute_loss(model, inputs)
     hook.remove()
     terms = Terms.of(seen["out"].log_probs.flatten(), inputs)
-    run = object.__new__(LossRun)
-    vars(run).update(trainer=stock, correction=settings, ranks=ONE_PROCESS)
-    changed = run._corrected(terms, inputs)
+    changed, _ = corrected(terms, inputs, settings)
     model.zero_grad()
     stock.compute_loss(model, changed).backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -267,7 +236,8 @@ def _section(block: dict[str, Any]) -> Any:
         ({"sampling_mask": {}}, "mismatch.sampling_mask with AsyncGRPO"),
         ({"level": "observe"}, "mismatch.level='observe' with AsyncGRPO"),
         ({"routing": {"mode": "R2"}}, "mismatch.routing.mode='R2' with AsyncGRPO"),
-        ({"routing": {"mode": "R3", "reference": True}}, "mismatch.routing.reference=True with AsyncGRPO"),
+        ({"routing": {"mode": "R3"}}, "mismatch.routing.mode='R3' with AsyncGRPO"),
+        ({"lr": {"trigger": "mismatch_kl"}}, "mismatch.lr with AsyncGRPO"),
         ({"monitor": {"doctor": "first_batch"}}, "mismatch.monitor.doctor with AsyncGRPO"),
         (
             {"correction": {"preset": "token_truncate", "normalize": True}},
