@@ -1,0 +1,571 @@
+"""Trainings with drawn settings, under subclasses as users write them, and each of their steps by hand.
+
+The hand's side is float64, row by row without padding, and uses nothing of the package: TRL's losses and the KL term by their
+formulas, the optimizer, the schedule and the halved rate. What it takes from the run is the micro-batches and the weights before
+each step.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from typing import Any
+
+import torch
+from datasets import Dataset
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from torch import Tensor
+from transformers import AutoModelForCausalLM, TrainerCallback
+from trl import GRPOTrainer
+
+from examples.arithmetic.task import make_dataset
+from mismatch_ext.errors import ConfigError
+from tests.peers.trl.scenarios_kl import moved
+
+Inputs = dict[str, Any]
+RATE, ALPHA, ENTROPY = 1e-2, 0.7, 0.05
+
+
+def even(completions: list[str], **_: Any) -> list[float]:
+    """Reward the share of even digits, and length."""
+    return [sum(c in "02468" for c in text) / max(len(text), 1) + 0.01 * len(text) for text in completions]
+
+
+def parity(completions: list[str], **_: Any) -> list[float]:
+    """Reward an even length, and ones."""
+    return [(-1.0) ** len(text) * (1 + text.count("1")) for text in completions]
+
+
+def draw(seed: int) -> dict[str, Any]:
+    """Draw arguments of TRL, a block, and what a user's subclass does."""
+    rng = random.Random(seed)
+    loss, group, accumulation = (
+        rng.choice(["grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo"]),
+        rng.choice([2, 4]),
+        rng.choice([1, 1, 2, 3]),
+    )
+    host: dict[str, Any] = {
+        "loss_type": loss,
+        "num_generations": group,
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": rng.choice([accumulation, 1, 2, 4]),
+        "per_device_train_batch_size": rng.choice([2, 4, 8] if group == 2 else [4, 8]),
+        "importance_sampling_level": rng.choice(["token", "token", "sequence"]),
+        "num_iterations": rng.choice([1, 1, 2, 3]),
+        "temperature": rng.choice([1.0, 0.7, 1.3]),
+        "mask_truncated_completions": rng.random() < 0.25,
+        "scale_rewards": rng.choice(["group", "batch", "none"]),
+        "max_completion_length": rng.choice([6, 10]),
+        "seed": rng.randrange(1000),
+        "gradient_checkpointing": rng.random() < 0.2,
+        "max_grad_norm": rng.choice([0.0, 0.0, 0.05]),
+        "optim": rng.choice(["sgd", "sgd", "adamw_torch"]),
+        "lr_scheduler_type": rng.choice(["constant", "linear", "cosine", "constant_with_warmup"]),
+        "warmup_steps": rng.choice([0, 1]),
+    }
+    if rng.random() < 0.2:
+        host["delta"] = 1.5
+    if loss == "cispo":
+        host["epsilon_high"] = 5.0
+    if rng.random() < 0.15:
+        host["off_policy_mask_threshold"] = 0.02
+    if rng.random() < 0.15:
+        host["entropy_coef"] = ENTROPY
+    if rng.random() < 0.15:
+        host["top_entropy_quantile"] = 0.5
+    block: dict[str, Any] = {}
+    if rng.random() < 0.85:
+        block["kl"] = {
+            "estimator": rng.choice(["k1", "k2", "k3", "abs", "k1", "full"]),
+            "placement": rng.choice(["reward", "both", "loss"]),
+            "target": rng.choice(["token", "sequence"]),
+            "ratio": rng.choice(["none", "token", "sequence"]),
+            "baseline": rng.choice(["none", "leave_one_out", "leave_one_out"]),
+            "coef": rng.choice([0.05, 0.5]),
+        }
+        if block["kl"]["estimator"] == "full":  # in the reward of a token alone, it has no gradient
+            block["kl"] |= {"baseline": "none", "placement": rng.choice(["loss", "both"])}
+        if rng.random() < 0.3:
+            host["beta"] = block["kl"].pop("coef")  # the host's own name for it
+    if rng.random() < 0.5 or not block:
+        block["lr"] = {"period": rng.choice([1, 2])}
+    changes = ["none", "none", "permuted", "group dropped", "row dropped", "refilled", "best twice", "advantages scaled",
+               "advantages by token", "tool mask", "replayed", "generated twice"]  # fmt: skip
+    user = {
+        "change": rng.choice(changes),
+        "call": rng.choice(["none", "none", "scaled", "nll", "halves", "entropy"]),
+        "scale": rng.choice([0.5, 2.0, -1.0]),
+        "ours_first": rng.random() < 0.5,
+    }
+    if loss == "luspo" and user["change"] == "advantages by token":
+        user["change"] = "none"
+    return {"host": host, "block": block, "user": user}
+
+
+# A user's subclass.
+
+
+def taken(batch: Inputs, rows: Tensor) -> Inputs:
+    """Return some rows of a batch."""
+    size = len(batch["completion_ids"])
+    return {
+        key: value[rows] if isinstance(value, Tensor) and value.dim() and len(value) == size
+        else [value[row] for row in rows.tolist()] if isinstance(value, list) and len(value) == size
+        else value
+        for key, value in batch.items()
+    }  # fmt: skip
+
+
+def joined(first: Inputs, second: Inputs) -> Inputs:
+    """Return two batches of other widths as one."""
+    sizes, result = (len(first["completion_ids"]), len(second["completion_ids"])), {}
+    for key, value in first.items():
+        other = second.get(key)
+        of_rows = all(
+            isinstance(part, Tensor) and part.dim() and len(part) == size
+            for part, size in zip((value, other), sizes, strict=True)
+        )
+        if of_rows and value.dim() == 2:
+            width = max(value.size(1), other.size(1))
+            left = key.startswith("prompt_")
+            value, other = (
+                torch.nn.functional.pad(part, (width - part.size(1), 0) if left else (0, width - part.size(1)))
+                for part in (value, other)
+            )
+        if of_rows:
+            value = torch.cat([value, other])
+        elif isinstance(value, list) and isinstance(other, list):
+            value = value + other
+        elif key == "num_items_in_batch":
+            value = value + other
+        result[key] = value
+    return result
+
+
+class User:
+    """Changes the rows of a batch, and its loss."""
+
+    user: dict[str, Any]
+    more: list[dict[str, Any]]
+    draws: torch.Generator
+    previous: Inputs | None = None
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Inputs:
+        trainer: Any = super()
+        batch: Inputs = trainer._generate_and_score_completions(inputs)
+        return self.changed(batch) if self.model.training else batch  # type: ignore[attr-defined]
+
+    def changed(self, batch: Inputs) -> Inputs:
+        """Return the batch as this user wants it."""
+        change, rows, group = self.user["change"], len(batch["completion_ids"]), self.num_generations  # type: ignore[attr-defined]
+        groups = rows // group
+        if change == "permuted":
+            return taken(batch, torch.randperm(rows, generator=self.draws))
+        if change == "group dropped":
+            return taken(batch, torch.arange(rows)[group:])
+        if change == "row dropped":
+            return taken(batch, torch.tensor([row for row in range(rows) if row % group]))
+        if change == "refilled":
+            kept = [1, *range(1, groups)] if groups > 1 else [0]
+            return taken(batch, torch.tensor([number * group + row for number in kept for row in range(group)]))
+        if change == "best twice":
+            best = batch["advantages"].abs().argsort(descending=True)
+            return taken(batch, torch.cat([best[: rows // 2], best[: rows - rows // 2]]))
+        if change == "advantages scaled":
+            return batch | {"advantages": batch["advantages"] * 0.5 + 0.1}
+        if change == "advantages by token":
+            of_tokens = torch.linspace(0.5, 1.5, batch["completion_ids"].size(1))
+            return batch | {"advantages": batch["advantages"][:, None] * of_tokens}
+        if change == "tool mask":
+            mask = batch["completion_mask"].clone()
+            mask[:, ::3] = 0
+            return batch | {"tool_mask": mask}
+        if change == "replayed":
+            previous, self.previous = self.previous, batch
+            half = torch.arange(rows)
+            return batch if previous is None else joined(
+                taken(batch, half[: rows // 2]), taken(previous, half[rows // 2 :])
+            )  # fmt: skip
+        if change == "generated twice":
+            prompts, self.more = self.more[:groups], self.more[groups:] + self.more[:groups]
+            trainer: Any = super()
+            both = joined(batch, trainer._generate_and_score_completions([p for p in prompts for _ in range(group)]))
+            return taken(both, both["advantages"].abs().argsort(descending=True, stable=True)[:rows])
+        return batch
+
+    def _compute_loss(self, model: Any, inputs: Inputs) -> Tensor:
+        call, trainer = self.user["call"], super()
+        own: Any = trainer._compute_loss  # type: ignore[misc]
+        if call == "halves" and len(inputs["completion_ids"]) > 1:
+            return sum(own(model, part) for part in halves(inputs))  # type: ignore[return-value]
+        loss: Tensor = own(model, inputs)
+        if call == "scaled":
+            return self.user["scale"] * loss
+        mask = inputs["completion_mask"]
+        if call == "nll":
+            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            attention = torch.cat([inputs["prompt_mask"], mask], 1)
+            logps = self._get_per_token_logps_and_entropies(model, tokens, attention, mask.size(1))[0]  # type: ignore[attr-defined]
+            return loss - ALPHA * (logps * mask).sum() / mask.sum().clamp(min=1)
+        if call == "entropy":
+            tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+            attention = torch.cat([inputs["prompt_mask"], mask], 1)
+            logits = model(input_ids=tokens, attention_mask=attention).logits[:, -mask.size(1) - 1 : -1]
+            table = (logits.float() / self.temperature).log_softmax(-1)  # type: ignore[attr-defined]
+            return loss - ALPHA * (-(table.exp() * table).sum(-1) * mask).sum() / mask.sum().clamp(min=1)
+        return loss
+
+
+def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
+    """Split a micro-batch in two."""
+    rows = torch.arange(len(inputs["completion_ids"]))
+    return taken(inputs, rows[: len(rows) // 2]), taken(inputs, rows[len(rows) // 2 :])
+
+
+# What the hand takes from the run.
+
+
+class Noting:
+    """Notes what our class returns of each generation; stands right before our class among the bases."""
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        trainer: Any = super()
+        result = trainer._generate(*args, **kwargs)
+        self.sampled += [(tuple(p), tuple(c)) for p, c in zip(result[0], result[1], strict=True)]  # type: ignore[attr-defined]
+        return result
+
+    def _generate_and_score_completions(self, inputs: Any) -> Inputs:
+        trainer, run = super(), self
+        begun = len(run.sampled)  # type: ignore[attr-defined]
+        batch: Inputs = trainer._generate_and_score_completions(inputs)  # type: ignore[misc]
+        if run.model.training:  # type: ignore[attr-defined]
+            run.generated.append((weights_of(run), dict(batch), Counter(run.sampled[begun:])))  # type: ignore[attr-defined]
+        return batch
+
+
+class Micro:
+    """Notes the micro-batches; stands first."""
+
+    def _prepare_inputs(self, inputs: Any) -> Inputs:
+        trainer: Any = super()
+        batch: Inputs = trainer._prepare_inputs(inputs)
+        if self.model.training:  # type: ignore[attr-defined]
+            self.micro.append({k: v.clone() if isinstance(v, Tensor) else v for k, v in batch.items()})  # type: ignore[attr-defined]
+        return batch
+
+
+def weights_of(trainer: Any) -> dict[str, Tensor]:
+    """Return the policy's parameters, float64."""
+    return {name: parameter.detach().double() for name, parameter in trainer.model.named_parameters()}
+
+
+class Steps(TrainerCallback):
+    """Notes each optimizer step: its weights before and after, its micro-batches and their number."""
+
+    trainer: Any
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, Any]] = []
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        """Begin a step's micro-batches."""
+        self.trainer.micro.clear()
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Note the weights."""
+        self.before = weights_of(self.trainer)
+
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Note the step."""
+        trainer = self.trainer
+        self.steps.append({
+            "before": self.before, "after": weights_of(trainer), "micro": list(trainer.micro),
+            "accumulation": trainer.current_gradient_accumulation_steps,
+        })  # fmt: skip
+
+
+# By hand.
+
+
+class Hand:
+    """The steps of one drawn run, by formula.
+
+    Args:
+        model: Path of the model, which is the reference too.
+        case: What was drawn.
+        generated: What our class returned of each generation: weights, batch, samples.
+    """
+
+    def __init__(self, model: str, case: dict[str, Any], generated: list[Any]) -> None:
+        self.host, self.user, self.kl = case["host"], case["user"], case["block"].get("kl")
+        self.coef = 0.0 if self.kl is None else self.host.get("beta") or self.kl["coef"]
+        self.policy, self.reference = (
+            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+            for _ in range(2)
+        )
+        self.baselines: dict[Any, dict[int, float]] = {}
+        if self.kl is not None and self.kl["baseline"] == "leave_one_out" and self.kl["placement"] != "loss":
+            for weights, batch, sampled in generated:
+                self.policy.load_state_dict(weights, strict=False)
+                self.baselines |= self._baselines(batch, sampled)
+
+    def scores(self, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
+        """Return log-probabilities of completions `[B, T]`, and of the vocabulary `[B, T, V]`, of unpadded rows."""
+        tables = []
+        for row, completion in enumerate(inputs["completion_ids"]):
+            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
+            count = int(inputs["completion_mask"][row].sum())
+            table = torch.full((len(completion), model.config.vocab_size), -math.log(model.config.vocab_size))
+            if count:
+                logits = model(input_ids=torch.cat([prompt, completion[:count]])[None]).logits[0, len(prompt) - 1 : -1]
+                table = torch.cat([(logits / self.host["temperature"]).log_softmax(-1), table[count:]])
+            tables.append(table.double())
+        full = torch.stack(tables)
+        return full.gather(-1, inputs["completion_ids"][..., None])[..., 0], full
+
+    def _keys(self, batch: Inputs) -> list[Any]:
+        return [
+            (tuple(prompt[there.bool()].tolist()), tuple(completion[:count].tolist()))
+            for prompt, there, completion, count in zip(
+                batch["prompt_ids"], batch["prompt_mask"], batch["completion_ids"], self._lengths(batch), strict=True
+            )
+        ]
+
+    def _lengths(self, batch: Inputs) -> list[int]:
+        # Padding is the end token too, of which a completion has one at most: its mask may be all zeros.
+        pad = self.policy.generation_config.pad_token_id
+        return [
+            int((row != pad).nonzero().max()) + 1 if bool((row != pad).any()) else 0 for row in batch["completion_ids"]
+        ]
+
+    def _baselines(self, batch: Inputs, sampled: Counter[Any]) -> dict[Any, dict[int, float]]:
+        """Return the mean of what the other samples of a prompt have from each position on, by prompt and completion."""
+        with torch.no_grad():
+            logps, reference = self.scores(self.policy, batch)[0], self.scores(self.reference, batch)[0]
+        if batch.get("old_per_token_logps") is not None:
+            logps = batch["old_per_token_logps"].double()
+        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
+        later: dict[Any, list[list[float]]] = {}
+        places: dict[Any, list[int]] = {}
+        known = Counter({(p, tuple(self._without_pad(c))): n for (p, c), n in sampled.items()})
+        for key, d, chosen in zip(self._keys(batch), logps - reference, mask, strict=True):
+            rows, places[key] = later.setdefault(key, []), chosen.nonzero()[:, 0].tolist()
+            if len(rows) < max(known[key], 1):  # further ones are copies
+                values = self._estimate(d[chosen])
+                rows.append((values.flip(0).cumsum(0).flip(0) if self.kl["target"] == "sequence" else values).tolist())
+        result = {}
+        for (prompt, completion), rows in later.items():
+            others = [
+                row for (p, c), more in later.items() if p == prompt for row in (more[1:] if c == completion else more)
+            ]
+            columns = [[row[at] for row in others if len(row) > at] for at in range(len(rows[0]))]
+            means = [sum(column) / len(column) if column else 0.0 for column in columns]
+            result[prompt, completion] = dict(zip(places[prompt, completion], means, strict=True))
+        return result
+
+    def _without_pad(self, completion: tuple[int, ...]) -> tuple[int, ...]:
+        (length,) = self._lengths({"completion_ids": torch.tensor([completion])})
+        return completion[:length]
+
+    def _estimate(self, d: Tensor) -> Tensor:
+        return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d.abs()}[self.kl["estimator"]]
+
+    def kl_term(self, inputs: Inputs, logps: Tensor, full: Tensor, mask: Tensor) -> Tensor:
+        """Return the KL term of each token `[B, T]`."""
+        kl = self.kl
+        with torch.no_grad():
+            reference, reference_full = self.scores(self.reference, inputs)
+        old = inputs.get("old_per_token_logps")
+        behavior = logps.detach() if old is None else old.double()
+        values = (
+            (full.exp() * (full - reference_full)).sum(-1)
+            if kl["estimator"] == "full"
+            else self._estimate(logps - reference)
+        )
+        rows = []
+        for row, key in enumerate(self._keys(inputs)):
+            out = [torch.zeros((), dtype=torch.float64)] * logps.size(1)
+            at = mask[row].nonzero()[:, 0].tolist()
+            steps = torch.where(mask[row], logps.detach()[row] - behavior[row], 0.0)
+            before = (steps.cumsum(0) - steps).exp()  # the ratio of what stands before a token
+            ratio = {"none": torch.ones_like(steps), "token": steps.exp(), "sequence": steps.cumsum(0).exp()}[
+                kl["ratio"]
+            ]
+            full_kl = kl["estimator"] == "full"
+            shown = ratio if kl["ratio"] == "sequence" else torch.ones_like(steps)
+            value = (before if kl["ratio"] == "sequence" else torch.ones_like(steps)) if full_kl else ratio
+            seen = ((before if full_kl and kl["ratio"] == "sequence" else shown) * values[row]).detach()
+            baseline = self.baselines.get(key, {})
+            for number, token in enumerate(at):
+                own = value[token] * values[row][token]
+                if kl["placement"] == "loss":
+                    out[token] = own
+                    continue
+                first = number + (1 if full_kl else 0)
+                sequence = kl["target"] == "sequence"
+                credit = seen[at[first:]].sum() if sequence else seen[token] * (not full_kl)
+                if kl["ratio"] == "token":
+                    credit = credit * ratio[token]
+                if kl["baseline"] == "leave_one_out":
+                    credit = credit - ratio[token] * baseline[token]
+                kept = own if kl["placement"] == "both" else own.detach()
+                out[token] = kept + credit * (logps[row, token] - logps[row, token].detach())
+            rows.append(torch.stack(out))
+        return self.coef * torch.stack(rows)
+
+    def loss(self, inputs: Inputs, accumulation: int, *, own: bool, kl: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """Return TRL's own loss on a micro-batch, the KL term in it or both, with the scores."""
+        host = self.host
+        logps, full = self.scores(self.policy, inputs)
+        chosen = (inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool()
+        mask, lengths = chosen.double(), chosen.sum(1, keepdim=True).clamp(min=1)
+        entropy = -(full.exp() * full).sum(-1)
+        term, kept = torch.zeros_like(logps), mask
+        if own:
+            term, kept = self.policy_term(inputs, logps, mask, lengths, entropy)
+        if kl and self.kl is not None:
+            term = term + self.kl_term(inputs, logps, full, chosen)
+        total, kind = (term * mask).sum(), host["loss_type"]
+        if kind in ("grpo", "sapo"):
+            loss = ((term * mask).sum(1, keepdim=True) / lengths).mean() / accumulation
+        elif kind == "bnpo":
+            loss = total / mask.sum().clamp(min=1) / accumulation
+        elif kind == "dr_grpo":
+            loss = total / (len(mask) * host["max_completion_length"]) / accumulation
+        elif kind == "luspo":
+            loss = (term * mask).sum(1).mean() / accumulation
+        else:
+            items = inputs["num_items_in_batch"].double().clamp(min=1)
+            loss = total / (items * accumulation / host["steps_per_generation"])
+        if own and host.get("entropy_coef"):
+            loss = loss - ENTROPY * (entropy * kept).sum() / kept.sum().clamp(min=1) / accumulation
+        return loss, logps, entropy
+
+    def policy_term(
+        self, inputs: Inputs, logps: Tensor, mask: Tensor, lengths: Tensor, entropy: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Return TRL's own term of each token `[B, T]`, and which tokens its entropy quantile keeps."""
+        host, advantages = self.host, inputs["advantages"].double()
+        advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+        old = inputs.get("old_per_token_logps")
+        old = logps.detach() if old is None else old.double()
+        log_ratio = logps - old
+        if host["importance_sampling_level"] == "sequence":
+            log_ratio = (log_ratio * mask).sum(1, keepdim=True) / lengths
+        ratio, high = log_ratio.exp(), host.get("epsilon_high", 0.2)
+        if host["loss_type"] == "cispo":
+            term = -ratio.clamp(max=high).detach() * advantages * logps
+        elif host["loss_type"] == "sapo":
+            heat = torch.where(advantages > 0, 1.0, 1.05).double()
+            term = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantages
+        else:
+            bounded = ratio.clamp(max=host["delta"]) if "delta" in host else ratio
+            term = -torch.min(bounded * advantages, ratio.clamp(0.8, 1 + high) * advantages)
+        term, kept = term + torch.zeros_like(logps), mask
+        if "off_policy_mask_threshold" in host:
+            moved_by = ((old - logps.detach()) * mask).sum(1, keepdim=True) / lengths
+            term = term * ((advantages >= 0) | (moved_by <= host["off_policy_mask_threshold"])).double()
+        if "top_entropy_quantile" in host:
+            values = entropy.detach().float()
+            there = values[mask.bool()]
+            least = torch.quantile(there, 0.5) if len(there) else torch.tensor(0.0)
+            kept = ((values * mask.float()) >= least).double() * mask
+            term = term * kept
+        return term, kept
+
+    def total(self, inputs: Inputs, accumulation: int) -> Tensor:
+        """Return the user's loss: the block's terms stand outside of it where our class is first, and inside where it is last."""
+        user, inside = self.user, not self.user["ours_first"]
+        if user["call"] == "halves" and len(inputs["completion_ids"]) > 1:
+            return sum(self.loss(part, accumulation, own=True, kl=inside)[0] for part in halves(inputs))  # type: ignore[return-value]
+        loss, logps, entropy = self.loss(inputs, accumulation, own=True, kl=inside)
+        mask = inputs["completion_mask"].double()
+        if user["call"] == "scaled":
+            loss = user["scale"] * loss
+        elif user["call"] in ("nll", "entropy"):
+            scores = logps if user["call"] == "nll" else entropy
+            loss = loss - ALPHA * (scores * mask).sum() / mask.sum().clamp(min=1)
+        return loss if inside else loss + self.loss(inputs, accumulation, own=False, kl=True)[0]
+
+    def rate(self, step: int, block: dict[str, Any], steps: int) -> float:
+        """Return the learning rate of a step."""
+        kind = self.host["lr_scheduler_type"]
+        warm = 0 if kind == "constant" else self.host["warmup_steps"]
+        part = (step - warm) / max(1, steps - warm)
+        if kind == "constant":
+            scheduled = 1.0
+        elif step < warm:
+            scheduled = step / max(1, warm)
+        else:
+            scheduled = {
+                "constant_with_warmup": 1.0,
+                "linear": max(0.0, 1 - part),
+                "cosine": 0.5 * (1 + math.cos(math.pi * part)),
+            }[kind]
+        halved = max(0.1, 0.5 ** (max(step - warm, 0) // block["lr"]["period"])) if "lr" in block else 1.0
+        return RATE * scheduled * halved
+
+    def updates(self, step: dict[str, Any], rate: float, number: int, moments: dict[str, Any]) -> dict[str, Tensor]:
+        """Return what the optimizer's step adds to each parameter."""
+        self.policy.load_state_dict(step["before"], strict=False)
+        self.policy.zero_grad()
+        for inputs in step["micro"]:
+            loss = self.total(inputs, step["accumulation"])
+            if loss.requires_grad:
+                loss.backward()
+        gradients = {
+            name: torch.zeros_like(p) if p.grad is None else p.grad for name, p in self.policy.named_parameters()
+        }
+        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients.values()))
+        limit = self.host["max_grad_norm"]
+        result = {}
+        for name, gradient in gradients.items():
+            gradient = gradient * (min(1.0, limit / (norm + 1e-6)) if limit else 1.0)
+            if self.host["optim"] != "sgd":
+                first, second = moments.get(name, (0.0, 0.0))
+                first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient * gradient
+                moments[name] = first, second
+                size = (second / (1 - 0.999 ** (number + 1))).sqrt() + 1e-8
+                gradient = first / (1 - 0.9 ** (number + 1)) / size
+            result[name] = -rate * gradient
+        return result
+
+
+def compared(model: str, out: str, seed: int, steps: int = 3) -> dict[str, Any]:
+    """Train one drawn run; return how far each step is from the hand's, and how long that is, or a refusal."""
+    case = draw(seed)
+    rows = list({row["prompt"]: row for row in make_dataset(192, seed=5)}.values())[:64]
+    given = {
+        "output_dir": f"{out}/{seed}", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_vllm": False,
+        "learning_rate": RATE, "use_cpu": True, "bf16": False, "disable_tqdm": True, "max_steps": steps, **case["host"],
+    }  # fmt: skip
+    base = (Micro, Noting, MismatchTrainerMixin, User, GRPOTrainer)
+    bases = base if case["user"]["ours_first"] else (Micro, User, Noting, MismatchGRPOTrainer)
+    noted = Steps()
+    result: dict[str, Any] = {"seed": seed, "case": case}
+    try:
+        trainer: Any = type("Drawn", bases, {"user": case["user"]})(
+            model=model, reward_funcs=[even, parity], args=MismatchGRPOConfig(**given, mismatch=case["block"]),
+            train_dataset=Dataset.from_list(rows[:40]), callbacks=[noted],
+        )  # fmt: skip
+        moved(trainer, 0.02)
+        noted.trainer, trainer.draws, trainer.more = trainer, torch.Generator().manual_seed(7), rows[40:]
+        trainer.micro, trainer.generated, trainer.sampled = [], [], []
+        trainer.train()
+    except ConfigError as error:
+        return result | {"refused": str(error)}
+    hand, moments, errors = Hand(model, case, trainer.generated), {}, []
+    for number, step in enumerate(noted.steps):
+        wanted = hand.updates(step, hand.rate(number, case["block"], steps), number, moments)
+        size = math.sqrt(sum(float((update**2).sum()) for update in wanted.values()))
+        found = {name: step["after"][name] - step["before"][name] for name in wanted}
+        off = math.sqrt(sum(float(((found[name] - wanted[name]) ** 2).sum()) for name in wanted))
+        errors.append((off, size))
+    return result | {"errors": errors}
+
+
+def drawn(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Compare the runs of some seeds."""
+    torch.set_num_threads(1)
+    return [compared(model, out, seed) for seed in range(first, last)]
