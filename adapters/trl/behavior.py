@@ -122,35 +122,26 @@ KNOWN: dict[str, tuple[float, ...]] = {
 KNOWN_RLOO = 0.253514
 
 
-class Noted(dict[str, Any]):
-    """A micro-batch that notes which of its keys are asked for while gradients are taken."""
+class _Noted(dict[str, Any]):
+    """A micro-batch that notes which of its keys are asked for."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.asked: set[str] = set()
 
-    def _note(self, key: object) -> None:
-        if torch.is_grad_enabled():
-            self.asked.add(str(key))
-
     def __iter__(self) -> Iterator[str]:  # so that a copy reads each key
         return super().__iter__()
 
-    def items(self) -> Any:
-        """Return all items: who takes them all may read any."""
-        self.asked |= self.keys() if torch.is_grad_enabled() else set()
-        return super().items()
-
     def __getitem__(self, key: str) -> Any:
-        self._note(key)
+        self.asked.add(key)
         return super().__getitem__(key)
 
     def __contains__(self, key: object) -> bool:
-        self._note(key)
+        self.asked.add(str(key))
         return super().__contains__(key)
 
     def get(self, key: str, default: Any = None) -> Any:
-        self._note(key)
+        self.asked.add(key)
         return super().get(key, default)
 
 
@@ -203,7 +194,7 @@ def compute(kind: type[Any], case: Mapping[str, Any]) -> tuple[float | str, set[
         return logps, entropies, None
 
     given = {**INPUTS, **(OF_RLOO if kind is RLOOTrainer else OF_GRPO), **_part(case, "inputs.")}
-    inputs = Noted({name: value for name, value in given.items() if value is not None})
+    inputs = _Noted({name: value for name, value in given.items() if value is not None})
     try:
         with torch.enable_grad():
             loss = kind._compute_loss(_trainer(kind, case, score), MODEL, inputs)

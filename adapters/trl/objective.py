@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.aggregation import read_aggregation
-from mismatch_ext.adapters.trl.behavior import Noted
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -155,17 +154,22 @@ class Objective:
         kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
         reinforces = correction is not None and correction.reinforces
         if kl is not None and not kl.config.in_rewards:
-            kl.follow(
-                trainer.beta
-            )  # a batch may last for several steps, and TRL's own term has the coefficient of each
+            # A batch may last for several steps, and TRL's own term has the coefficient of each.
+            kl.follow(trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs)
         own_loss = GRPOTrainer._compute_loss
         self._check_own(own_loss)
         if kl is not None and kl.coef == 0:
             kl = None
+        theirs = getattr(host, "__func__", host) is not own_loss  # a user's loss, between TRL's and ours
         if kl is None and not reinforces:
-            return self._weighed(host, model, inputs)
+            return self._weighed(host, model, inputs) if theirs else host(model, inputs)
+        if reinforces and theirs:
+            raise ConfigError(
+                f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
+                "and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
+            )
         if kl is not None and needs_baseline(kl) and BASELINE not in inputs:
             raise ConfigError(
                 f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
@@ -175,10 +179,15 @@ class Objective:
         given = {**inputs, "advantages": torch.zeros_like(advantages)} if reinforces else inputs
         beta = 0.0 if kl is not None else trainer.beta
         with watched_loss(trainer, model, inputs) as passes, overridden(trainer, beta=beta):
-            loss = self._weighed(host, model, given)
+            loss = self._weighed(host, model, given) if theirs else host(model, given)
+            if trainer.beta != beta:
+                raise ConfigError(
+                    f"mismatch.kl with {type(trainer).__name__}, whose _compute_loss sets beta={trainer.beta} inside of ours, "
+                    "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
+                    "first: class T(Yours, MismatchGRPOTrainer)."
+                )
         # A user may also have scored the same tokens for something that is only logged.
-        scores = [scored.scores[0] for scored in passes]
-        logps = next((logps for logps in scores if logps.requires_grad), scores[0])
+        logps = next((scored.scores[0] for scored in passes if scored.scores[0].requires_grad), passes[0].scores[0])
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
         if kl is not None:
@@ -191,21 +200,34 @@ class Objective:
         aggregation = read_aggregation(trainer, own_loss, model, inputs)
         # Masked tokens have weight 0, and their term is finite.
         added = (aggregation.weights * term).sum()
-        if aggregation.policy_loss is not None:
+        logged = trainer._metrics[self.run.mode]["policy_loss"] if aggregation.policy_loss is not None else []
+        if aggregation.policy_loss is not None and logged:
             # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
             mine = trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
-            trainer._metrics[self.run.mode]["policy_loss"][-1] += mine
+            logged[-1] += mine
         return loss + added
 
     def _weighed(self, host: Callable[[Any, Any], Tensor], model: Any, inputs: Any) -> Tensor:
-        """Compute the host's loss, and refuse one that did not read the importance weights where there are any."""
-        if "mismatch.correction" not in self.sections or WEIGHTS not in inputs:
+        """Compute a user's loss, and refuse one that the weights of the correction are no part of.
+
+        TRL's own loss multiplies by them, so that a loss with TRL's in it depends on them; autograd walks only that far.
+        """
+        if "mismatch.correction" not in self.sections or not torch.is_grad_enabled():
             return host(model, inputs)
-        noted = Noted(inputs)
-        loss = host(model, noted)
-        if WEIGHTS not in noted.asked and torch.is_grad_enabled():
+        if WEIGHTS not in inputs:
+            raise self.refusal("whether TRL's own off-policy mask is in the loss cannot be seen from outside of it")
+        weights = inputs[WEIGHTS]
+        inputs[WEIGHTS] = leaf = weights.detach().requires_grad_()
+        try:
+            loss = host(model, inputs)
+        finally:
+            inputs[WEIGHTS] = weights
+        slope = None
+        if loss.requires_grad:
+            (slope,) = torch.autograd.grad(loss.sum(), leaf, retain_graph=True, allow_unused=True)
+        if slope is None:
             raise self.refusal(
-                "the loss was computed without the weights that TRL's own GRPOTrainer._compute_loss reads"
+                "the loss does not depend on the weights that TRL's own GRPOTrainer._compute_loss multiplies by"
             )
         return loss
 
@@ -266,6 +288,18 @@ class Objective:
             raise self.refusal("the loss was computed without TRL's own GRPOTrainer._compute_loss")
         return loss
 
+    def trained(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`.
+
+        Raises:
+            ConfigError: A section would be off in silence for this micro-batch.
+        """
+        before = self.losses
+        loss = host(*args, **kwargs)
+        if self.sections and self.losses == before:
+            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
+        return loss
+
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
         kind, sections = type(self.trainer), " and ".join(self.sections)
@@ -278,7 +312,8 @@ class Objective:
         where = ", ".join(mine) or "TRL's own settings (use_liger_kernel computes the loss elsewhere)"
         return ConfigError(
             f"{sections} with {kind.__name__}: {what}, and would be off in silence. Look at {where}: return a loss that "
-            f"super()._compute_loss(model, inputs) is a part of; or remove {sections}."
+            f"super()._compute_loss(model, inputs) is a part of, in a class that is first, class T(Yours, "
+            f"MismatchGRPOTrainer); or remove {sections}."
         )
 
 

@@ -58,6 +58,7 @@ class Scoring:
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
         self.rollouts: RolloutPass | None = None
         self.masked_passes = 0
+        self._in_loss = False
         self._micro_masks: Sequence[RowMask] | None = (
             None  # of the micro-batch whose loss is computed; None outside of one
         )
@@ -182,7 +183,7 @@ class Scoring:
                     "inputs."
                 )
         forwards, passes = 0 if routing is None else routing.forwards, self.masked_passes
-        with overridden(self, rollouts=micro_batch, _micro_masks=masks):
+        with overridden(self, rollouts=micro_batch, _micro_masks=masks, _in_loss=True):
             loss = host(model, inputs, *args, **kwargs)
         if routing is not None and routing.forwards == forwards:
             raise ReplayError(
@@ -197,6 +198,21 @@ class Scoring:
                 "mismatch.sampling_mask."
             )
         return loss
+
+    def expect_micro_batch(self) -> None:
+        """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks.
+
+        Raises:
+            ReplayError: A subclass calls _compute_loss by another way than TRL's compute_loss.
+        """
+        if (self.routing is None and self.masking is None) or self._in_loss:
+            return
+        if self.trainer.model.training and torch.is_grad_enabled():
+            raise ReplayError(
+                f"mismatch.routing or mismatch.sampling_mask with {type(self.trainer).__name__}, which calls _compute_loss "
+                "without super().compute_loss(model, inputs): its passes would have neither routes nor masks. Call that, or remove "
+                "both."
+            )
 
     def routed(self, model: Any, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
         """Return the context for one more forward pass of the micro-batch whose loss is being computed."""

@@ -95,6 +95,11 @@ class MismatchTrainerMixin(_Host):
         host = super()._calculate_rewards
         return host(*args, **kwargs) if self.mm is None else self.mm.rewarded(host, *args, **kwargs)
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch as TRL does."""
+        host = super().training_step
+        return host(*args, **kwargs) if self.mm is None else self.mm.objective.trained(host, *args, **kwargs)
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
         host = super().compute_loss
@@ -104,7 +109,10 @@ class MismatchTrainerMixin(_Host):
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         host = super()._compute_loss
-        return host(model, inputs) if self.mm is None else self.mm.objective.loss(host, model, inputs)
+        if self.mm is None:
+            return host(model, inputs)
+        self.mm.scoring.expect_micro_batch()
+        return self.mm.objective.loss(host, model, inputs)
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)

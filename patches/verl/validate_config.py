@@ -45,10 +45,11 @@ VALIDATE_CONFIG = Patch(
 
 def _make_guard(original: Callable[..., Any], refuse: Refuse) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
-    def guarded(config: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
+        config = kwargs.get("config", args[0] if args else None)
         if config is not None and config.get("mismatch") is not None:
             refuse(config)
-        return original(config, *args, **kwargs)
+        return original(*args, **kwargs)  # as they come: a version of verl may give no configuration
 
     return guarded
 

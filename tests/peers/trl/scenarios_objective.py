@@ -165,7 +165,7 @@ def losses(model: str, out: str) -> dict[str, Any]:
     trainer.model.double(), trainer.ref_model.double()
     torch.set_num_threads(1)  # the engine has set as many as there are cores, which wait for each other
     found = []
-    plain = [(Recipe(), asked) for asked in ASKED]
+    plain = [(Recipe(mixin_first=asked.correction != "bypass_reinforce"), asked) for asked in ASKED]
     for recipe, asked in [*plain, *((recipe, ASKED[at % len(ASKED)]) for at, recipe in enumerate(RECIPES, 4))]:
         size = 4 // recipe.micro_batches
         micro = [rows_of(batches[asked.correction], [0, 5, 1, 4][at : at + size]) for at in range(0, 4, size)]
@@ -256,6 +256,33 @@ class OwnSteps(MismatchGRPOTrainer):
         return loss.detach()
 
 
+class Alternating(MismatchGRPOTrainer):
+    """A subclass whose every second micro-batch has a loss of its own."""
+
+    taken = 0
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        self.taken += 1
+        return (
+            super().compute_loss(model, inputs, *args, **kwargs)
+            if self.taken % 2
+            else Own._compute_loss(self, model, inputs)
+        )
+
+
+class Scheduled(GRPOTrainer):
+    """A user's schedule of beta inside of the loss."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        self.beta = 0.5
+        parent: Any = super()
+        return parent._compute_loss(model, inputs)
+
+
+class ScheduledFirst(MismatchTrainerMixin, Scheduled):
+    """The schedule inside of ours."""
+
+
 def own_losses(model: str, out: str) -> dict[str, Any]:
     """Train under losses that TRL's own is no part of; say how each ended."""
     result = {}
@@ -267,8 +294,11 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
         (OwnLast, "surrogate"),
         (OwnSteps, "surrogate"),
         (OwnLast, "rewards"),
+        (Alternating, "surrogate"),
+        (ScheduledFirst, "surrogate"),
     ):
-        trainer = built(model, f"{out}/{cls.__name__}-{block}", blocks[block], cls)
+        steps = {"gradient_accumulation_steps": 2, "steps_per_generation": 2} if cls is Alternating else {}
+        trainer = built(model, f"{out}/{cls.__name__}-{block}", blocks[block], cls, **steps)
         before = digest_of(trainer.model)
         try:
             trainer.train()

@@ -61,11 +61,10 @@ class Recipe:
         """Tell whether a block is refused with this loss: it would be off, or its terms have no pass to be made of."""
         if not self.outside:
             return self.call in OWN_LOSS or (self.call == "unbound" and not self.mixin_first)
-        weighs = asked.correction is not None and asked.correction != "bypass_reinforce"
-        adds = asked.kl is not None or asked.correction == "bypass_reinforce"
-        return (self.call in OWN_LOSS and asked.correction is not None) or (
-            self.call == "halves" and (adds or not weighs)
-        )
+        if asked.correction == "bypass_reinforce":
+            return True  # it would be given advantages of 0
+        without = self.call in (*OWN_LOSS, "detached") and asked.correction is not None
+        return without or (self.call == "halves" and asked.kl is not None)
 
 
 RECIPES = (
