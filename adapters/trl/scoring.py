@@ -210,8 +210,8 @@ class Scoring:
         if self.trainer.model.training and torch.is_grad_enabled():
             raise ReplayError(
                 f"mismatch.routing or mismatch.sampling_mask with {type(self.trainer).__name__}, which calls _compute_loss "
-                "without super().compute_loss(model, inputs): its passes would have neither routes nor masks. Call that, or remove "
-                "both."
+                "without super().compute_loss(model, inputs): its passes would have neither routes nor masks. Call that, or "
+                "remove both."
             )
 
     def routed(self, model: Any, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:

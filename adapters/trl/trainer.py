@@ -108,9 +108,10 @@ class MismatchTrainerMixin(_Host):
         return self.mm.micro_batch(host, model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        host = super()._compute_loss
+        host: Any = super()._compute_loss
         if self.mm is None:
-            return host(model, inputs)
+            stock: Tensor = host(model, inputs)
+            return stock
         self.mm.scoring.expect_micro_batch()
         return self.mm.objective.loss(host, model, inputs)
 

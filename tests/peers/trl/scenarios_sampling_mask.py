@@ -79,7 +79,7 @@ class Measured(MismatchGRPOTrainer):
                 dense[row, place, one.support.slice(place, place + 1).ids.long()] = True
         dense |= ~dense.any(-1, keepdim=True)
         theirs = logits.masked_fill(~dense, -math.inf).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        with overridden(self, _micro_masks=output["sampling_mask"]):
+        with overridden(self.mm.scoring, _micro_masks=output["sampling_mask"]):
             ours, _, _ = self._get_per_token_logps_and_entropies(self.model, tokens, real, ids.size(1))
         a, b = (self._gradient((one * mask).sum() / mask.sum()) for one in (ours, theirs))
         return float((a - b).norm() / b.norm())

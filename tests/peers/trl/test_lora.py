@@ -34,8 +34,10 @@ def test_every_section_runs_on_adapters(run: Run, moe: Path, tmp_path: Path) -> 
     last = found["history"][-1]
     # In float16, over masks and with routes replayed.
     assert last["mismatch/k3_kl"] < 1e-4 and 0 < last["mismatch/lora_rounding"] < 0.5, last
-    for name in ("loss_scale", "lr_multiplier", "kl_coef", "sampling_mask_size", "routing/set_mismatch_frac"):
+    for name in ("loss_scale", "lr_multiplier", "kl_coef", "sampling_mask_size"):
         assert f"mismatch/{name}" in last, sorted(last)
+    # Of the half of the passes that is measured.
+    assert any("mismatch/routing/set_mismatch_frac" in entry for entry in found["history"])
 
 
 def test_the_base_stays_as_it_is_and_an_adapter_that_is_not_merged_is_named(

@@ -42,30 +42,28 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
 
 
 def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
-    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+    from mismatch_ext.adapters.trl.run import TrlRun
 
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.errors import ConfigError
     from mismatch_ext.rollout import SamplingSettings
 
-    trainer: Any = object.__new__(MismatchGRPOTrainer)
+    trainer, run = SimpleNamespace(), object.__new__(TrlRun)
     settings = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
     logged: list[Any] = []
     vars(trainer).update(
-        args=SimpleNamespace(generation_kwargs={"top_p": 0.9}), temperature=1.0, _sampling=SamplingSettings(top_p=0.9),
-        vllm_generation=SimpleNamespace(**settings), _block=MismatchConfig.parse({}),
-        _log=SimpleNamespace(sampled_with=logged.append),
+        args=SimpleNamespace(generation_kwargs={"top_p": 0.9}), temperature=1.0,
+        vllm_generation=SimpleNamespace(**settings),
     )  # fmt: skip
-    trainer.mm.follow_sampling()
+    vars(run).update(
+        trainer=trainer, sampling=SamplingSettings(top_p=0.9), block=MismatchConfig.parse({}),
+        log=SimpleNamespace(sampled_with=logged.append),
+    )  # fmt: skip
+    run.follow_sampling()
     assert logged == []
     trainer.temperature = trainer.vllm_generation.temperature = 0.7
-    trainer.mm.follow_sampling()
-    assert (
-        trainer.mm.sampling
-        == trainer.vllm_generation.sampling
-        == logged[0]
-        == SamplingSettings(temperature=0.7, top_p=0.9)
-    )
+    run.follow_sampling()
+    assert run.sampling == trainer.vllm_generation.sampling == logged[0] == SamplingSettings(temperature=0.7, top_p=0.9)
     trainer.vllm_generation.temperature = 0.5
     with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
-        trainer.mm.follow_sampling()
+        run.follow_sampling()
