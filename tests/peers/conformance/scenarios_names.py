@@ -29,8 +29,8 @@ def kl_in_verl() -> dict[str, Any]:
     block = MismatchConfig.parse({"kl": KL})
     assert block is not None
     with driving(kl=block.kl) as (driver, _):
-        steps = [{f"mismatch/{k}": v for k, v in adapted(proto(), driver._kl).items()} for _ in range(2)]
-        return {"steps": [_of_kl(step) for step in steps], "state": driver._kl.state_dict()}
+        steps = [{f"mismatch/{k}": v for k, v in adapted(proto(), driver.term).items()} for _ in range(2)]
+        return {"steps": [_of_kl(step) for step in steps], "state": driver.term.state_dict()}
 
 
 def _of_kl(step: dict[str, Any]) -> dict[str, float]:

@@ -147,7 +147,7 @@ def failed_batch(model: str, out: str) -> dict[str, Any]:
     tokens = torch.randint(3, 14, (8, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         ours = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, torch.ones_like(tokens), 10)[0]
-        with overridden(trainer, _routing=None):
+        with overridden(trainer.mm.scoring, routing=None):
             theirs = trainer._get_per_token_logps_and_entropies(trainer.model, tokens, torch.ones_like(tokens), 10)[0]
     return {**result, "steps": trainer.state.global_step, "outside": float((ours - theirs).abs().max())}
 
@@ -194,7 +194,7 @@ class Extra(GRPOTrainer):  # type: ignore[misc]  # trl has no types
                 return self._get_per_token_logps_and_entropies(model, ids, mask, length, compute_entropy=True)[0]
 
         def native(ids: Any, mask: Any) -> Any:
-            with overridden(self, _routing=None):
+            with overridden(self.mm.scoring, routing=None):
                 return score(ids, mask)
 
         own, plain = score(tokens, mask), native(tokens, mask)
