@@ -208,7 +208,7 @@ def test_closing_lines_of_a_verl_run_know_its_names(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("host", "file", "words", "foreign"),
     [
-        ("trl", "integration.py", ["fp16=True"], "mixed_precision"),
+        ("trl", "host.py", ["fp16=True"], "mixed_precision"),
         ("verl", "fixes.py", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
     ],
 )

@@ -103,11 +103,11 @@ def test_what_has_no_loss_needs_no_mask() -> None:
     [
         (0, {}, "completion 0: no call of the engine has sampled its tokens"),
         (3, {1: None}, "completion 0: the engine sent no sampling masks"),
-        (2, {}, "rollout 0, token 8 .id 8.: it is not among the 0 tokens of its sampling mask"),
+        (2, {}, "rollout 0, token 8 .id 8.: not among the 0 tokens of its sampling mask"),
         (
             3,
             {0: TokenSupport.from_lists([(0, 3), (0, 1), (0, 5)], 20)},
-            "rollout 0, token 1 .id 4.: it is not among the 2 tokens of its sampling mask",
+            "rollout 0, token 1 .id 4.: not among the 2 tokens of its sampling mask",
         ),
     ],
 )
