@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -57,7 +58,7 @@ Gap = tuple[Tensor, Tensor, Tensor]
 """The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens, `[B, T]` each."""
 
 
-class TrainerRun:
+class TrainerRun(ABC):
     """The block's side of one trainer, from construction to the end of its trainings.
 
     Args:
@@ -106,18 +107,17 @@ class TrainerRun:
 
     # What a trainer of another kind says in its own way.
 
-    def check_sharding(self) -> None:
+    def check_sharding(self) -> None:  # noqa: B027 - `attach` comes when there is nothing left to refuse
         """Refuse sections that do not work with sharded parameters."""
-        raise NotImplementedError
 
-    def check_model(self) -> None:
+    def check_model(self) -> None:  # noqa: B027
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read_engine(self) -> EngineReading | None:
         """Return what the engine computes with; None where one model samples and trains."""
-        raise NotImplementedError
 
+    @abstractmethod
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file.
 
@@ -125,15 +125,14 @@ class TrainerRun:
             split: "train" or "eval/<name>".
             of_training: Whether it is the log of training steps.
         """
-        raise NotImplementedError
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of training steps that only this trainer has, such as weight updates', without their prefix."""
         return {}
 
+    @abstractmethod
     def ratio_bias(self) -> str | None:
         """Say why the gap is not only numerics."""
-        raise NotImplementedError
 
     @property
     def step(self) -> int:

@@ -40,14 +40,16 @@ def load() -> None:
     Raises:
         MismatchError: This verl is too old, or a function that is patched does not behave as it must.
     """
-    from mismatch_ext.patches.verl.validate_config import GUARD
+    from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 
     try:
         _load()
     except Exception as error:
         message = f"mismatch-ext could not be loaded into verl: {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
-        _put(GUARD.calling(_refusing(message)))
+        refuse = _refusing(message)
+        # Both: a program that has started Ray itself calls the first alone.
+        _put(VALIDATE_CONFIG.calling(refuse), GUARD.calling(refuse))
         raise
 
 
@@ -86,10 +88,10 @@ def _refuse_unprepared(config: Any) -> None:
         )
 
 
-def _refusing(message: str) -> Callable[[Any], None]:
+def _refusing(message: str) -> Callable[[Any], Any]:
     """Return a handler that ends a program whose configuration has a block."""
 
-    def refuse(config: Any) -> None:
+    def refuse(config: Any) -> Any:
         raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")
 
     return refuse

@@ -72,10 +72,10 @@ class Processes:
         self._workers, self._replicas = workers, replicas
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
-        answers = workers.mismatch_report(self._probes.tolist(), len(tokenizer))
-        self._checked = check_reports(self._block, answers, self._read(), self._verdicts)
-        self._surplus = answers[0]["vocabulary"]
+        self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._verdicts)
+        # Asked apart, once no rank has failed: the pass takes all of them.
         with self._verdicts.checking("vocabulary"):
+            self._surplus = workers.mismatch_vocabulary(self._probes.tolist(), len(tokenizer))[0]
             check_vocabulary(self._surplus)
 
     def _read(self) -> Any:

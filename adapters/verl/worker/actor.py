@@ -114,10 +114,10 @@ class MismatchWorker(ActorRolloutRefWorker):
         return metrics
 
     @on_all_ranks
-    def mismatch_report(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any]:
+    def mismatch_report(self) -> dict[str, Any]:
         """Return what is active in this process, read back from the live objects, and what its weights are fit for.
 
-        Every rank takes part, because a forward pass of a sharded model over the probe tokens `[N, T]` is collective.
+        Nothing here is collective: one rank may raise while others do not.
         """
         engine = self._engine
         live = (
@@ -133,7 +133,6 @@ class MismatchWorker(ActorRolloutRefWorker):
             "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
             "versions": self._versions(),
             "readiness": self._readiness,
-            "vocabulary": self._vocabulary(token_ids, tokenizer_size),
             **live,
         }
 
@@ -172,8 +171,12 @@ class MismatchWorker(ActorRolloutRefWorker):
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
-    def _vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
-        """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none."""
+    @on_all_ranks
+    def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
+        """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none.
+
+        Every rank takes part, because a forward pass of a sharded model over the probe tokens `[N, T]` is collective.
+        """
         if self._megatron:
             return None  # probes are scored only in FSDP models
 

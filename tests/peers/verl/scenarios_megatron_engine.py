@@ -203,7 +203,7 @@ def stock(model: str) -> dict[str, Any]:
         built = worker(model, block)
         found[name] = {"class": type(built.actor.engine).__name__, **plain(both(built, batch()))}
         found[name]["dispatch"] = type(built.actor.engine.module[0]).__name__
-    found["report"] = built.mismatch_report([[3, 4]], 16)
+    found["report"] = built.mismatch_report()
     found["transformers"] = rows(transformers_logprobs(model))
     return found
 
@@ -227,7 +227,7 @@ def replay(model: str) -> dict[str, Any]:
     built = worker(model, R2)
     ran = both(built, batch())
     found["R2"] = {**plain(ran), "metrics": built.mismatch_metrics()}
-    found["R2_report"] = built.mismatch_report([[3, 4]], 16)
+    found["R2_report"] = built.mismatch_report()
     found["R2_lost"] = refused(update, built, scored(built, batch()).exclude("routed_experts"))
     routes = as_rollout(ran["routes"])
     for name, given in (("own", routes), ("other", other(routes))):
@@ -237,7 +237,7 @@ def replay(model: str) -> dict[str, Any]:
         found[name] |= {"metrics": built.mismatch_metrics(), "again": built.mismatch_metrics()}
         # What the first layer chooses does not depend on what is replayed.
         found[name]["first_layer"] = differing(given, routes, 0)
-    found["report"] = built.mismatch_report([[3, 4]], 16)
+    found["report"] = built.mismatch_report()
     found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
     return found
 
@@ -346,9 +346,9 @@ def rates(model: str, out: str) -> dict[str, Any]:
         ("cosine", COSINE, 4, COSINE),
     ):
         built, folder = worker(model, LED, *schedule), f"{out}/{name}"
-        before = built.mismatch_report([[3, 4]], 16)["lr"]
+        before = built.mismatch_report()["lr"]
         found[name] = {"before": before, **rates_of(built, size, save=folder if resumed else None)}
-        found[name] |= {"report": built.mismatch_report([[3, 4]], 16), "metrics": built.mismatch_metrics()}
+        found[name] |= {"report": built.mismatch_report(), "metrics": built.mismatch_metrics()}
         if resumed:
             built = worker(model, LED, *resumed)
             built.load_checkpoint(folder)

@@ -69,7 +69,7 @@ def measured(models: dict[str, str], name: str, fused: bool, routes: Any) -> dic
     asked = probe(built)
     ids = torch.randint(3, 16, (3, 9), generator=torch.Generator().manual_seed(1)).tolist()
     found["probes"] = asked.mismatch_look(ids, "float32")["logprobs"]
-    found["vocabulary"] = asked._vocabulary(ids, 12)
+    found["vocabulary"] = asked.mismatch_vocabulary(ids, 12)
     assert isinstance(built.engine, MismatchFSDPEngine)
     for estimator in ESTIMATORS if kind == "dense" else ESTIMATORS[:1]:
         parsed = MismatchConfig.parse({**block, "kl": {"estimator": estimator, "coef": 0.3, "baseline": "none"}})
