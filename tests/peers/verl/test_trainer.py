@@ -19,7 +19,7 @@ def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:
     first, resumed = found["first"], found["resumed"]
     for ran in (first, resumed):
         # Two round trips of ours for each step, beside weight updates.
-        assert [name.split()[0] for name in ran["asked"]] == ["report", *["update_lr", "metrics"] * 2]
+        assert [name.split()[0] for name in ran["asked"]] == ["report", "vocabulary", *["update_lr", "metrics"] * 2]
         for metrics in ran["logged"]:
             assert metrics["mismatch/k3_kl"] > 1e-6 and metrics["mismatch/skipped_steps"] == 1
             assert metrics["mismatch/off_policy_masked_fraction"] == 0.25

@@ -37,9 +37,13 @@ class Workers:
         }
         self.report = recorded("dense")["workers"][0] | own
 
-    def mismatch_report(self, token_ids: Any, tokenizer_size: int) -> list[Any]:
+    def mismatch_report(self) -> list[Any]:
         self.asked.append("report")
         return [self.report]
+
+    def mismatch_vocabulary(self, token_ids: Any, tokenizer_size: int) -> list[Any]:
+        self.asked.append("vocabulary")
+        return [None]
 
     def mismatch_update_lr(self, *earlier: Any, **statistics: float) -> list[dict[str, float]]:
         self.asked.append(f"update_lr {statistics['response_length']:.2f}")
