@@ -19,6 +19,7 @@ def _configure_readiness(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--prompt", metavar="TEXT", action="append", default=[], help="sample text for the activations; repeatable"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
 
 
 def _readiness(arguments: argparse.Namespace) -> int:
@@ -31,7 +32,7 @@ def _readiness(arguments: argparse.Namespace) -> int:
         hint = suggestion(arguments.dtype, NAMES, MEANT)
         raise ConfigError(f"--dtype: {arguments.dtype!r} is not allowed; allowed: {', '.join(NAMES)}.{hint}")
     report = scan_checkpoint(arguments.model_dir, arguments.prompt, arguments.dtype)
-    say(str(report))
+    say(json.dumps(report.to_dict(), indent=2) if arguments.json else str(report))
     return 1 if report.verdict == "not ready" else 0
 
 

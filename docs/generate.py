@@ -17,6 +17,7 @@ from mismatch_ext.names import (
     MEASURES,
     MITIGATION_MEASURES,
     ROUTING_MEASURES,
+    SHORT,
     STALENESS_MEASURES,
     Measure,
 )
@@ -104,6 +105,18 @@ def meanings(rows: Mapping[str, str]) -> list[str]:
     return table("name", "meaning") + [f"| `{name}` | {cell(meaning)} |" for name, meaning in rows.items()]
 
 
+def short() -> list[str]:
+    """Return the table of the metrics that consoles and loggers get by default."""
+    known = {name: measure.meaning for name, measure in MEASURES.items()}
+    known |= STALENESS_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
+    for part, of in (
+        ("native/", ", under the trainer's own routing"),
+        ("numerics/", ", of tokens of the current weights"),
+    ):
+        known |= {part + name: measure.meaning + of for name, measure in MEASURES.items()}
+    return meanings({name: known[name] for name in SHORT})
+
+
 def routing() -> list[str]:
     """Return the table of the metrics of routing replay."""
     return meanings(
@@ -134,6 +147,7 @@ def roles() -> list[str]:
 
 TABLES: dict[str, Callable[[], list[str]]] = {
     "keys": keys,
+    "short": short,
     "gap": lambda: measures(MEASURES, "in verl", "in TRL"),
     "weights": lambda: measures(CORRECTION_MEASURES, "verl's own", "TRL's own"),
     "drift": lambda: meanings(STALENESS_MEASURES),

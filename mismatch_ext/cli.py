@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -66,6 +67,7 @@ def _configure_report(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--out", metavar="FILE", type=folder, help="file to write (default: report.html in that folder)"
     )
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 
 
 def _report(arguments: argparse.Namespace) -> int:
@@ -73,6 +75,9 @@ def _report(arguments: argparse.Namespace) -> int:
     from mismatch_ext.report import build
 
     built = build(arguments.path, arguments.out)
+    if arguments.json:
+        say(json.dumps(built.to_dict(), indent=2))
+        return 0
     say(str(built.path), keep="")
     say(built.verdict, keep="")
     for problem in built.problems:

@@ -310,6 +310,9 @@ class MonitorConfig:
 
     run_dir: Text | None = None
     """Folder of `metrics.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
+    metrics: Literal["short", "all"] = "short"
+    """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
+    or all. `metrics.jsonl` always has all."""
     weight_sync: Action = "error"
     """What to do if the engine computes with stale or corrupted weights after an update: its prefill differs from the
     trainer, or its decode from its prefill."""

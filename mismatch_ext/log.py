@@ -32,7 +32,7 @@ from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
-from mismatch_ext.names import PREFIX, HostNames
+from mismatch_ext.names import PREFIX, SHORT, HostNames
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.report.closing import closing_lines
@@ -40,7 +40,7 @@ from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import Verdicts
+from mismatch_ext.verdicts import METRIC, Verdicts
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
@@ -54,6 +54,8 @@ SCATTER_SAMPLES = 500
 """Tokens kept per profile record for the rollout-vs-trainer scatter."""
 PROCESSES = 32
 """Number of low bits of a seed that tell processes apart."""
+
+ALARMS_RAISED = PREFIX + "alarms_raised"
 
 _HEADER = re.compile(rb'\{"kind": "header", "segment": (\d+)')
 
@@ -322,9 +324,10 @@ def _settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True)
 class Logged:
-    """Result of a log: metrics that the host adds to its own, and the message of the alarm that stops training, or None."""
+    """Result of a log: what was measured, the part of it to show, and the message of the alarm that stops training, or None."""
 
     metrics: dict[str, float]
+    shown: dict[str, float]
     stop: str | None
 
 
@@ -568,10 +571,12 @@ class RunLog:
 
     def log(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> Logged:
         """Write the host's metrics with those measured since the last log, and raise alarms for "train"; on all ranks."""
-        measured = self.measured(step, split)
-        whole = {**metrics, **measured}
-        self.write(step, whole, split)
-        return Logged(metrics=measured, stop=self.watch(step, whole) if split == "train" else None)
+        measured, stop = self.measured(step, split), None
+        if split == "train":
+            stop = self.watch(step, {**metrics, **measured})
+            measured |= self.raised()
+        self.write(step, {**metrics, **measured}, split)
+        return Logged(metrics=measured, shown=self.shown(measured), stop=stop)
 
     def measured(self, step: int, split: str = "train") -> dict[str, float]:
         """Return the metrics of all ranks' tokens observed since the last call; for "train", those of the findings so far too."""
@@ -579,6 +584,17 @@ class RunLog:
         if split == "train":
             metrics |= {PREFIX + name: value for name, value in self.verdicts.metrics().items()}
         return metrics
+
+    def raised(self) -> dict[str, float]:
+        """Return the number of alarms that are raised, which the main process knows."""
+        return {ALARMS_RAISED: float(len(self.alarms.raised))} if self.ranks.rank == 0 else {}
+
+    def shown(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
+        """Return what consoles and loggers get: of this package's metrics those that the block asks for, and all others."""
+        if self.block.monitor.metrics == "all":
+            return dict(metrics)
+        named = {name for rule in self.rules.values() if rule.named for name in rule.logged}
+        return {name: value for name, value in metrics.items() if name in named or _in_short(name)}
 
     def write(self, step: int, metrics: Mapping[str, Any], split: str = "train") -> None:
         """Write those of the metrics that are numbers, or None."""
@@ -662,6 +678,12 @@ class RunLog:
             for message, metrics in notes:
                 self.event("info", ANEW, message, {"metrics": metrics}, step=step)
                 self._tell(message)
+
+
+def _in_short(name: str) -> bool:
+    """Return whether a metric is another's, one of the short list, or the count of a check that failed."""
+    plain = name.removeprefix("eval_").removeprefix(PREFIX)
+    return PREFIX not in name or plain in SHORT or plain.startswith(METRIC)
 
 
 def _plain(value: Any) -> Any:

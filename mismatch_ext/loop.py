@@ -576,10 +576,11 @@ class Run:
     # Logs.
 
     def log(self, metrics: Mapping[str, Any] | None = None, *, split: str = "train", **more: Any) -> Logged:
-        """Write what was measured since the last log, with the loop's own metrics, and return all of it and whether to stop.
+        """Write what was measured since the last log, with the loop's own metrics, and return it and whether to stop.
 
         Metrics are numbers, or tensors, whose mean is logged; the report shows the one named `reward`. `split` is "train" or
-        "eval/<name>".
+        "eval/<name>". Of the result, `metrics` has everything, and `shown` what belongs on a console: the loop's own and
+        those of `mismatch.monitor.metrics`.
         """
         self._expect_started()
         with self._together():
@@ -600,9 +601,13 @@ class Run:
             logged |= {PREFIX + name: value for name, value in (routes | agreement).items() if not of_layer(name)}
         logged |= own_metrics
         with self._together():
+            stop = None
+            if split == "train":
+                stop = self._log.look(self.steps, logged)
+                logged |= self._log.raised()
             self._log.write(self.steps, logged | by_layer, split)
-            stop = self._log.look(self.steps, logged) if split == "train" else None
-        return Logged(metrics=logged, stop=self._log.decided(stop) if split == "train" else None)
+        stop = self._log.decided(stop) if split == "train" else None
+        return Logged(metrics=logged, shown=self._log.shown(logged), stop=stop)
 
     def _rank_means(self, metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         """Return the means over ranks of metrics that each rank measured on its own part of the batch."""

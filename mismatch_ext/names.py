@@ -32,6 +32,8 @@ class Measure:
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("names.toml").read_text(encoding="utf-8"))
+SHORT: tuple[str, ...] = tuple(_TABLES["short"])
+"""Our metrics that consoles and loggers get by default, without prefix; the metrics file has all of them."""
 MEASURES = {name: Measure(**entry) for name, entry in _TABLES["gap"].items()}
 CORRECTION_MEASURES = {name: Measure(**entry) for name, entry in _TABLES["correction"].items()}
 GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]

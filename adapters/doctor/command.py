@@ -54,12 +54,14 @@ def run(arguments: argparse.Namespace) -> int:
             server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
         found = examine(sides, prompts, **limits, **how)
     found = replace(found, notes=(*found.notes, *unlike(arguments.out, sides)))
-    say(report(found))
+    if not arguments.json:
+        say(report(found))
     settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}
     written = {"run": asdict(sides), "settings": settings, **found.data()}
-    write_whole(arguments.out / "doctor.json", (json.dumps(written, indent=1) + "\n").encode())
-    say(str(arguments.out / "doctor.json"), keep="")
-    _say_page(arguments.out)
+    text = json.dumps(written, indent=1)
+    write_whole(arguments.out / "doctor.json", (text + "\n").encode())
+    say(text if arguments.json else str(arguments.out / "doctor.json"))
+    _say_page(arguments.out, error=arguments.json)
     return found.exit_status(arguments.threshold)
 
 
@@ -78,14 +80,14 @@ def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: 
     return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or own)
 
 
-def _say_page(out: Path) -> None:
+def _say_page(out: Path, *, error: bool) -> None:
     """Write report.html beside doctor.json, and print its path, or why it cannot be written; this does not end the command."""
     from mismatch_ext.report import build_why
 
     try:
-        say(str(build_why(out)), keep="")
-    except MismatchError as error:
-        say(f"no report: {error}", error=True)
+        say(str(build_why(out)), keep="", error=error)
+    except MismatchError as failure:
+        say(f"no report: {failure}", error=True)
 
 
 def host_of(arguments: argparse.Namespace) -> HostRun | None:

@@ -106,6 +106,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
     parser.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
     parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
+    parser.add_argument("--json", action="store_true", help="print doctor.json instead of the table")
 
 
 def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:

@@ -1,8 +1,8 @@
-"""Alarms in any transformers Trainer: a callback that ends training if an alarm asks for a stop."""
+"""Alarms in any transformers Trainer, and the short log: a callback that reads each log before the console and the loggers do."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -11,16 +11,23 @@ from mismatch_ext.log import RunLog
 
 
 class AlarmCallback(TrainerCallback):
-    """Checks each training log for alarms; all ranks stop together.
+    """Checks each training log for alarms, and leaves in a log what is to be shown; all ranks stop together.
 
     Args:
         log: Returns the log of the run.
+
+    `left_out` are the metrics of the last log that callbacks after this one do not see.
     """
 
     def __init__(self, log: Callable[[], RunLog]) -> None:
         self._log = log
         self._unsaved = False
         self._filtered: bool | None = None
+        self.left_out: dict[str, Any] = {}
+
+    def install(self, trainer: Any) -> None:
+        """Make this the first callback of a trainer, before its loggers."""
+        trainer.callback_handler.callbacks.insert(0, self)
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -43,15 +50,20 @@ class AlarmCallback(TrainerCallback):
         args: TrainingArguments,
         state: TrainerState,
         control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
+        logs: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> None:
         """Raise the alarms that a training log calls for; a stop ends training after this step, with a checkpoint."""
-        if not logs or "loss" not in logs:
-            return  # an evaluation, or the sum of a training that has ended
-        if self._log().watch(state.global_step, logs) is not None:
-            self._unsaved = True
-            control.should_training_stop = control.should_save = True
+        if logs is None:
+            return
+        log = self._log()
+        if "loss" in logs:  # otherwise an evaluation, or the sum of a training that has ended
+            if log.watch(state.global_step, logs) is not None:
+                self._unsaved = True
+                control.should_training_stop = control.should_save = True
+            logs |= log.raised()
+        shown = log.shown(logs)
+        self.left_out = {name: logs.pop(name) for name in [*logs] if name not in shown}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note that the checkpoint of a stop was saved."""

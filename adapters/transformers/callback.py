@@ -223,8 +223,9 @@ class MismatchCallback(TrainerCallback, ExportableState):
         self._lead(state, logs)
         with self._verdicts.checking("metrics"):
             logs |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
-            self._log.write(state.global_step, logs)
         self._alarms.on_log(args, state, control, logs)
+        with self._verdicts.checking("metrics"):
+            self._log.write(state.global_step, logs | self._alarms.left_out)
 
     def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
         """Log the rate that was applied, and let what was logged decide the next rate."""

@@ -491,7 +491,7 @@ class AsyncRun(TrainerRun):
         self.log.follow_versions()
         if self.block.correction is not None:
             self.correction = resolve(self.block.correction)
-        trainer.add_callback(self.alarms)
+        self.alarms.install(trainer)
         self.readings = {"trainer": self.read_trainer()}
         if not trainer.accelerator.is_main_process:
             return

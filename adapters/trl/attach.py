@@ -108,7 +108,7 @@ class Attached(TrainerRun):
         generation.sync_weights, generation._iter_named_params = self._sync_weights, self._parameters
         generation.generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
         trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
-        trainer.add_callback(self.alarms)
+        self.alarms.install(trainer)
         self.log.announce()
 
     @property

@@ -328,6 +328,7 @@ class TrainerRun(ABC):
             extra, by_layer = self.extra_metrics(split, training and "loss" in logs)
         logs.update({prefix + name: value for name, value in extra.items()})
         host(logs, start_time)
+        logs.update(self.alarms.left_out)  # `evaluate` returns them, and `metric_for_best_model` may be one
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
         with self.verdicts.checking("metrics"):
             if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too

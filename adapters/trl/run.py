@@ -216,7 +216,7 @@ class TrlRun(TrainerRun):
             self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.scored_sampling)
         self.verdicts.at(lambda: self.step)
-        trainer.add_callback(self.alarms)
+        self.alarms.install(trainer)
         with self.verdicts.checking("reference"):
             self._check_reference(trainer.ref_model is not None)
         if trainer.use_vllm:

@@ -13,6 +13,7 @@ Zeros are exact in every dtype, so that they count in no share. Gradients are no
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -206,6 +207,12 @@ class ReadinessReport:
             if worst:
                 sentences.append(f"{len(worst)} {kind} {text}: {', '.join(named)}{', ...' if len(worst) > 3 else ''}")
         return sentences
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `mismatch-ext readiness --json` prints."""
+        scans = {"weights": self.weights, "activations": self.activations}
+        tensors = {kind: [dataclasses.asdict(scan) for scan in found] for kind, found in scans.items()}
+        return {"dtype": self.dtype, "verdict": self.verdict, "reasons": list(self.reasons), **tensors}
 
     def __str__(self) -> str:
         lines = [

@@ -21,33 +21,44 @@ class Why:
 
     Args:
         name: The folder of doctor.json.
+        folder: Its path.
         gap: What was measured, in words.
         parts: Name, share with its interval, and mean size in nats of each part of the gap.
         causes: Each named cause with its share, how sure it is, and the lines to change in each host.
         notes: Other observations.
         verdict: "clean", "explained", "partly" or "unexplained".
         sentence: The verdict as the doctor prints it.
+        rounding: The engine's error in units of the trainer's own rounding; None if that is too small to be a unit.
+        confirmed: Whether the remedy of a cause was tried, and the gap fell as predicted.
     """
 
     name: str
+    folder: Path
     gap: str
     parts: tuple[tuple[str, str, str], ...]
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
     verdict: str
     sentence: str
+    rounding: float | None = None
+    confirmed: bool = False
 
     @property
     def advice(self) -> str | None:
         """The last clause of the report's verdict; None if the doctor named no cause."""
         if not self.causes:
             return None
-        named = ", and ".join(
+        named = ", and that ".join(
             f"{said} ({', '.join(part for part in (share, sure) if part != '–')})"
             for said, share, sure, _ in self.causes
         )
         rest = "" if self.verdict == "explained" else ", which is a part of it"
-        return f'the doctor names {named}{rest}; change the lines under "Why the two sides differ"'
+        return f'the doctor found that {named}{rest}; change the lines under "Why the two sides differ"'
+
+    def is_of(self, run: Path) -> bool:
+        """Return whether this was found of a run, from the folder of its metrics: there, in a folder in it, or next to it."""
+        run = run.resolve()
+        return run in (self.folder, self.folder.parent) or (run.name == RUN_FOLDER and run.parent == self.folder)
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
@@ -62,23 +73,25 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
         folder = path.resolve().parent
         name = folder.parent.name if folder.name == RUN_FOLDER else folder.name
         try:
-            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name))
+            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name, folder))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
     return found, wrong
 
 
-def why_of(data: Mapping[str, Any], name: str) -> Why:
+def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     """Return what doctor.json says, in the form that the tables show.
 
     Args:
         data: Contents of doctor.json.
         name: Its name in the page.
+        folder: Where the file is.
     """
     gap, causes = data["gap"], data["causes"]
     said = {cause["key"]: cause["said"] for cause in causes}
     return Why(
         name=name,
+        folder=folder,
         gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
         f"{data['responses']} responses",
         parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data["parts"]),
@@ -94,6 +107,8 @@ def why_of(data: Mapping[str, Any], name: str) -> Why:
         notes=(*data["notes"], *data["hints"]),
         verdict=data["verdict"],
         sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)),
+        rounding=data["ratio"] if data.get("measurable") else None,
+        confirmed=any(cause["status"] == "confirmed" for cause in causes),
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from importlib import resources
 from pathlib import Path
@@ -18,12 +18,13 @@ from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
-from mismatch_ext.report.doctor import DOCTOR_FILE, read_why
+from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
 from mismatch_ext.report.summary import RATIO_COLUMNS, Summary, load_runs, quantity, summarise
-from mismatch_ext.report.verdict import WORDS, judge, verdict
+from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
 
+MAX_TITLE_RUNS = 4
 TEMPLATE = "template.html.j2"
 REPORT_FILE = "report.html"
 COLUMN_LABELS = {
@@ -49,12 +50,25 @@ STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "ope
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A rendered report: where it is, its verdict, its numbers, and what of the logs could not be used."""
+    """A rendered report: where it is, its verdict in one sentence and by run, its numbers, and what could not be used."""
 
     path: Path
     verdict: str
+    judged: tuple[RunVerdict, ...]
     summary: Summary
     problems: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what `mismatch-ext report --json` prints."""
+        runs = {run.run: asdict(run) for run in self.judged}
+        numbers = {key: value for key, value in self.summary.to_dict().items() if key != "columns"}
+        return {
+            "report": str(self.path),
+            "verdict": self.verdict,
+            "runs": runs,
+            **numbers,
+            "problems": list(self.problems),
+        }
 
 
 def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
@@ -82,18 +96,19 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     why, unread = read_why(run_dir)
     sentence = verdict(runs, summary, why)
     page = template.render(
-        title=Path(run_dir).resolve().name,
+        title=_title(run_dir, runs),
         verdict=sentence,
         # Inline, one copy for all plots, because the file must work without a network.
         plotly_js=plotly.offline.get_plotlyjs(),
         why=why,
-        **_context(runs, summary, unread),
+        **_context(runs, summary, why, unread),
     )
     folder = Path(run_dir) if Path(run_dir).is_dir() else Path(run_dir).parent
     path = folder / REPORT_FILE if out is None else Path(out)
     _write(path, page)
     problems = tuple(problem for run in runs.values() for problem in run.problems)
-    return Report(path=path, verdict=sentence, summary=summary, problems=problems)
+    judged = tuple(judge(name, run, summary, why) for name, run in runs.items())
+    return Report(path=path, verdict=sentence, judged=judged, summary=summary, problems=problems)
 
 
 def build_why(directory: str | Path) -> Path:
@@ -168,8 +183,15 @@ def _template(name: str) -> Any:
     return environment.get_template(name)
 
 
-def _context(runs: Mapping[str, RunData], summary: Summary, unread: Sequence[tuple[str, str]]) -> dict[str, Any]:
-    judged = [judge(name, run, summary) for name, run in runs.items()]
+def _title(run_dir: str | Path, runs: Mapping[str, RunData]) -> str:
+    """Return the runs' names, or the folder's if they are many."""
+    return ", ".join(runs) if len(runs) <= MAX_TITLE_RUNS else f"{Path(run_dir).resolve().name}, {len(runs)} runs"
+
+
+def _context(
+    runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why], unread: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+    judged = [judge(name, run, summary, why) for name, run in runs.items()]
     events, events_left_out = tables.event_rows(runs)
     return {
         **_made(),

@@ -79,6 +79,11 @@ class Summary:
     ratios: tuple[Ratio, ...]
     columns: tuple[str, ...] = field(default=COLUMNS)
 
+    @property
+    def runs(self) -> set[str]:
+        """Names of the runs that have rows."""
+        return {row.run for row in self.rows}
+
     def row(self, run: str, split: str = "train") -> Row | None:
         """Return the row of a run and split, or None."""
         return next((row for row in self.rows if row.run == run and row.split == split), None)

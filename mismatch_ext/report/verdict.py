@@ -8,6 +8,10 @@ Thresholds on the mean |log-probability difference| per token (nat) and on k3 (n
     HEALTHY_ABS_DIFF  0.02  TRL issue #5312: 0.010 to 0.018 in healthy bfloat16 runs.
     LARGE_K3          1e-2  The tinker cookbook asks for a KL (v1) below 0.01.
 
+The size of a gap says little without the model's own rounding. Where the doctor has measured that, a gap that it calls clean is
+small, and one of `ROUNDINGS` times the rounding is not. A cause that is known for sure outranks the size: one that the doctor has
+confirmed, or a penalty that the engine samples with.
+
 The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
 |difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
 in a mixture-of-experts router.
@@ -18,10 +22,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.alarms import HEALTHY_K3, PHANTOM, STALE_ABS_DIFF
-from mismatch_ext.log_reading import RunData
+from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.doctor import Why
@@ -41,6 +46,7 @@ SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02
 LARGE_K3 = 1e-2
 FEW_TOKENS = 8.0
+ROUNDINGS = 3.0
 # A group of tokens dominates if it holds this share of the gap, and at least this many times its share of all tokens.
 DOMINANT_SHARE = 0.6
 DOMINANT_LIFT = 1.5
@@ -49,8 +55,9 @@ POSITION_GROWTH = 1.5
 # From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
 
-SAME, SMALL, ELEVATED, LARGE, UNKNOWN, MIXED = "same", "small", "elevated", "large", "unknown", "mixed"
-LEVELS = (SAME, SMALL, ELEVATED, LARGE)
+SAME, SMALL, ELEVATED, CAUSED, LARGE = "same", "small", "elevated", "caused", "large"
+UNKNOWN, MIXED = "unknown", "mixed"
+LEVELS = (SAME, SMALL, ELEVATED, CAUSED, LARGE)
 # Level -> its label, and what it says of one run and of several.
 WORDS = {
     SAME: ("same policy", "computes the same policy on both sides", "compute the same policy on both sides"),
@@ -60,6 +67,7 @@ WORDS = {
         "has a gap above what healthy runs report",
         "have a gap above what healthy runs report",
     ),
+    CAUSED: ("known cause", "has a gap with a known cause", "have a gap with a known cause"),
     LARGE: ("large gap", "has a gap as large as stale weights cause", "have a gap as large as stale weights cause"),
     UNKNOWN: ("not measured", "recorded no mismatch metrics", "recorded no mismatch metrics"),
     MIXED: (
@@ -96,6 +104,7 @@ class RunVerdict:
     status: str
     ended: str = "training"
     parts: Parts | None = None
+    rounding: float | None = None
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -114,8 +123,8 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
     return ELEVATED if abs_diff_mean > HEALTHY_ABS_DIFF or kl > HEALTHY_K3 else SMALL
 
 
-def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
-    """Judge one run by its worst split; if rollouts may be stale, the train split is judged only by its numerics."""
+def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) -> RunVerdict:
+    """Judge one run by its worst split and what the doctor found of it; stale rollouts are judged only by their numerics."""
     known = parts(run)
     rows = [row if known is None or row.split != "train" else _of_numerics(row, known) for row in summary.rows]
     rows = [
@@ -123,11 +132,18 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
     ]
     main = next((row for row in rows if row.split == "train"), rows[0] if rows else None)
     worst = max(rows, key=_severity, default=None)
+    found = next(
+        (each for each in why if each.is_of(_folder(run))), why[0] if len(why) == 1 == len(summary.runs) else None
+    )
+    penalty = _penalty(run)
+    level = level_of(_mean(worst), worst.values.get("k3_kl") if worst else None)
+    if known is not None and known.numerics is None:
+        level = MIXED
+    elif level in LEVELS:
+        level = _by_cause(level, found, penalty)
     return RunVerdict(
         run=name,
-        level=MIXED
-        if known is not None and known.numerics is None
-        else level_of(_mean(worst), worst.values.get("k3_kl") if worst else None),
+        level=level,
         mean=_mean(main),
         split=main.split if main else "train",
         worst_mean=_mean(worst),
@@ -135,11 +151,40 @@ def judge(name: str, run: RunData, summary: Summary) -> RunVerdict:
         k3=main.values.get("k3_kl") if main else None,
         trainer_dtype=side_dtype(run.header.get("trainer")),
         engine_dtype=side_dtype(run.header.get("engine")),
-        cause=_known_cause(run, summary, name),
+        cause=(found.advice if found is not None and found.confirmed else None)
+        or penalty
+        or _known_cause(run, summary, name)
+        or (None if found is None else found.advice),
         status=run.ending.status,
         ended=run.ending.of,
         parts=known,
+        rounding=None if found is None else found.rounding,
     )
+
+
+def _folder(run: RunData) -> Path:
+    return run.path.parent if run.path.name == METRICS_FILE else run.path
+
+
+def _by_cause(level: str, found: Why | None, penalty: str | None) -> str:
+    """Return the level of a run whose gap has the size of `level`, by what is known besides the size."""
+    at_least = SAME
+    if penalty is not None or (found is not None and found.confirmed):
+        at_least = CAUSED
+    elif found is not None and found.verdict == "clean":
+        return SMALL if level == ELEVATED else level
+    elif found is not None and (found.rounding or 0.0) >= ROUNDINGS:
+        at_least = ELEVATED
+    return max(level, at_least, key=LEVELS.index)
+
+
+def _penalty(run: RunData) -> str | None:
+    """Say that the engine samples with a penalty, which the trainer's policy does not have; None without one."""
+    sampling = run.header.get("sampling")
+    value = sampling.get("repetition_penalty") if isinstance(sampling, dict) else None
+    if not isinstance(value, (int, float)) or value == 1:
+        return None
+    return f"its engine applies repetition_penalty={value:g} and its trainer does not, so set it to 1 or leave it out"
 
 
 def _of_numerics(row: Row, known: Parts) -> Row:
@@ -204,7 +249,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
         summary: Their numbers.
         why: What the doctor found; with a single run, its advice ends the sentence.
     """
-    judged = [judge(name, run, summary) for name, run in runs.items()]
+    judged = [judge(name, run, summary, why) for name, run in runs.items()]
     measured = [v for v in judged if v.level in LEVELS]
     if not measured and any(v.level == MIXED for v in judged):
         return f"{_levels_clause(judged, judged[0])}: {TELL_APART}."
@@ -221,8 +266,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
         clauses.append(f"in {worst.run} {what}" if len(judged) > 1 else what)
     clauses += [f"{v.run} ended with an error" for v in judged if v.status == "failed"]
-    named = why[0].advice if len(runs) == len(why) == 1 else None
-    return f"{'; '.join(clauses)}: {named or _advice(worst, best, judged)}."
+    return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
 
 
 def _drifts(known: Parts) -> bool:
@@ -255,6 +299,8 @@ def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
         text += f" of numerics, {quantity(v.parts.total, 2)} with the drift of stale rollouts"
     if v.split != "train":
         text += f" on {v.split}"
+    if v.rounding is not None:
+        text += f", {quantity(v.rounding, 2)} times this model's own rounding"
     if detail and v.worst_split != v.split:
         text += f", {quantity(v.worst_mean, 2)} on {v.worst_split}"
     return f"{v.run} ({text})"

@@ -84,11 +84,11 @@ def profile(values: np.ndarray, difference: np.ndarray, edges: tuple[float, ...]
     return {"edges": list(edges), **columns}
 
 
-def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True, seed: int = 0) -> Path:
+def write_run(run_dir: Path, name: str, *, steps: int = 30, finish: bool = True, seed: int = 0, **changes: Any) -> Path:
     """Write one run whose gap has the size that its name's dtype leaves, reward climbing by 0.2."""
     rng = np.random.default_rng([seed, *name.encode()])
     spread = SPREAD.get(name, 4e-2)
-    stream = RunStream.open(run_dir, header=header(name))
+    stream = RunStream.open(run_dir, header=header(name, **changes))
     scale = 65536.0
     for step in range(1, steps + 1):
         progress = step / max(steps, 1)

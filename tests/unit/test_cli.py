@@ -32,6 +32,14 @@ def test_report_prints_the_path_and_the_verdict(
     assert capsys.readouterr().out.splitlines()[0] == str(tmp_path / "x.html")
 
 
+def test_the_verdict_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", str(run_dir), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["runs"]["bf16"]["level"] == "elevated" and found["report"] == str(run_dir / "report.html")
+    assert found["verdict"].startswith("bf16 (mean |Δlogp| ") and found["problems"] == []
+    assert found["rows"][0]["values"]["k3_kl"] > 0
+
+
 def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "absent\nplace")]) == 2
     out, err = capsys.readouterr()

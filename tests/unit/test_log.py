@@ -109,6 +109,41 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert re.search(r"engine +engine=vllm, version=1, model_dtype=float32", said)
 
 
+@pytest.mark.parametrize(
+    ("asked", "shown"),
+    [
+        ({}, {"reward", "mismatch/logp_abs_diff_mean", "mismatch/k3_kl", "mismatch/f_2", "mismatch/ess_token"}),
+        ({"alarms": {"seq_kl": {"above": 9}}}, {"mismatch/seq_kl"}),
+        ({"metrics": "all"}, {"mismatch/seq_kl", "mismatch/training_ppl"}),
+    ],
+)
+def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked: Any, shown: set[str]) -> None:
+    block = MismatchConfig.parse({"monitor": asked})
+    assert block is not None
+    log = RunLog(block, tmp_path, info=Run(tmp_path).info, step=lambda: 1)
+    log.begin(None)
+    log.observe("train", *logprobs(0.5))
+    logged = log.log(1, {"reward": 0.25})
+    whole = read_run(tmp_path).steps[0].metrics
+    assert (
+        {"mismatch/training_ppl", "mismatch/seq_kl", "mismatch/alarms_raised"}
+        <= whole.keys()
+        == {"reward", *logged.metrics}
+    )
+    found = log.shown(whole | {"eval_mismatch/training_ppl": 1.0, "eval_mismatch/k3_kl": 0.0})
+    assert shown <= found.keys() and found.keys() >= {"mismatch/alarms_raised", "eval_mismatch/k3_kl"}
+    if not asked:
+        assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
+        assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
+
+
+def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
+    run = Run(tmp_path, k3_kl={"above": 1e-6, "patience": 1})
+    run.log.begin(None)
+    run.log.observe("train", *logprobs(0.5))
+    assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
+
+
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
     with run.log.evaluation(step):
         run.log.write(step, {"reward": reward}, split)

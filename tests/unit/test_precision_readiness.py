@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 import pytest
@@ -32,6 +33,13 @@ def test_counts_at_the_edges_of_float16() -> None:
     assert result.numel == 10
     assert (result.max_abs, result.headroom, result.overflow_frac) == (65504.0, 1.0, 0.0)
     assert (result.subnormal_frac, result.flush_frac) == (3 / 8, 2 / 8)
+
+
+def test_the_report_as_json() -> None:
+    report = ReadinessReport(weights=[scanned(1.0, 1e9)])
+    found = json.loads(json.dumps(report.to_dict()))
+    assert (found["verdict"], found["dtype"]) == ("not ready", "float16") and found["weights"][0]["overflow"] == 1
+    assert found["reasons"] == list(report.reasons) and found["activations"] == []
 
 
 @given(st.lists(st.floats(width=32, min_value=-1e5, max_value=1e5), min_size=1, max_size=50))

@@ -14,7 +14,8 @@ from mismatch_ext.doctor.diagnose import Part
 from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.report import build, build_why
+from mismatch_ext.report import build, build_why, judge, load_runs, summarise
+from mismatch_ext.report.doctor import read_why
 from tests.unit.synthetic_runs import write_run
 
 
@@ -74,11 +75,31 @@ def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path:
     built = build(tmp_path / "run")
     page = built.path.read_text(encoding="utf-8")
     assert 'id="why"' in page and built.verdict != before
-    assert "the doctor names temperature is <0.9> (96%, confirmed); change the lines under" in built.verdict
-    assert built.verdict.partition(": ")[0] == before.partition(": ")[0]
-    write(tmp_path / "run", replace(found(), causes=(), verdict="clean"))
-    assert build(tmp_path / "run").verdict == before
+    assert "the doctor found that temperature is <0.9> (96%, confirmed); change the lines under" in built.verdict
+    assert "15 times this model's own rounding, 0.023 on eval/unfamiliar) has a gap with a known cause" in built.verdict
+    write(tmp_path / "run", replace(found(), causes=(), verdict="clean", ratio=1.0))
+    assert "1 times this model's own rounding" in (clean := build(tmp_path / "run").verdict)
+    assert "has a small gap" in clean and "no correction is needed" in clean  # by its size alone it would be elevated
     assert build_why(tmp_path / "run") == built.path and 'id="summary"' in built.path.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(("ratio", "level"), [(1.2, "small"), (9.0, "elevated")])
+def test_a_gap_is_judged_against_the_models_own_rounding(tmp_path: Path, ratio: float, level: str) -> None:
+    write_run(tmp_path / "a", "fp16")
+    write_run(tmp_path / "b", "bf16")
+    write(tmp_path / "a", replace(found(), causes=(), verdict="unexplained", unexplained=1e-3, ratio=ratio))
+    runs = load_runs(tmp_path)
+    why, _ = read_why(tmp_path)
+    judged = {name: judge(name, run, summarise(runs), why) for name, run in runs.items()}
+    assert judged["fp16"].level == level and judged["fp16"].rounding == ratio
+    assert judged["bf16"].rounding is None  # the doctor has not looked at this one
+
+
+def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
+    header = {"sampling": {"temperature": 1.0, "repetition_penalty": 1.05}}
+    write_run(tmp_path, "fp16", **header)
+    verdict = build(tmp_path).verdict
+    assert "has a gap with a known cause" in verdict and "repetition_penalty=1.05 and its trainer does not" in verdict
 
 
 def test_a_partial_name_is_said_to_be_a_part(tmp_path: Path) -> None:

@@ -329,8 +329,9 @@ class MismatchTrainer(_Host):
             metrics[PREFIX + "weight_sync_gap"] = gap
         logged = self._log.log(global_steps, metrics)
         metrics.update(logged.metrics)
-        for name in [name for name in metrics if of_layer(name)]:
-            del metrics[name]  # verl's loggers get only the worst layer
+        shown = self._log.shown(metrics)
+        for name in [name for name in metrics if name not in shown or of_layer(name)]:
+            del metrics[name]  # verl's loggers get the short list, and of the layers only the worst
         if logged.stop is not None:
             self._stop()
         # verl saves before it logs, and logging changes the state. A `checkpoint_callback_class` may have moved the folder away,

@@ -123,9 +123,22 @@ def stock(model: str, out: str, cls: str, **overrides: Any) -> dict[str, Any]:
     return outcome(trainer, active=sorted(k for k in vars(trainer) if k == "_log"), packed=packed)
 
 
+class Seen(TrainerCallback):
+    """Keeps what a logger gets of this package's metrics."""
+
+    def __init__(self) -> None:
+        self.names: list[list[str]] = []
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Note the names of a log of a step."""
+        if "loss" in logs:
+            self.names.append([name for name in logs if "mismatch/" in name])
+
+
 def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Train with a block."""
-    trainer = build(model, out, block, **overrides)
+    seen = Seen()
+    trainer = build(model, out, block, callbacks=[seen], **overrides)
     exact = (block.get("precision") or {}).get("dtype") == "float32"
     errors = watch_float32_error(trainer) if exact else []
     ends = watch_ends(trainer)
@@ -140,6 +153,7 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         engine_dtype=trainer.vllm_generation.reading.model_dtype,
         weight_version=trainer.vllm_generation.weight_version,
         verdict=status_of(trainer),
+        seen=seen.names,
     )
 
 

@@ -28,6 +28,7 @@ else:
     scenarios = named("tests.peers.trl.scenarios_training")
 
 pytestmark = pytest.mark.engine
+ALWAYS = ("logp_abs_diff_mean", "k3_kl", "f_2", "ess_token", "weight_sync_gap", "alarms_raised", "masked_token_frac")
 FP16 = {"precision": {"dtype": "float16"}}
 
 
@@ -86,6 +87,11 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
         for sync, more in (("error", {"doctor": "first_batch"}), ("off", {}))
     )
     assert measured["parameters"] == unchecked["parameters"]
+    # A logger gets the short list; the metrics file and `trainer_state.json` get everything.
+    assert set(measured["seen"][-1]) == {f"mismatch/{name}" for name in ALWAYS}
+    for written in (read_run(tmp_path / "error/mismatch").steps[-1].metrics, measured["history"][-1]):
+        assert {"mismatch/training_ppl", "mismatch/seq_kl", "mismatch/k3_kl"} <= written.keys()
+    assert read_run(tmp_path / "error/mismatch").steps[-1].metrics["mismatch/alarms_raised"] == 0
     expect_ends(measured["ends"], 16)
     # The first batch was examined on the way, and no other.
     assert [path.parent.name for path in tmp_path.glob("*/mismatch/*/doctor.json")] == ["doctor_step_0"]

@@ -206,6 +206,8 @@ def run_verl(
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (sys.executable, "-m", "verl.trainer.main_ppo")
     command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides]
+    if any("mismatch." in override for override in overrides):
+        command.append("++mismatch.monitor.metrics=all")  # tests read every metric where verl logs it
     policy = {"VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none"}
     return run_command(work, command, timeout=timeout, env={**policy, **(env or {})}, until=until)
 

@@ -21,7 +21,7 @@ from tests.peers.verl.recorded import recorded
 BLOCK = {
     "kl": {"coef": 0.1, "target_kl": 1e-3, "reward_path": "surrogate"},
     "lr": {"trigger": "response_length"},
-    "monitor": {"weight_sync": "off"},
+    "monitor": {"weight_sync": "off", "metrics": "all"},
 }
 
 
