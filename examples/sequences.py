@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers.routing import record_routing
-from mismatch_ext.adapters.trl.aggregation import overridden
+from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.replay import rows_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.overridden import overridden, shadowed
 from torch import Tensor
 
 from mismatch_ext.errors import ConfigError
@@ -40,56 +40,46 @@ class Aggregation:
 
 
 def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -> Aggregation:
-    """Return TRL's aggregation of a micro-batch.
+    """Return TRL's aggregation of a micro-batch, from its loss with the policy term at zero and the KL term made linear.
 
-    The policy term is set to zero and the KL term is made linear, so that only the aggregation is left.
-
-    Args:
-        trainer: The GRPOTrainer.
-        own_loss: TRL's own `_compute_loss`.
-        model: The model that the micro-batch trains; it is not run.
-        inputs: The micro-batch, as TRL's `_compute_loss` gets it.
+    TRL's own `_compute_loss` runs on a shallow copy of the trainer, so that neither the trainer nor its log is touched.
 
     Raises:
         ConfigError: The weight of a trained token is not positive, or the weight of a masked token is not 0.
     """
     completion_mask = inputs["completion_mask"]
     zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
-    logged: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
-    settings: dict[str, Any] = {
-        "beta": 1.0,
-        "aux_loss_enabled": False,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "_metrics": logged,
-    }
-    if trainer._entropy_bonus_enabled:
-        settings |= {"entropy_coef": 0.0, "use_adaptive_entropy": False}
     logps = zero.clone().requires_grad_()
-    with (
-        torch.enable_grad(),
-        overridden(trainer, **settings),
-        overridden(trainer.args, use_bias_correction_kl=False),
-        shadowed(trainer, _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None)),
-        # Of `policy_loss`, which TRL logs as a mean over ranks, this rank's own value is needed; nothing else is read.
-        shadowed(trainer.accelerator, gather=_own, reduce=_own),
-    ):
-        loss = own_loss(trainer, model, _probe(inputs, zero))
+    logged: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
+    args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
+    args.use_bias_correction_kl = False
+    # Of `policy_loss`, which TRL logs as a mean over ranks, this rank's own value is needed; nothing else is read.
+    accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
+    vars(stand_in).update(
+        args=args,
+        accelerator=accelerator,
+        beta=1.0,
+        aux_loss_enabled=False,
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        entropy_coef=0.0,
+        use_adaptive_entropy=False,
+        _metrics=logged,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None),
+    )
+    with torch.enable_grad():
+        loss = own_loss(stand_in, model, _probe(inputs, zero))
         (weights,) = torch.autograd.grad(loss, logps)
     chosen = (completion_mask * inputs.get("tool_mask", 1)).bool()
     if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
         raise ConfigError(
-            f"the aggregation of loss_type={trainer.loss_type!r} gives tokens that are trained on a weight of "
-            f"{_least(weights, chosen)}, and masked ones up to {_most(weights, ~chosen)}; the weights of TRL's own losses are "
-            "positive and 0: a term that is weighed so would not be the one asked for. Remove what overrides methods that TRL's "
-            "_compute_loss calls, or mismatch.kl and mismatch.correction."
+            f"the aggregation of loss_type={trainer.loss_type!r} gives trained tokens weights from "
+            f"{min(weights[chosen].tolist(), default=None)} and masked tokens up to "
+            f"{max(weights[~chosen].abs().tolist(), default=None)}; allowed: positive and 0. Remove what overrides methods that "
+            "TRL's _compute_loss calls, or mismatch.kl and mismatch.correction."
         )
     entries, value = [*logged["train"]["policy_loss"], *logged["eval"]["policy_loss"]], float(loss.detach())
     return Aggregation(weights, None if not entries else entries[0] / value if value else 1.0)
-
-
-def _own(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-    return tensor
 
 
 def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
@@ -101,11 +91,3 @@ def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
     if "importance_sampling_ratio" in inputs:
         probe["importance_sampling_ratio"] = torch.ones_like(zero)
     return probe
-
-
-def _least(weights: Tensor, chosen: Tensor) -> float | None:
-    return float(weights[chosen].min()) if bool(chosen.any()) else None
-
-
-def _most(weights: Tensor, chosen: Tensor) -> float | None:
-    return float(weights[chosen].abs().max()) if bool(chosen.any()) else None

@@ -29,6 +29,8 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
@@ -103,7 +105,7 @@ class TrainerRun(ABC):
         self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
         self._sync_audited = self._bias_told = False
         self._unwritten: list[str] = []
-        self._resumed_step = 0
+        self._checkpoint: str | None = None  # that the training goes on from
 
     # What a trainer of another kind says in its own way.
 
@@ -357,16 +359,15 @@ class TrainerRun(ABC):
 
     # A training, and what its checkpoints hold beside TRL's own.
 
-    @property
-    def _output_dir(self) -> str:
-        """TRL's output folder; transformers sets one where none is given."""
-        return str(self.trainer.args.output_dir)
-
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
-        """Begin a training's metrics file, and write how the training ends."""
+        """Begin a training's metrics file, and write how the training ends: no callback is told that one has failed."""
         with self.verdicts.checking("metrics"):
-            resumed = step_of_checkpoint(resume_from_checkpoint, self._output_dir)
+            last = resume_from_checkpoint is True
+            self._checkpoint = (
+                get_last_checkpoint(str(self.trainer.args.output_dir)) if last else resume_from_checkpoint or None
+            )
+            resumed = step_of_checkpoint(self._checkpoint)
             if resumed is not None or not resume_from_checkpoint:
                 # Otherwise the parent refuses, and the metrics that are there stay as they are.
                 self.log.begin(resumed)
@@ -394,13 +395,12 @@ class TrainerRun(ABC):
         if self.routing is not None:
             self.routing.draws.begin_anew()
 
-    def told(self, step: int, name: str, message: str) -> None:
-        """Warn, and write the warning among the events of the step that is resumed."""
-        warnings.warn(message, stacklevel=4)
-        self.log.event("warning", name, message, step=step)
-
     def save(self, trial: Any) -> None:
-        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished."""
+        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished.
+
+        No callback can: `on_save` comes after the checkpoint is finished, and an `ExportableState` is built anew at a resume
+        with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
+        """
         if self.trainer.args.should_save:
             folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
             with self.verdicts.checking("checkpoint"):
@@ -417,11 +417,16 @@ class TrainerRun(ABC):
             state["routing"] = self.routing.state_dict()
         return state
 
+    def resume(self) -> None:
+        """Go on from the checkpoint of this training, if it has one."""
+        if self._checkpoint is not None:
+            with self.verdicts.checking("checkpoint"):
+                self.load(self._checkpoint)
+
     def load(self, checkpoint: str) -> None:
         """Take over what a checkpoint holds beside the host's own."""
-        self._resumed_step = step_of_checkpoint(checkpoint, self._output_dir) or 0
         state = read_state(Path(checkpoint) / STATE_FILE)
-        self.log.load_state_dict(state or {}, step=self._resumed_step)
+        self.log.load_state_dict(state or {}, step=self.step)
         if state is not None:
             self.go_on_from(state)
         precision = self.block.precision
@@ -448,7 +453,18 @@ class TrainerRun(ABC):
     def changed(self, *messages: str | None) -> None:
         """Say which settings have changed since the checkpoint that is resumed."""
         for message in filter(None, messages):
-            self.told(self._resumed_step, "settings_changed", message)
+            self.warn("settings_changed", message)
+
+
+class ResumeCallback(TrainerCallback):
+    """Takes over a checkpoint's state when TRL has its own, and before other callbacks begin."""
+
+    def __init__(self, run: TrainerRun) -> None:
+        self._run = run
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Load what the run is resumed from."""
+        self._run.resume()
 
 
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:

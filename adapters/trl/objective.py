@@ -16,7 +16,8 @@ from mismatch_ext.adapters.trl.aggregation import read_aggregation
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import RolloutPass, Scored, watched_loss
+from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
+from mismatch_ext.adapters.trl.scoring import rows_of_batch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -34,6 +35,8 @@ from mismatch_ext.sums import over_ranks
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.host import Gap
     from mismatch_ext.adapters.trl.run import TrlRun
+
+Loss = Callable[[Any, Any], Tensor]
 
 LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
 """Methods by which a subclass can make a loss of its own."""
@@ -142,13 +145,10 @@ class Objective:
 
     # The loss.
 
-    def loss(self, host: Callable[[Any, Any], Tensor], model: Any, inputs: Any) -> Tensor:
+    def loss(self, host: Loss, model: Any, inputs: Any) -> Tensor:
         """Compute the loss as the host does, with the block's terms instead of TRL's.
 
-        Args:
-            host: `_compute_loss` of the class after ours: TRL's, or a user's that builds on it.
-            model: The model that is trained.
-            inputs: The micro-batch.
+        `host` is `_compute_loss` of the class after ours: TRL's, or a user's that builds on it.
         """
         self.losses += torch.is_grad_enabled()
         kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
@@ -158,14 +158,12 @@ class Objective:
             kl.follow(trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs)
-        own_loss = GRPOTrainer._compute_loss
-        self._check_own(own_loss)
+        self._check_own()
         if kl is not None and kl.coef == 0:
             kl = None
-        theirs = getattr(host, "__func__", host) is not own_loss  # a user's loss, between TRL's and ours
         if kl is None and not reinforces:
-            return self._weighed(host, model, inputs) if theirs else host(model, inputs)
-        if reinforces and theirs:
+            return self._weighed(host, model, inputs)
+        if reinforces and _is_users(host):
             raise ConfigError(
                 f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
                 "and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
@@ -175,19 +173,19 @@ class Objective:
                 f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
                 "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
             )
-        advantages = inputs["advantages"]
-        given = {**inputs, "advantages": torch.zeros_like(advantages)} if reinforces else inputs
+        given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])} if reinforces else inputs
         beta = 0.0 if kl is not None else trainer.beta
-        with watched_loss(trainer, model, inputs) as passes, overridden(trainer, beta=beta):
-            loss = self._weighed(host, model, given) if theirs else host(model, given)
+        passes = self.run.scoring.passes = list[Scored]()
+        with overridden(trainer, beta=beta):
+            loss = self._weighed(host, model, given)
             if trainer.beta != beta:
                 raise ConfigError(
                     f"mismatch.kl with {type(trainer).__name__}, whose _compute_loss sets beta={trainer.beta} inside of ours, "
                     "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
                     "first: class T(Yours, MismatchGRPOTrainer)."
                 )
-        # A user may also have scored the same tokens for something that is only logged.
-        logps = next((scored.scores[0] for scored in passes if scored.scores[0].requires_grad), passes[0].scores[0])
+        self.run.scoring.passes = None
+        logps = self._scored_logps(passes, model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
         if kl is not None:
@@ -195,24 +193,43 @@ class Objective:
             term = term + kl_loss(kl, logps, inputs, mask, both, trainer.temperature)
             self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], mask)
         if correction is not None and reinforces:
+            advantages = inputs["advantages"]
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
-        aggregation = read_aggregation(trainer, own_loss, model, inputs)
+        return loss + self._aggregated(term, model, inputs)
+
+    def _scored_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> Tensor:
+        """Return the log-probabilities `[B, T]` that TRL's loss has got for its micro-batch, with their graph."""
+        rows, shape = rows_of_batch(inputs), inputs["completion_ids"].shape
+        found = [scored.scores[0] for scored in passes if scored.model is model and scored.is_of(*rows)]
+        if not found or found[0].shape != shape:
+            raise ConfigError(
+                f"mismatch.kl and mismatch.correction with {type(self.trainer).__name__}: TRL's loss got log-probabilities "
+                f"{list(found[0].shape) if found else None} for completions {list(shape)} of its micro-batch; one of each token "
+                "is needed, from _get_per_token_logps_and_entropies. Remove what overrides it; if your _compute_loss gives TRL's "
+                "other rows, put its class first: class T(Yours, MismatchGRPOTrainer)."
+            )
+        # A user may also have scored the same tokens for something that is only logged.
+        return next((logps for logps in found if logps.requires_grad), found[0])
+
+    def _aggregated(self, term: Tensor, model: Any, inputs: Any) -> Tensor:
+        """Return the sum of a per-token term `[B, T]`, weighed as TRL weighs its own, and add it to what TRL logs of its loss."""
+        trainer = self.trainer
+        aggregation = read_aggregation(trainer, GRPOTrainer._compute_loss, model, inputs)
         # Masked tokens have weight 0, and their term is finite.
-        added = (aggregation.weights * term).sum()
+        added: Tensor = (aggregation.weights * term).sum()
         logged = trainer._metrics[self.run.mode]["policy_loss"] if aggregation.policy_loss is not None else []
         if aggregation.policy_loss is not None and logged:
             # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
-            mine = trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
-            logged[-1] += mine
-        return loss + added
+            logged[-1] += trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
+        return added
 
-    def _weighed(self, host: Callable[[Any, Any], Tensor], model: Any, inputs: Any) -> Tensor:
+    def _weighed(self, host: Loss, model: Any, inputs: Any) -> Tensor:
         """Compute a user's loss, and refuse one that the weights of the correction are no part of.
 
         TRL's own loss multiplies by them, so that a loss with TRL's in it depends on them; autograd walks only that far.
         """
-        if "mismatch.correction" not in self.sections or not torch.is_grad_enabled():
+        if "mismatch.correction" not in self.sections or not torch.is_grad_enabled() or not _is_users(host):
             return host(model, inputs)
         if WEIGHTS not in inputs:
             raise self.refusal("whether TRL's own off-policy mask is in the loss cannot be seen from outside of it")
@@ -231,8 +248,9 @@ class Objective:
             )
         return loss
 
-    def _check_own(self, own_loss: Any) -> None:
+    def _check_own(self) -> None:
         """Refuse a function that somebody has put instead of TRL's, because what it adds would be taken for TRL's aggregation."""
+        own_loss = GRPOTrainer._compute_loss
         home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
         if home.partition(".")[0] != "trl":
             raise ConfigError(
@@ -276,18 +294,6 @@ class Objective:
 
     # That the loss which is stepped is this one.
 
-    def stepped(self, host: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a micro-batch's loss as the host does, and refuse one that did not come through `loss`.
-
-        Raises:
-            ConfigError: A section would be off in silence.
-        """
-        before = self.losses
-        loss = host(model, inputs, *args, **kwargs)
-        if self.sections and self.losses == before and self.trainer.model.training and torch.is_grad_enabled():
-            raise self.refusal("the loss was computed without TRL's own GRPOTrainer._compute_loss")
-        return loss
-
     def trained(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`.
 
@@ -315,6 +321,11 @@ class Objective:
             f"super()._compute_loss(model, inputs) is a part of, in a class that is first, class T(Yours, "
             f"MismatchGRPOTrainer); or remove {sections}."
         )
+
+
+def _is_users(host: Loss) -> bool:
+    """Tell whether a loss is a user's, between TRL's and ours."""
+    return getattr(host, "__func__", host) is not GRPOTrainer._compute_loss
 
 
 class LossCallback(TrainerCallback):

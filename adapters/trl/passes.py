@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.overridden import shadowed
 from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
 from torch import Tensor
 
-from mismatch_ext.errors import ConfigError
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 
@@ -42,6 +39,13 @@ class Scored:
     reference: bool
     scores: Scores
 
+    @classmethod
+    def of(cls, arguments: Sequence[Any], named: Mapping[str, Any], reference: bool, scores: Scores) -> Scored:
+        """Return what a call of the method was given, by position and by name."""
+        given = {**dict(zip((*LEADING, "batch_size"), arguments, strict=False)), **named}
+        model, tokens, attention_mask, length = (given.pop(name) for name in LEADING)
+        return cls(model, tokens, attention_mask, length, given, reference, scores)
+
     def is_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> bool:
         """Tell whether these are the tokens that were scored, in the same places."""
         return (
@@ -57,14 +61,6 @@ class Scored:
         ends = self.tokens[:, self.tokens.size(1) - self.length :].tolist()
         same = all(end[: len(ids)] == list(ids) for end, ids in zip(ends, completions, strict=True))
         return same and prompts_of(self.tokens, self.attention_mask, self.length) == [list(ids) for ids in prompts]
-
-
-def _scored(arguments: tuple[Any, ...], named: dict[str, Any], reference: bool, scores: Scores) -> Scored:
-    given = dict(zip(LEADING, arguments, strict=False)) | named
-    model, tokens, attention_mask, length = (given.pop(name) for name in LEADING)
-    if len(arguments) > len(LEADING):
-        given["batch_size"] = arguments[len(LEADING)]
-    return Scored(model, tokens, attention_mask, length, given, reference, scores)
 
 
 @dataclass
@@ -109,63 +105,3 @@ class RolloutPass:
     def of_reference(self, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the reference over some tokens, or None."""
         return next((scored for scored in self.scored if scored.reference and is_of(scored)), None)
-
-
-@contextmanager
-def watched_batch(trainer: Any, batch: RolloutPass) -> Iterator[None]:
-    """Keep the host's scoring passes, and the prompts of its latest generation, as the host sees both.
-
-    Args:
-        trainer: The trainer, while it generates and scores the batch.
-        batch: Takes both.
-    """
-    score, generate = trainer._get_per_token_logps_and_entropies, trainer._generate
-
-    def watched_score(*arguments: Any, **named: Any) -> Scores:
-        scores: Scores = score(*arguments, **named)
-        model = arguments[0] if arguments else named["model"]
-        batch.scored.append(_scored(arguments, named, trainer.mm.scoring.is_reference(model), scores))
-        return scores
-
-    def watched_generate(*arguments: Any, **named: Any) -> Any:
-        output = generate(*arguments, **named)
-        batch.prompts = [list(ids) for ids in output[0]]
-        return output
-
-    with shadowed(trainer, _get_per_token_logps_and_entropies=watched_score, _generate=watched_generate):
-        yield
-
-
-@contextmanager
-def watched_loss(trainer: Any, model: Any, inputs: Any) -> Iterator[list[Scored]]:
-    """Keep the passes that TRL's own loss takes over the tokens of its micro-batch; in their order.
-
-    Args:
-        trainer: The trainer, while TRL's own `_compute_loss` runs.
-        model: The model that is trained.
-        inputs: The micro-batch.
-
-    Raises:
-        ConfigError: TRL's loss scored no such tokens, or not each of them.
-    """
-    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    length, found, score = inputs["completion_ids"].size(1), [], trainer._get_per_token_logps_and_entropies
-
-    def watched(*arguments: Any, **named: Any) -> Scores:
-        scores: Scores = score(*arguments, **named)
-        scored = _scored(arguments, named, False, scores)
-        if scored.model is model and scored.is_of(tokens, attention_mask, length):
-            found.append(scored)
-        return scores
-
-    with shadowed(trainer, _get_per_token_logps_and_entropies=watched):
-        yield found
-    if not found or found[0].scores[0].shape != inputs["completion_ids"].shape:
-        shape = list(found[0].scores[0].shape) if found else None
-        raise ConfigError(
-            f"mismatch.kl and mismatch.correction with {type(trainer).__name__}: TRL's loss got log-probabilities {shape} for "
-            f"completions {list(inputs['completion_ids'].shape)} of its micro-batch; one of each token is needed, from "
-            "_get_per_token_logps_and_entropies. Remove what overrides it; if your _compute_loss gives TRL's other rows, put its "
-            "class first: class T(Yours, MismatchGRPOTrainer)."
-        )

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
-from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.rollout import SamplingSettings
@@ -72,13 +71,7 @@ def ratio_bias(trainer: Any, sampling: SamplingSettings) -> str | None:
     return " ".join(filter(None, sentences)) or None
 
 
-def step_of_checkpoint(resume_from_checkpoint: str | bool | None, output_dir: str) -> int | None:
-    """Return the last step of the checkpoint that a run resumes, or None for a new run.
-
-    Args:
-        resume_from_checkpoint: As `Trainer.train` takes it: a path, or True for the last one in the output folder.
-        output_dir: The trainer's output folder.
-    """
-    checkpoint = get_last_checkpoint(output_dir) if resume_from_checkpoint is True else resume_from_checkpoint
+def step_of_checkpoint(checkpoint: str | None) -> int | None:
+    """Return the last step of a checkpoint; None without one."""
     state = Path(checkpoint or "") / "trainer_state.json"
     return TrainerState.load_from_json(str(state)).global_step if checkpoint and state.is_file() else None

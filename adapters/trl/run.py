@@ -25,12 +25,12 @@ from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.engines import Colocated, Engine
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import Gap, TrainerRun, of_agreement, prefixed
+from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun, of_agreement, prefixed
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
+from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.refusals import STITCHING, RoutingRefusals, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
@@ -203,11 +203,14 @@ class TrlRun(TrainerRun):
     def begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         trainer = self.trainer
+        trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
             trainer.add_callback(self.lr)
         if self.objective.sections:
             trainer.add_callback(LossCallback(self.objective))
+        if self.block.kl is not None or self.block.correction is not None or isinstance(trainer, RLOOTrainer):
+            self.scoring.watch()
         if self.block.correction is not None:
             settings = resolve(self.block.correction)
             if native_options(settings) is None:
@@ -385,18 +388,13 @@ class TrlRun(TrainerRun):
         """Keep what is known of a batch while TRL generates and scores it."""
         batch, trainer = RolloutPass(), self.trainer
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
-        with overridden(self.scoring, rollouts=batch), keeping:
+        with overridden(self.scoring, rollouts=batch, passes=batch.scored), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
                 with self.verdicts.checking("sampling"), together(self.ranks):
                     self.follow_sampling()
             batch.masked_before = self.scoring.masked_passes
             yield batch
-
-    def watching(self, batch: RolloutPass) -> contextlib.AbstractContextManager[None]:
-        """Keep TRL's scoring passes of a batch, where they are needed and TRL does not return them."""
-        needed = self.kl_reward is not None or isinstance(self.trainer, RLOOTrainer)
-        return watched_batch(self.trainer, batch) if needed else contextlib.nullcontext()
 
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records.
@@ -414,6 +412,7 @@ class TrlRun(TrainerRun):
             output = host(*args, **kwargs)
         if self.checked is not None:
             self.checked.agree()
+        batch.prompts = [list(ids) for ids in output[0]]
         batch.generated += zip(*output[:2], strict=False)
         if joins:
             with self.verdicts.checking("records"), together(self.ranks):
@@ -443,6 +442,7 @@ class TrlRun(TrainerRun):
             output: What TRL's `_generate_and_score_completions` returned; changed in place.
         """
         training = self.trainer.model.training
+        self.scoring.passes = None  # what follows are passes of our own
         with together(self.ranks):
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
@@ -558,16 +558,6 @@ class TrlRun(TrainerRun):
 
     def score_again(self, output: Mapping[str, Any]) -> Tensor:
         return self.scoring.again(output, FORWARD_KEYS)
-
-    # One micro-batch: `micro_batch` is around `loss`.
-
-    def micro_batch(self, host: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss of a micro-batch under its routes and masks, and hold it to have come through `loss`."""
-
-        def proven(*args: Any, **kwargs: Any) -> Any:
-            return self.objective.stepped(host, *args, **kwargs)
-
-        return self.scoring.loss(proven, model, inputs, *args, **kwargs)
 
     # Logs, and what a checkpoint holds.
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, share
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit, masks_of
 from mismatch_ext.patches.trl.fused_head import scoring_with
@@ -50,6 +50,7 @@ class Scoring:
         masking: The `sampling_mask` section.
         rollouts: The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
         masked_passes: Number of passes that were scored over masks.
+        passes: Takes the host's passes while they are kept; None otherwise.
     """
 
     def __init__(self, run: TrlRun) -> None:
@@ -58,10 +59,24 @@ class Scoring:
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
         self.rollouts: RolloutPass | None = None
         self.masked_passes = 0
+        self.passes: list[Scored] | None = None
         self._in_loss = False
         self._micro_masks: Sequence[RowMask] | None = (
             None  # of the micro-batch whose loss is computed; None outside of one
         )
+
+    def watch(self) -> None:
+        """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
+        plain = self.trainer._get_per_token_logps_and_entropies
+
+        def watched(*arguments: Any, **named: Any) -> Scores:
+            scores: Scores = plain(*arguments, **named)
+            if self.passes is not None:
+                model = arguments[0] if arguments else named["model"]
+                self.passes.append(Scored.of(arguments, named, self.is_reference(model), scores))
+            return scores
+
+        self.trainer._get_per_token_logps_and_entropies = watched
 
     def score(
         self,

@@ -159,7 +159,6 @@ SEAMS = (
         claims=(
             exists(f"{_BASE}.create_accelerator_and_postprocess"),
             exists(f"{_BASE}._save_checkpoint", "model", "trial"),
-            exists(f"{_BASE}._load_scaler", "checkpoint"),
         ),
         checked="what a checkpoint lacks of a section is logged at its resume",
         upstream=_TRAINER,

@@ -79,9 +79,7 @@ class MismatchTrainerMixin(_Host):
         if self.mm is None:
             return super()._generate_and_score_completions(inputs)
         with self.mm.batch() as batch:
-            with self.mm.watching(batch):
-                output = super()._generate_and_score_completions(inputs)
-            return self.mm.scored(batch, output)
+            return self.mm.scored(batch, super()._generate_and_score_completions(inputs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         host = super()._generate
@@ -105,7 +103,7 @@ class MismatchTrainerMixin(_Host):
         host = super().compute_loss
         if self.mm is None:
             return host(model, inputs, *args, **kwargs)
-        return self.mm.micro_batch(host, model, inputs, *args, **kwargs)
+        return self.mm.scoring.loss(host, model, inputs, *args, **kwargs)
 
     def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
         host: Any = super()._compute_loss
@@ -146,12 +144,6 @@ class MismatchTrainerMixin(_Host):
         if self.mm is not None:
             self.mm.save(trial)
         super()._save_checkpoint(model, trial)
-
-    def _load_scaler(self, checkpoint: str | None) -> None:
-        super()._load_scaler(checkpoint)
-        if self.mm is not None and checkpoint is not None:
-            with self.mm.verdicts.checking("checkpoint"):
-                self.mm.load(checkpoint)
 
 
 def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, args: Any, kwargs: Any) -> None:

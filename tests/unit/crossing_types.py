@@ -33,7 +33,7 @@ def ours(model: nn.Module, llm: LLM, verdict: ServerVerdict) -> None:
     assert_type(moe_layout(model).routers, tuple[Router, ...])
     assert_type(score_tokens(llm, [[1, 2]]), Tensor)
     assert_type(verdict.problems, tuple[ServerProblem, ...])
-    assert_type(step_of_checkpoint(True, "runs"), int | None)
+    assert_type(step_of_checkpoint("runs/checkpoint-1"), int | None)
     assert_type(engine_arguments({}), Patch)
 
 

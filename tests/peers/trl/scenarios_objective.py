@@ -18,7 +18,7 @@ from mismatch_ext.adapters.trl import (
 )
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, native_options
 from mismatch_ext.adapters.trl.objective import sections_in_loss
-from mismatch_ext.adapters.trl.passes import RolloutPass, watched_batch
+from mismatch_ext.adapters.trl.passes import RolloutPass
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -399,8 +399,8 @@ def rewarded(model: str, out: str) -> dict[str, float]:
     data = next(iter(rloo.get_train_dataloader()))
     # The engine alone asks for them, and none is needed for that.
     rollouts = RolloutPass()
-    rloo.mm.scoring.rollouts = rollouts
-    with torch.no_grad(), watched_batch(rloo, rollouts):
+    rloo.mm.scoring.rollouts, rloo.mm.scoring.passes = rollouts, rollouts.scored
+    with torch.no_grad():
         batch = super(MismatchTrainerMixin, rloo)._generate_and_score_completions(data)
     mask = batch["completion_mask"].bool()
     rloo_error = float((rloo.mm.old_logprobs(batch) - plainly(rloo, batch))[mask].abs().max())
