@@ -43,9 +43,6 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
     """Return TRL's aggregation of a micro-batch, from its loss with the policy term at zero and the KL term made linear.
 
     TRL's own `_compute_loss` runs on a shallow copy of the trainer, so that neither the trainer nor its log is touched.
-
-    Raises:
-        ConfigError: The weight of a trained token is not positive, or the weight of a masked token is not 0.
     """
     completion_mask = inputs["completion_mask"]
     zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)

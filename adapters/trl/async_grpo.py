@@ -97,14 +97,13 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
             )
         super().__post_init__()
 
-    def _check_host(self, block: MismatchConfig) -> None:
+    def _follow_objective(self, block: MismatchConfig) -> None:
         for refusal in REFUSALS:
             if "AsyncGRPOTrainer" in refusal.where and refusal.feature in block.features:
                 raise ConfigError(
                     f"{named([refusal.feature])} with AsyncGRPO: {refusal.why}; allowed: {refusal.instead}. Change or remove it."
                 )
 
-    def _follow_objective(self, block: MismatchConfig) -> None:
         if block.correction is not None and resolve(block.correction).normalize:
             raise ConfigError(
                 "mismatch.correction.normalize=True with AsyncGRPO: weights would be divided by the mean of a micro-batch, whose "
@@ -312,11 +311,7 @@ class CarryingCollator:
 
 
 def versions_of(row: Any) -> Tensor:
-    """Return the versions `[M]` of a packed row's trained tokens.
-
-    Raises:
-        RecordError: A rollout carries no versions, or those of another number of tokens.
-    """
+    """Return the versions `[M]` of a packed row's trained tokens."""
     parts = []
     for sample in row.samples:
         carried = sample["metrics"]

@@ -178,12 +178,7 @@ def _trainer(kind: type[Any], case: Mapping[str, Any], score: Any) -> Any:
 
 
 def compute(kind: type[Any], case: Mapping[str, Any]) -> tuple[float | str, set[str]]:
-    """Return what TRL's own loss and its slope come to, or its error, and which keys of the micro-batch it reads.
-
-    Args:
-        kind: TRL's own trainer class.
-        case: What differs from the defaults.
-    """
+    """Return what TRL's own loss and its slope come to, or its error, and which keys of the micro-batch it reads."""
     logps, entropies, passed = LOGPS.clone().requires_grad_(), 1.5 + _wave(1.7), set[str]()
     rows = [torch.cat([INPUTS[f"prompt_{what}"], INPUTS[f"completion_{what}"]], dim=1) for what in ("ids", "mask")]
 
@@ -208,10 +203,7 @@ def compute(kind: type[Any], case: Mapping[str, Any]) -> tuple[float | str, set[
 def changed(kind: type[Any], loss_type: str = "", *, values: bool = True) -> str | None:
     """Say what TRL's own loss does that it did not do in the versions that were run; None where it does the same.
 
-    Args:
-        kind: GRPOTrainer or RLOOTrainer.
-        loss_type: GRPOTrainer's, one of `KNOWN`.
-        values: Whether what it comes to counts too, and not only which tokens it scores and which inputs it reads.
+    Without `values`, only which tokens it scores and which inputs it reads count.
     """
     cases, known = ([{}], (KNOWN_RLOO,)) if kind is RLOOTrainer else (CASES, KNOWN[loss_type])
     found = [compute(kind, {"loss_type": loss_type, **case}) for case in cases]
@@ -230,16 +222,7 @@ def changed(kind: type[Any], loss_type: str = "", *, values: bool = True) -> str
 
 
 def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str) -> None:
-    """Refuse sections inside TRL's own loss if that loss is not the one that was run, whatever its version and text.
-
-    Args:
-        trainer: The class of the trainer.
-        block: The block.
-        loss_type: TRL's own argument; another trainer than GRPOTrainer has none.
-
-    Raises:
-        SeamError: The loss does something else; says what was seen.
-    """
+    """Refuse sections inside TRL's own loss if that loss is not the one that was run, whatever its version and text."""
     features = [feature for feature in block.features if feature.partition(".")[0] in IN_OBJECTIVE]
     kind = RLOOTrainer if issubclass(trainer, RLOOTrainer) else GRPOTrainer
     if not features:

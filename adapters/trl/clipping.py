@@ -29,12 +29,6 @@ def phantom(
     """Return the measures of phantom clipping over all ranks; a measure is left out if the batch has no tokens for it.
 
     Every rank must call it.
-
-    Args:
-        trainer: TRL's trainer, which has the bounds of the clip.
-        output: The dict that TRL's `_generate_and_score_completions` returned.
-        gap: The trainer's and the engine's log-probabilities and the mask, `[B, T]` each.
-        clips: Whether the clip is on the ratio to the engine's log-probabilities.
     """
     trained, engine, mask = gap
     sequences = trainer.importance_sampling_level == "sequence"
@@ -46,13 +40,7 @@ def phantom(
 
 
 def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: str | None) -> str | None:
-    """Say why a clip on pi_trainer / pi_engine will probably stop learning; return None if it will not.
-
-    Args:
-        trainer_dtype: Dtype of the trainer's matrix products.
-        engine_dtype: Dtype of the engine's weights; None if unknown.
-        quantization: Quantisation of the engine's weights; None for none.
-    """
+    """Say why a clip on pi_trainer / pi_engine will probably stop learning; return None if it will not."""
     if quantization is None and (engine_dtype is None or limits(engine_dtype).eps <= limits(trainer_dtype).eps):
         return None
     held = f"{quantization} weights" if quantization is not None else f"weights in {engine_dtype}"

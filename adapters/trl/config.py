@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import inspect
 import sys
 from collections.abc import Iterator
@@ -10,15 +11,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
-from mismatch_ext.adapters.trl.options import GrpoOptions
+from mismatch_ext.adapters.trl.correction import native_options, own_options
 from mismatch_ext.adapters.trl.readings import sampling_settings
-from mismatch_ext.adapters.trl.refusals import check_sampling_mask, check_sharding
+from mismatch_ext.adapters.trl.refusals import SETTINGS, check_sharding, refuse
 from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig
 
-from mismatch_ext.config import MismatchConfig, RoutingConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.presets import resolve
 from mismatch_ext.verdicts import Verdicts
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from trl import GRPOConfig as _Host
 else:
     _Host = object
+
+TAKEN_BY_VESPO = ("token_truncate", "token_mask", "token")
+"""Modes of TRL's own correction that VESPO runs with; "token" stands for none at all."""
 
 
 @dataclass
@@ -57,13 +60,9 @@ class MismatchConfigMixin(_Host):
             self.mismatch, block = given.to_dict(), given.acting
             # Findings of the configuration wait in it for the trainer.
             self._verdicts = verdicts = Verdicts(block.level)
-            with verdicts.checking("settings"):
-                self._check_host(block)
             if block.precision is not None:
                 self._follow_precision(block.precision.dtype)
             self._follow_objective(block)
-            if block.routing is not None:
-                self._check_routing(block.routing)
         super().__post_init__()
         if given is not None:
             with verdicts.checking("settled_settings"):
@@ -116,68 +115,12 @@ class MismatchConfigMixin(_Host):
         """Whether the engine sleeps between generations; TRL lets no server sleep."""
         return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"
 
-    def _check_host(self, block: MismatchConfig) -> None:
-        if not self.use_vllm and block.monitor.doctor is not None:
-            raise ConfigError(
-                f"mismatch.monitor.doctor={block.monitor.doctor!r} with use_vllm=False: generation by transformers reports no "
-                "rollout log-probabilities, so that there are no two sides; set use_vllm=True or remove it."
-            )
-        if not self.use_vllm:
-            needing = [
-                name for name in ("precision", "correction", "sampling_mask") if getattr(block, name) is not None
-            ]
-            if block.lr is not None and block.lr.trigger in ("mismatch_kl", "f_tau"):
-                needing.append(f"lr.trigger={block.lr.trigger!r}")
-            if needing or not (block.kl or block.routing or block.lr or block.monitor.alarms):
-                what = (
-                    f"mismatch.{needing[0]}"
-                    if needing
-                    else "a mismatch block without kl, routing, lr or monitor.alarms"
-                )
-                raise ConfigError(
-                    f"use_vllm=False with {what}: generation by transformers reports no rollout log-probabilities, "
-                    "so there is no gap to measure or correct; set use_vllm=True or remove it."
-                )
-
-    def _check_routing(self, routing: RoutingConfig) -> None:
-        """Refuse ways of generating whose routes cannot be followed."""
-        if routing.reference and self.beta == 0.0:
-            raise ConfigError(
-                "mismatch.routing.reference=True with beta=0 and no mismatch.kl: there is no reference model whose routing could "
-                "be replayed; set reference=False, or a KL coefficient."
-            )
-        if routing.mode != "R3":
-            return
-        if not self.use_vllm:
-            raise ConfigError(
-                "mismatch.routing.mode='R3' with use_vllm=False: the routes of transformers' generation are not recorded; use "
-                "mode='R2', or use_vllm=True."
-            )
-        if self.vllm_mode == "colocate" and self.vllm_tensor_parallel_size != 1:
-            raise ConfigError(
-                f"mismatch.routing.mode='R3' with vllm_tensor_parallel_size={self.vllm_tensor_parallel_size}: routes are "
-                "followed on engines of one rank only; set it to 1, or mode='R2'."
-            )
-
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""
-        # These are mappings by now, although they are JSON on a command line.
-        given: Any = self.generation_kwargs or {}
-        kwargs: Any = self.model_init_kwargs or {}
-        sampling_settings(self, given)
-        check_sampling_mask(self, block, given)
-        if block.precision is not None and canonical(kwargs.get("dtype") or "float32") != "float32":
-            raise ConfigError(
-                f"model_init_kwargs['dtype']={kwargs['dtype']!r} contradicts mismatch.precision: the trainer's "
-                f"master weights stay float32 and autocast computes in {block.precision.dtype}; remove the dtype from "
-                "model_init_kwargs."
-            )
-        if block.routing is not None and block.routing.mode == "R3":
-            for key in (key for key in given if key.startswith("routed_experts")):
-                raise ConfigError(
-                    f"generation_kwargs[{key!r}]={given[key]!r} with mismatch.routing.mode='R3', which needs the "
-                    "routes of all tokens; remove it from generation_kwargs."
-                )
+        refuse(SETTINGS, self, block)
+        settings = sampling_settings(self, self.generation_kwargs)  # type: ignore[arg-type]  # a mapping by now
+        if block.sampling_mask is not None:
+            block.sampling_mask.asked(settings)
         if block.lr is not None:
             check_optimizer(self)
         plugin = self.deepspeed_plugin
@@ -195,17 +138,14 @@ class MismatchConfigMixin(_Host):
 
     def _follow_precision(self, dtype: str) -> None:
         """Derive the host's own precision arguments, refusing those that say otherwise."""
-        if self.fp16 and dtype != "float16":
-            raise ConfigError(f"fp16=True contradicts mismatch.precision.dtype={dtype!r}; remove fp16.")
-        if self.bf16 and dtype != "bfloat16":
-            raise ConfigError(f"bf16=True contradicts mismatch.precision.dtype={dtype!r}; remove bf16.")
-        if self.bf16 is False and dtype == "bfloat16":
-            raise ConfigError("bf16=False contradicts mismatch.precision.dtype='bfloat16'; remove bf16.")
+        for name, given, computes in (("fp16", self.fp16, "float16"), ("bf16", self.bf16, "bfloat16")):
+            if (given and dtype != computes) or (name == "bf16" and given is False and dtype == computes):
+                raise ConfigError(f"{name}={given} contradicts mismatch.precision.dtype={dtype!r}; remove {name}.")
         self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
 
 
 @dataclass
-class MismatchGRPOConfig(MismatchConfigMixin, GrpoOptions, GRPOConfig):
+class MismatchGRPOConfig(MismatchConfigMixin, GRPOConfig):
     """TRL's `GRPOConfig` plus `mismatch`; see `MismatchConfigMixin`."""
 
     _VALID_DICT_FIELDS = [*GRPOConfig._VALID_DICT_FIELDS, "mismatch"]
@@ -216,10 +156,35 @@ class MismatchGRPOConfig(MismatchConfigMixin, GrpoOptions, GRPOConfig):
         if block.correction is not None:
             self._follow_correction(block.correction)
 
-    def _check_settled(self, block: MismatchConfig) -> None:
-        super()._check_settled(block)
-        if block.correction is not None:
-            self._check_own_correction(resolve(block.correction))
+    def _follow_kl(self, kl: KlConfig) -> None:
+        """Make TRL's `beta` the coefficient, so that TRL builds the reference model."""
+        if kl.coef is None and self.beta == 0.0:
+            raise ConfigError("mismatch.kl without a coefficient: set mismatch.kl.coef, or beta > 0.")
+        if kl.coef is not None and self.beta not in (0.0, kl.coef):
+            raise ConfigError(f"beta={self.beta} contradicts mismatch.kl.coef={kl.coef}; remove one of the two.")
+        self.beta = self.beta if kl.coef is None else kl.coef
+
+    def _follow_correction(self, correction: CorrectionConfig) -> None:
+        """Set TRL's own importance-sampling options; if TRL has none for the section, set plain ratios, replaced later."""
+        settings = resolve(correction)
+        options = native_options(settings)
+        taken = options is not None and options.get("vllm_importance_sampling_mode", "token") in TAKEN_BY_VESPO
+        if self.loss_type == "vespo" and not taken:
+            raise ConfigError(
+                "mismatch.correction with loss_type='vespo': VESPO takes the logarithm of the weights, so that only plain "
+                "token weights have a meaning there; use the preset token_truncate or token_mask."
+            )
+        options = own_options() if options is None else options
+        if settings.off_policy_threshold is not None:
+            options["off_policy_mask_threshold"] = settings.off_policy_threshold
+        defaults = {f.name: f.default for f in dataclasses.fields(GRPOConfig)}
+        for name, value in options.items():
+            given = getattr(self, name)
+            if given not in (defaults[name], value):
+                raise ConfigError(
+                    f"{name}={given!r} contradicts mismatch.correction, which sets it to {value!r}; remove one of the two."
+                )
+            setattr(self, name, value)
 
 
 @dataclass

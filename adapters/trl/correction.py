@@ -19,11 +19,7 @@ UNBOUNDED = 1.0e30
 
 
 def native_options(settings: ResolvedCorrection) -> dict[str, Any] | None:
-    """Return the TRL arguments that do what the settings ask, or None when TRL has none that do.
-
-    Args:
-        settings: The resolved `correction` section.
-    """
+    """Return the TRL arguments that do what the settings ask, or None when TRL has none that do."""
     if settings.mode != "decoupled" or settings.rules or settings.veto or settings.normalize or settings.compat:
         return None
     if settings.level == "none":
@@ -67,13 +63,7 @@ class CorrectionTerm:
         return self.settings.mode == "bypass" and self.settings.loss == "reinforce"
 
     def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-        """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks.
-
-        Args:
-            output: What TRL's `_generate_and_score_completions` returned; changed in place.
-            old_logprobs: The trainer's log-probabilities at sampling time `[B, T]`.
-            mask: 1 for tokens that are trained on `[B, T]`.
-        """
+        """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks."""
         rollout, chosen = output["sampling_per_token_logps"], mask.bool()
         found = None
         with together(self._ranks):
@@ -92,13 +82,7 @@ class CorrectionTerm:
         return metrics_over_ranks(found.metrics, chosen, self.settings, self._ranks)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
-        """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy.
-
-        Args:
-            logps: Current log-probabilities `[B, T]`, detached.
-            inputs: The micro-batch.
-            mask: 1 for tokens that are trained on `[B, T]`.
-        """
+        """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy."""
         chosen = mask.bool()
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
@@ -110,11 +94,6 @@ def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> flo
 
     TRL subtracts the mean of a group before any response is rejected, and the kept ones keep that baseline. Their mean advantage
     would be 0 if the group were theirs alone. Every rank must call it; None where no response is kept.
-
-    Args:
-        output: A batch after `CorrectionTerm.apply`; each rank looks at its own rows of a group.
-        mask: 1 for tokens that are trained on `[B, T]`.
-        ranks: The processes that each hold a part of the batch.
     """
     chosen, advantages = mask.bool(), output["advantages"]
     sums = torch.zeros(2, dtype=torch.float64, device=mask.device)

@@ -26,20 +26,7 @@ SERVER = "give its address by --server as well, or give --rollouts"
 
 
 def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False) -> HostRun:
-    """Read a configuration file as TRL's `grpo` script does.
-
-    Args:
-        path: YAML, as `TrlParser` takes it by `--config`.
-        checkpoint: Model to examine instead of the run's own; None for the run's own.
-        served: Whether a running server is asked, so that no engine is started.
-
-    Returns:
-        The run, with vLLM's arguments and sampling settings as TRL 1.16 passes them on.
-
-    Raises:
-        ConfigError: TRL refuses the file, it names no model or one that cannot be loaded, or its engine is not one that the
-            doctor starts.
-    """
+    """Read a configuration file as TRL's `grpo` script does."""
     script, args, model, unknown = _parsed(path)
     where = path.name
     if checkpoint is None and not model.model_name_or_path:
@@ -125,11 +112,7 @@ _LOADING = (
 
 
 def auto_dtype(model: str) -> str:
-    """Return the compute dtype that vLLM takes for a checkpoint when it is told none.
-
-    Raises:
-        ConfigError: vLLM cannot tell, because there is no such checkpoint or no vLLM.
-    """
+    """Return the compute dtype that vLLM takes for a checkpoint when it is told none."""
     try:
         from vllm.config import ModelConfig
 

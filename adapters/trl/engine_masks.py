@@ -33,13 +33,7 @@ class EngineMasks:
     def of(self, result: tuple[Any, ...], outputs: Sequence[Any] | None) -> tuple[list[TokenSupport], tuple[Any, ...]]:
         """Return the masks of each completion, and the result with only the sampled tokens' log-probabilities.
 
-        Args:
-            result: Prompts, completions, and for each completion token the log-probabilities and ids of the most likely tokens
-                and the sampled one; only of the sampled one where the engine's outputs hold the rest as numbers.
-            outputs: What the engine returned while `patches` were in place; None where there are none.
-
-        Raises:
-            RecordError: A mask is not known; the message names completion and token.
+        `outputs` is what the engine returned while `patches` were in place; None where there are none.
         """
         prompts, completions, tops, ids = result
         if tops is None or ids is None:

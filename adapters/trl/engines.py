@@ -45,12 +45,7 @@ class Engine(Protocol):
         """Take the routes of rollouts from here on."""
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
-        """Send the trainer's weights.
-
-        Args:
-            plain: Sends the weights in TRL's own way.
-            weights: Yields what TRL sends.
-        """
+        """Send the trainer's weights: `plain` in TRL's own way, `weights` are what it sends."""
 
     def captured(self, version: Callable[[], int] | None) -> AbstractContextManager[list[Any]]:
         """Collect vLLM's outputs of what TRL generates in a block; `version` as for `captured_outputs`."""
@@ -78,11 +73,7 @@ class Colocated(engine.InProcess):
         return int(self.llm.llm_engine.model_config.max_model_len) - 1
 
     def record_routing(self) -> None:
-        """Take the routes of rollouts from here on.
-
-        Raises:
-            RoutingError: The engine does not record any.
-        """
+        """Take the routes of rollouts from here on."""
         engine.require_routing(self.llm)
         engine.attach_cpu_routes(self.llm)
 

@@ -40,13 +40,7 @@ class Examiner:
         self._found: Mapping[str, float] = {}
 
     def examine(self, output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None) -> None:
-        """Examine a training batch where one is due; no other rank takes part, and nothing of the run is touched.
-
-        Args:
-            output: What TRL made of the batch.
-            gap: The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens `[B, T]`.
-            records: The engine's rollouts row by row; None where they were refused, and the run goes on.
-        """
+        """Examine a training batch where one is due; no other rank takes part, and nothing of the run is touched."""
         doctor, checked = self.run.log.doctor, self.run.checked
         if doctor is None or not doctor.due or not self.trainer.model.training or checked is None:
             return
@@ -93,11 +87,7 @@ class Examiner:
 
 
 def check_examinable(block: MismatchConfig, model: nn.Module) -> None:
-    """Refuse to examine a model whose copy cannot be made of what the engine is sent.
-
-    Raises:
-        ConfigError: It sees images, or its weights are quantised.
-    """
+    """Refuse to examine a model whose copy cannot be made of what the engine is sent."""
     why = unexaminable(model.config)
     if block.monitor.doctor is not None and why is not None:
         raise ConfigError(
@@ -106,13 +96,7 @@ def check_examinable(block: MismatchConfig, model: nn.Module) -> None:
 
 
 def rows_of(output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None, most: int) -> Rows:
-    """Return the rows of a batch of TRL's that are examined.
-
-    Args:
-        output: What TRL made of the batch: prompts are padded on the left, completions on the right.
-        gap, records: As `Examiner.examine` takes them.
-        most: Most sampled tokens of all of them.
-    """
+    """Return the rows of a batch of TRL's that are examined."""
     old, rollout, mask = (values.detach().cpu() for values in gap)
     ids = {
         name: output[name].detach().cpu() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")

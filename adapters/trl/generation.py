@@ -173,12 +173,7 @@ class CheckedGeneration:
             ) from error
 
     def sync_weights(self) -> None:
-        """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together.
-
-        Raises:
-            EngineError: The engine failed.
-            WeightSyncError: The engine holds stale or garbled weights and `monitor.weight_sync` is "error".
-        """
+        """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together."""
         self._sync(self.trainer.ranks)
 
     def _sync(self, ranks: Ranks) -> None:
@@ -268,12 +263,7 @@ class CheckedGeneration:
         self._sent_at = self.trainer.step()
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records.
-
-        Raises:
-            EngineError: The engine failed.
-            RecordError: The engine returned rollouts that are malformed, or log-probabilities that are not finite.
-        """
+        """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records."""
         # A rank may generate by itself, also in a batch: with more turns than other ranks, or in a `rollout_func`.
         if self._kept is None:
             self.send_moved()
@@ -321,11 +311,7 @@ class CheckedGeneration:
 
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
-        """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused.
-
-        Args:
-            records: Takes the rollouts, in their order.
-        """
+        """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused."""
         if self._sent_at == self.trainer.step():
             self.send_moved(self.trainer.ranks)  # otherwise TRL sends the weights before it generates
         with overridden(self, _kept=records, _refused=None):

@@ -121,12 +121,7 @@ class TrainerRun(ABC):
 
     @abstractmethod
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file.
-
-        Args:
-            split: "train" or "eval/<name>".
-            of_training: Whether it is the log of training steps.
-        """
+        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of training steps that only this trainer has, such as weight updates', without their prefix."""
@@ -287,15 +282,7 @@ class TrainerRun(ABC):
     # The learning rate.
 
     def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
-        """Let a fresh batch of completions lead the rate of the step that learns from it.
-
-        Args:
-            metrics: TRL's own metrics of this batch: lengths as TRL counts them, over all ranks.
-            gap: What was measured of the batch; None where the engine reports no log-probabilities.
-
-        Raises:
-            ConfigError: The trainer keeps no lengths.
-        """
+        """Let a fresh batch of completions lead the rate of the step that learns from it."""
         if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
             return
         trigger = self.lr.config.trigger

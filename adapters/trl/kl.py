@@ -49,15 +49,6 @@ def batch_baseline(
 
     A completion that was sampled once and stands in several rows, as in best-of-n, is no other sample of its own: its copies
     would subtract the whole KL.
-
-    Args:
-        term: The run's KL term.
-        output: What TRL's `_generate_and_score_completions` returned.
-        old: The trainer's log-probabilities at sampling time `[B, T]`.
-        mask: 1 for tokens that are trained on `[B, T]`.
-        generated: Prompt and completion of each sample.
-        pad: Token that completions are padded with.
-        ranks: The processes that each hold a part of the generation batch.
     """
     length = mask.size(1)
     sampled = Counter(
@@ -96,13 +87,7 @@ def batch_baseline(
 
 
 def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> list[tuple[Prompt, Tensor]]:
-    """Return prompt and values `[V, T]` of other ranks' samples of the same prompts; every rank must call it.
-
-    Args:
-        prompts: The prompt of each of this rank's samples.
-        values: Their values `[B, V, T]`.
-        ranks: The processes that each hold a part of the batch.
-    """
+    """Return prompt and values `[V, T]` of other ranks' samples of the same prompts; every rank must call it."""
     if ranks.size == 1:
         return []
     holders = Counter(digest for found in ranks.gather({hash(prompt) for prompt in prompts}) for digest in found)
@@ -123,16 +108,7 @@ def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> 
 def kl_loss(
     term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor, logits: Logits, temperature: float
 ) -> Tensor:
-    """Return what is added to TRL's per-token loss `[B, T]`, coefficient included.
-
-    Args:
-        term: The run's KL term.
-        logps: Current log-probabilities `[B, T]` with their graph.
-        inputs: The micro-batch.
-        mask: 1 for tokens that are trained on `[B, T]`.
-        logits: Computes the policy's and the reference's logits `[B, T, V]`, for the estimator `full`.
-        temperature: Divides those logits.
-    """
+    """Return what is added to TRL's per-token loss `[B, T]`, coefficient included."""
     # TRL leaves the old log-probabilities out where the policy is still the old one.
     sampled = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
     full = term.config.estimator == "full"

@@ -29,14 +29,7 @@ def layers_of(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
 
 
 def check_base(model: nn.Module) -> None:
-    """Refuse a quantised base model.
-
-    Args:
-        model: A `PeftModel`.
-
-    Raises:
-        ConfigError: The base's weights are not floating-point numbers; the message names one.
-    """
+    """Refuse a quantised base model."""
     for _, base in layers_of(model):
         for name, weight in base.named_parameters(recurse=False):
             if not weight.is_floating_point():
@@ -68,11 +61,7 @@ class Base:
 
     @contextmanager
     def kept(self) -> Iterator[None]:
-        """Put the base's weights back, bit for bit, when a merge in a block is undone.
-
-        Raises:
-            WeightSyncError: Nothing was merged and unmerged in the block.
-        """
+        """Put the base's weights back, bit for bit, when a merge in a block is undone."""
         merge, unmerge = self._model.merge_adapter, self._model.unmerge_adapter
         restored = False
 

@@ -91,11 +91,7 @@ class Objective:
         self._kl_step = None
 
     def penalties(self, completion_ids: Sequence[Sequence[int]]) -> list[float]:
-        """Return the KL penalty of each fresh completion, from TRL's passes over its tokens.
-
-        Raises:
-            ConfigError: The reference was not scored on the completions that get a reward.
-        """
+        """Return the KL penalty of each fresh completion, from TRL's passes over its tokens."""
         term, batch, trainer = self.run.kl, self.run.rollouts, self.trainer
         assert term is not None and batch is not None
         if term.coef == 0:
@@ -295,11 +291,7 @@ class Objective:
     # That the loss which is stepped is this one.
 
     def trained(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`.
-
-        Raises:
-            ConfigError: A section would be off in silence for this micro-batch.
-        """
+        """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`."""
         before = self.losses
         loss = host(*args, **kwargs)
         if self.sections and self.losses == before:

@@ -1,4 +1,9 @@
-"""One batch from generation to its loss, and its scoring passes, which are found by their tokens and never as "the last one"."""
+"""One batch from generation to its loss, and its scoring passes, which are found by their tokens and never as "the last one".
+
+Names in this folder: `tokens` and `attention_mask` are prompt and completion `[B, S]`, prompts padded on the left and completions
+on the right; `length` is the number of completion positions T; log-probabilities are `[B, T]`, and so is `mask`, 1 for trained
+tokens. `output` is what TRL's `_generate_and_score_completions` returns, and `inputs` a micro-batch of it.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +27,6 @@ class Scored:
     """A scoring pass.
 
     Attributes:
-        model: The model that was run.
-        tokens: Prompt and completion `[B, S]`.
-        attention_mask: 1 for tokens that are not padding `[B, S]`.
-        length: Completion positions per row, padding included.
         options: What else was given, by name.
         reference: Whether the reference policy was scored.
         scores: What came out.

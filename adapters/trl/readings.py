@@ -21,14 +21,7 @@ ENGINE_ONLY = (
 def sampling_settings(source: Any, generation_kwargs: Mapping[str, Any] | None) -> SamplingSettings:
     """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL.
 
-    Args:
-        source: A trainer or its configuration: what has TRL's sampling arguments as attributes.
-        generation_kwargs: The configuration's.
-
-    Raises:
-        ConfigError: `generation_kwargs` gives the engine another temperature than the trainer scores with, or asks for
-            more than the sampled tokens' log-probabilities.
-        RecordError: A setting is out of range.
+    `source` is a trainer, its configuration or its engine wrapper: what has TRL's sampling arguments as attributes.
     """
     given = generation_kwargs or {}
     settings = {

@@ -42,19 +42,7 @@ class ScoreReplay(RouteReplay):
     def over_rows(
         self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str
     ) -> Iterator[None]:
-        """Run the forward pass of a padded micro-batch under the routes of its rows.
-
-        Args:
-            model: The model, possibly wrapped.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            length: Completion positions per row, padding included.
-            traces: Routes of each row.
-            split: What the pass counts for, as for `replaying`.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
-            ReplayError: A forward pass did not obey them.
-        """
+        """Run the forward pass of a padded micro-batch under the routes of its rows."""
         trace, recorded = _aligned(traces, attention_mask, length)
         with self.replaying(model, trace, recorded, real=attention_mask.bool().flatten(), split=split):
             yield
@@ -72,26 +60,7 @@ class ScoreReplay(RouteReplay):
         split: str,
         **options: Any,
     ) -> Scores:
-        """Run TRL's scoring pass, a chunk of rows at a time, each under the routes of its rows.
-
-        Args:
-            score: TRL's own `_get_per_token_logps_and_entropies`.
-            model: The model, possibly wrapped.
-            tokens: Prompt and completion `[B, S]`.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            length: Completion positions per row, padding included.
-            batch_size: Rows per forward pass; None for all at once.
-            traces: Routes of each row.
-            split: What the pass counts for, as for `replaying`.
-            options: Further arguments that TRL passes.
-
-        Returns:
-            Log-probabilities `[B, T]`, entropies or None, auxiliary loss or None, as TRL returns them.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
-            ReplayError: A forward pass did not obey them.
-        """
+        """Run TRL's scoring pass, a chunk of rows at a time, each under the routes of its rows."""
         _refuse_multimodal(options)
         if len(traces) != len(tokens):
             raise RoutingError(f"{len(traces)} routing traces for {len(tokens)} completions; one of each is needed.")
@@ -113,12 +82,7 @@ class ScoreReplay(RouteReplay):
         version: int,
         **options: Any,
     ) -> tuple[Scores, list[RoutingTrace]]:
-        """Run TRL's scoring pass as `replay` does, and return its scores and the model's own routes of each row.
-
-        Args:
-            score, model, tokens, attention_mask, length, batch_size, options: As for `replay`.
-            version: Finished optimizer steps.
-        """
+        """Run TRL's scoring pass as `replay` does, and return its scores and the model's own routes of each row."""
         _refuse_multimodal(options)
         parts: list[Scores] = []
         traces: list[RoutingTrace] = []
@@ -136,12 +100,6 @@ def matching(
 
     If all rows are in their own places, each has its own routes. Otherwise each has those recorded for the same tokens, and the
     result is None if several traces are of the same tokens and differ.
-
-    Args:
-        traces: Routes of a batch.
-        tokens: Prompt and completion of the pass `[B, S]`.
-        attention_mask: 1 for tokens that are not padding `[B, S]`.
-        length: Completion positions per row, padding included.
     """
     ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
     rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
@@ -211,12 +169,7 @@ def on_cpu(trace: RoutingTrace) -> RoutingTrace:
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
-    """Cut the routes of a padded batch into one trace per row, padding left out.
-
-    Args:
-        trace: Routes of all positions of the batch, row after row.
-        attention_mask: 1 for tokens that are not padding `[B, S]`, contiguous in each row.
-    """
+    """Cut the routes of a padded batch into one trace per row, padding left out."""
     width, trace = attention_mask.size(1), on_cpu(trace)
     traces = []
     for row, mask in enumerate(attention_mask.bool().cpu()):
@@ -227,13 +180,7 @@ def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
 
 
 def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
-    """Drop a completion's routes where `mask_truncated_completions` has turned the completion into padding.
-
-    Args:
-        trace: Routes of one prompt and completion.
-        mask: Its row of the attention mask `[S]`.
-        length: Completion positions, the last of the row.
-    """
+    """Drop a completion's routes where `mask_truncated_completions` has turned the completion into padding."""
     if bool(mask[-length:].any()):
         return trace
     return trace.slice(0, max(int(mask.sum()) - trace.start, 0))

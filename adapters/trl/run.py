@@ -32,7 +32,7 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
-from mismatch_ext.adapters.trl.refusals import STITCHING, RoutingRefusals, check_reference, check_sharding
+from mismatch_ext.adapters.trl.refusals import STITCHING, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch
@@ -52,7 +52,7 @@ from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
-from mismatch_ext.errors import ConfigError, RecordError
+from mismatch_ext.errors import ConfigError, RecordError, ReplayError
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch
@@ -190,8 +190,13 @@ class TrlRun(TrainerRun):
             with self.verdicts.checking("lora"):
                 check_base(trainer.model)
         if self.block.routing is not None:
-            with RoutingRefusals(self.block.routing):
+            try:
                 self.scoring.routing = ScoreReplay(self.block.routing, trainer.model, trainer.args.seed)
+            except ReplayError as error:
+                raise ReplayError(
+                    f"mismatch.routing.mode={self.block.routing.mode!r}: {error} Remove mismatch.routing if the model is not a "
+                    "mixture of experts."
+                ) from error
         self.check_precision()
 
     def _check_reference(self, reference: bool) -> None:
@@ -262,11 +267,7 @@ class TrlRun(TrainerRun):
         return self.sampling if self.block.sampling_mask is None else self.sampling.without_truncation()
 
     def follow_sampling(self) -> None:
-        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed.
-
-        Raises:
-            ConfigError: The engine's temperature is not the one that the trainer scores with.
-        """
+        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
         trainer, engine = self.trainer, self.trainer.vllm_generation
         if engine.temperature != trainer.temperature:
             raise ConfigError(
@@ -397,12 +398,7 @@ class TrlRun(TrainerRun):
             yield batch
 
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records.
-
-        Raises:
-            RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded; or a
-                completion's turns are of different weights.
-        """
+        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records."""
         batch, trainer = self.rollouts, self.trainer
         if batch is None or not batch.fresh:
             return host(*args, **kwargs)
@@ -435,12 +431,7 @@ class TrlRun(TrainerRun):
         return rewards
 
     def scored(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
-        """Measure a batch that TRL has generated and scored, correct it, and adapt to it.
-
-        Args:
-            batch: What is known of it.
-            output: What TRL's `_generate_and_score_completions` returned; changed in place.
-        """
+        """Measure a batch that TRL has generated and scored, correct it, and adapt to it."""
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
         with together(self.ranks):

@@ -44,13 +44,7 @@ def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
 
 
 def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> float:
-    """Return how many tokens were left to sample from, on average over the sampled tokens of all ranks.
-
-    Args:
-        masks: Of this rank's completions.
-        ranks: The processes that train together; all of them must call it.
-        device: Where the ranks talk.
-    """
+    """Return how many tokens were left to sample from, on average over the sampled tokens of all ranks."""
     mine = [
         sum(mask.support.ids.numel() for mask in masks),
         sum(int((mask.support.counts > 0).sum()) for mask in masks),
@@ -60,14 +54,7 @@ def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> f
 
 
 def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> bool:
-    """Tell whether masks are of the tokens of a scoring pass, row by row; a completion may have been turned into padding.
-
-    Args:
-        masks: One per row.
-        tokens: Prompt and completion `[B, S]`.
-        attention_mask: 1 for tokens that are not padding `[B, S]`.
-        length: Completion positions per row, padding included.
-    """
+    """Tell whether masks are of the tokens of a scoring pass, row by row; a completion may have been turned into padding."""
     if len(masks) != len(tokens):
         return False
     ids, real = tokens.cpu(), attention_mask.bool().cpu()
@@ -107,11 +94,7 @@ class MaskedPass:
     def __call__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, **scaling: Any
     ) -> Tensor | None:
-        """Return the log-probabilities of the next tokens, 0 where a position is not of a completion.
-
-        Raises:
-            ReplayError: The head is given other tokens than come next.
-        """
+        """Return the log-probabilities of the next tokens, 0 where a position is not of a completion."""
         count, width = len(labels), self._labels.shape[1]
         if not count or not self._ends[-1]:
             return None

@@ -88,19 +88,7 @@ class Scoring:
         *args: Any,
         **options: Any,
     ) -> Scores:
-        """Score tokens as TRL does, under the routes and over the masks that were recorded for them.
-
-        Args:
-            host: TRL's `_get_per_token_logps_and_entropies`, whose names the others have.
-            model: The model, possibly wrapped.
-            input_ids: Prompt and completion `[B, S]`.
-            attention_mask: 1 for tokens that are not padding `[B, S]`.
-            logits_to_keep: Completion positions per row, padding included.
-            args, options: What else TRL gives, as it comes.
-
-        Raises:
-            ReplayError: TRL scored without its fused head, or other tokens than it was given.
-        """
+        """Score tokens as TRL does, under the routes and over the masks that were recorded for them."""
         rows = (input_ids, attention_mask, logits_to_keep)
         masks = None if self.masking is None else self._masks_at_hand()
         if masks is None or not fit(masks, *rows):
@@ -172,12 +160,7 @@ class Scoring:
         return logps
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch.
-
-        Raises:
-            RoutingError, RecordError: Routes or masks are of other tokens than the micro-batch's.
-            ReplayError: The micro-batch has none, or TRL did not score it through `score`.
-        """
+        """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
         routing, masking = self.routing, self.masking
         micro_batch = self.rollouts
         if routing is not None:
@@ -215,11 +198,7 @@ class Scoring:
         return loss
 
     def expect_micro_batch(self) -> None:
-        """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks.
-
-        Raises:
-            ReplayError: A subclass calls _compute_loss by another way than TRL's compute_loss.
-        """
+        """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks."""
         if (self.routing is None and self.masking is None) or self._in_loss:
             return
         if self.trainer.model.training and torch.is_grad_enabled():
@@ -244,16 +223,7 @@ class Scoring:
     def batch_routes(
         self, batch: RolloutPass, output: Mapping[str, Any], again: Callable[[], Tensor]
     ) -> list[RoutingTrace]:
-        """Return the routes of a batch that has been scored, one trace for each row.
-
-        Args:
-            batch: What is known of the batch.
-            output: What TRL made of it.
-            again: Takes a pass of our own over its tokens.
-
-        Raises:
-            RoutingError: The recorded routes are of other tokens.
-        """
+        """Return the routes of a batch that has been scored, one trace for each row; `again` takes a pass of our own."""
         routing = self.routing
         assert routing is not None
         self._take_engines_routes(batch)
@@ -269,11 +239,7 @@ class Scoring:
         return routes
 
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
-        """Return the masks of a batch that has been scored, one for each row.
-
-        Raises:
-            RecordError: The batch's tokens are not those that the engine sampled.
-        """
+        """Return the masks of a batch that has been scored, one for each row."""
         masks = masks_of(batch.records)
         if not fit(masks, *rows_of_batch(output)):
             raise RecordError(

@@ -81,11 +81,7 @@ class Served:
         return self._everywhere(lambda: self.remote.reading())
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return prefill's log-probabilities of tokens.
-
-        Raises:
-            EngineError: The server holds other weights than this trainer's; names whose.
-        """
+        """Return prefill's log-probabilities of tokens."""
 
         def ask() -> Tensor:
             self._expect_own_weights()
@@ -94,11 +90,7 @@ class Served:
         return self._everywhere(ask)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample tokens after prompts.
-
-        Raises:
-            EngineError: The server holds other weights than this trainer's; names whose.
-        """
+        """Sample tokens after prompts."""
 
         def ask() -> Decoded:
             self._expect_own_weights()
@@ -111,21 +103,12 @@ class Served:
         return self._everywhere(lambda: self.remote.compare(sent, before))
 
     def record_routing(self) -> None:
-        """Take the routes of rollouts from here on.
-
-        Raises:
-            RoutingError: The server does not record any.
-        """
+        """Take the routes of rollouts from here on."""
         if not self._everywhere(lambda: self.remote.records_routing):
             raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
-        """Send the trainer's weights in TRL's own way; only the main process sends, and its failure is raised on all ranks.
-
-        Raises:
-            EngineError: The server refuses the weights, or did not hold this trainer's before; the message says which.
-            WeightSyncError: The server has received no update.
-        """
+        """Send the trainer's weights in TRL's own way; only the main process sends, and its failure is raised on all ranks."""
         before = None if self._unnamed else self._client.stamps.last
         failed: Exception | None = None
         try:
@@ -154,11 +137,7 @@ class Served:
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Hold the server to this trainer's last update, before and after it generates.
-
-        Raises:
-            EngineError: It holds other weights; names whose.
-        """
+        """Hold the server to this trainer's last update, before and after it generates."""
         self._everywhere(self._expect_own_weights)
         yield
         self._everywhere(self._expect_own_weights)

@@ -90,19 +90,11 @@ class CheckedClient(_Base):
         self.http.post("/finish_weight_update", {"weight_version": self.stamps.end()})
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached prefixes.
-
-        Raises:
-            EngineError: vLLM declined.
-        """
+        """Forget all cached prefixes."""
         self.http.reset_prefix_cache("after")
 
     def expect_own_weights(self) -> None:
-        """Refuse to go on where the server does not hold this trainer's last update.
-
-        Raises:
-            EngineError: It was restarted, somebody else has updated it, or an update failed; names which.
-        """
+        """Refuse to go on where the server does not hold this trainer's last update."""
         self.stamps.expect_on(self.remote)
 
 

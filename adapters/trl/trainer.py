@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.refusals import STITCHING, EngineRefusals, check_images, check_objective, check_peers
+from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, engine_refusals, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
 from transformers import TrainingArguments
@@ -53,7 +53,7 @@ class MismatchTrainerMixin(_Host):
         _check(type(self), block, config, mm, args, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
         building = overridden(mm, constructing=True)
-        with config.claimed(), building, patched as patches, EngineRefusals(block):
+        with config.claimed(), building, patched as patches, engine_refusals(block):
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             with mm.rewarding(config, args, kwargs) as (args, kwargs):
@@ -148,7 +148,7 @@ class MismatchTrainerMixin(_Host):
 
 def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, args: Any, kwargs: Any) -> None:
     """Refuse what can be judged before a model or an engine is built."""
-    check_objective(trainer, block)
+    refuse(TRAINERS, trainer, block)
     for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
         if installed(peer) is None:
             require(peer)  # without it there is nothing to observe either

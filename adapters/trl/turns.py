@@ -13,15 +13,7 @@ from mismatch_ext.turns import Trained, any_asked, join_turns
 def joined_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: bool, limit: int) -> dict[str, float]:
     """Join the records of each completion's turns into one, in place, and return what is logged of them.
 
-    Args:
-        records: The records of the engine's calls; those of completions afterwards.
-        output: What TRL's `_generate` returned.
-        own: Whether a `rollout_func` of the user's has generated.
-        limit: Largest number of tokens of a completion that TRL has generated.
-
-    Raises:
-        RecordError: What is trained on is not what the turns were given and sampled, or nothing that was recorded; or a
-            completion's turns are of different weights.
+    `own` says that a `rollout_func` of the user's has generated. Raises RecordError if other tokens are trained on.
     """
     trained = _trained(output)
     if own and not any_asked(records, trained):
