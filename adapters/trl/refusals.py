@@ -105,7 +105,7 @@ SETTINGS = (
         "a server's answers have no number for what was cut off", "allowed: vllm_mode='colocate'",
     ),
     Row(
-        "sampling_mask", "mismatch.sampling_mask with generation_kwargs={s.generation_kwargs!r}",
+        "sampling_mask", "mismatch.sampling_mask with generation_kwargs['logprobs']={s.generation_kwargs[logprobs]!r}",
         lambda s, b: "logprobs" in (s.generation_kwargs or {}),
         "masks are read off as many log-probabilities as the section asks for", "remove logprobs",
     ),
@@ -123,9 +123,10 @@ SETTINGS = (
         lambda s, b: b.monitor.doctor is not None, "it examines log-probabilities over the whole vocabulary", "allowed: none",
     ),
     Row(
-        "precision", "model_init_kwargs={s.model_init_kwargs!r} contradicts mismatch.precision",
+        "precision", "model_init_kwargs['dtype']={s.model_init_kwargs[dtype]!r} contradicts mismatch.precision",
         lambda s, b: canonical((s.model_init_kwargs or {}).get("dtype") or "float32") != "float32",
-        "the trainer's master weights stay float32, and autocast computes in the section's dtype", "remove the dtype from it",
+        "the trainer's master weights stay float32, and autocast computes in its dtype",
+        "remove the dtype from model_init_kwargs",
     ),
     Row(
         "kl", f"{_REWARDS}mask_truncated_completions=True",

@@ -389,7 +389,9 @@ class TrlRun(TrainerRun):
         """Keep what is known of a batch while TRL generates and scores it."""
         batch, trainer = RolloutPass(), self.trainer
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
-        with overridden(self.scoring, rollouts=batch, passes=batch.scored), keeping:
+        # Of others, TRL returns what its passes come to.
+        passes = batch.scored if self.kl_reward is not None or isinstance(trainer, RLOOTrainer) else None
+        with overridden(self.scoring, rollouts=batch, passes=passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
                 with self.verdicts.checking("sampling"), together(self.ranks):
