@@ -19,7 +19,7 @@ from tests.oracles.brute.correction import weights_and_mask
 
 pytestmark = pytest.mark.numeric
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 620))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 3000))]
 
 
 def section(rng: random.Random) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from tests.oracles.brute import gap as brute
 
 pytestmark = pytest.mark.numeric
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 1020))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 2600))]
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -16,7 +16,7 @@ from tests.oracles.brute import kl as brute
 
 pytestmark = pytest.mark.numeric
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 520))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 620))]
 
 
 class Case:

@@ -26,7 +26,7 @@ from tests.unit.loops import PROMPTS, rewards_of, sides
 
 pytestmark = pytest.mark.numeric
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 220))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 260))]
 
 
 class Case:

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::UserWarning"
 )  # torch: scheduler before optimizer, after a skipped step
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 1020))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 2500))]
 TYPICAL = {"response_length": 10.0, "mismatch_kl": 0.002, "grad_norm": 1.0, "f_tau": 0.02}
 STEPS = 50
 

@@ -13,7 +13,7 @@ from torch.optim import SGD
 from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.scaler import MAX_OVERFLOW_STREAK, MIN_SCALE, LossScaler
 
-SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 1020))]
+SEEDS = [*range(20), *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(20, 2600))]
 
 
 class Side:
