@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from benchmarks.harness import paired
 
-LAYERS, EXPERTS, TOP_K, HIDDEN, BATCH, WIDTH = 8, 64, 8, 512, 4, 1024
+LAYERS, EXPERTS, TOP_K, HIDDEN, BATCH, WIDTH = 4, 64, 8, 512, 2, 1024
 
 
 def build() -> nn.Module:
-    """Return a Qwen3-MoE of 8 layers, 64 experts, 8 per token, hidden size 512."""
+    """Return a Qwen3-MoE of 4 layers, 64 experts, 8 per token, hidden size 512."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
