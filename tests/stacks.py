@@ -38,7 +38,7 @@ STACKS: dict[str, tuple[str, ...]] = {
     "trl-oldest": (
         *IN_TRL,
         f"{TRL}/test_routing.py::test_replay_of_the_models_own_routes_changes_no_bit",
-        f"{TRL}/test_routing.py::test_adapters_and_their_reference",
+        f"{TRL}/test_routing.py::test_adapters_and_their_reference[R2]",
         f"{TRL}/without_routes.py",
     ),
     # pip install "mismatch-ext[trl,report]" trl==1.16.0 vllm==0.32.0

@@ -7,6 +7,7 @@ tokens. `output` is what TRL's `_generate_and_score_completions` returns, and `i
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
 from torch import Tensor
 
+from mismatch_ext.errors import RecordError
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 
@@ -92,6 +94,43 @@ class RolloutPass:
     policy: Tensor | None = None
     joining: bool = False
     masked_before: int = 0
+
+    def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
+        """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.
+
+        Raises:
+            RecordError: The engine sampled no such completion of the prompt.
+        """
+        ids, length = output["completion_ids"], output["completion_ids"].size(1)
+        tokens, real = (
+            torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
+        )
+        samples: defaultdict[tuple[int, ...], list[RolloutRecord]] = defaultdict(list)
+        for record in self.records:
+            samples[record.prompt_ids].append(record)
+        found, taken = [], Counter[int]()
+        prompts = prompts_of(tokens, real, length)
+        for row, (prompt, completion, mask) in enumerate(
+            zip(prompts, ids.tolist(), output["completion_mask"].tolist(), strict=True)
+        ):
+            # A completion that was turned into padding has no mask to end it.
+            fitting = [
+                (count, -taken[id(record)], record)
+                for record in samples[tuple(prompt)]
+                if tuple(completion[: (count := len(record.response_ids))]) == record.response_ids
+                and not any(mask[count:])
+            ]
+            if not fitting:
+                raise RecordError(
+                    f"row {row}: the tokens to be trained on are not those that the engine sampled. {len(self.records)} "
+                    f"completions were recorded for these {len(ids)} rows: something samples without "
+                    "trainer.vllm_generation.generate, or changes tokens or adds rows of earlier batches below this trainer. "
+                    "Generate with that, and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
+                )
+            _, _, record = max(fitting, key=lambda candidate: candidate[:2])
+            taken[id(record)] += 1
+            found.append(record)
+        return found
 
     def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
         """Return the routes of each row of a scoring pass; None where they are of other tokens."""

@@ -60,7 +60,7 @@ from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
-from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present
+from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present, one_provenance
 from mismatch_ext.weights import SyncVerdict
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
@@ -497,7 +497,7 @@ class TrlRun(TrainerRun):
                 self.log.observe(self.split, *found)
             gap = found  # on all ranks or none, because what follows is over all of them
             with together(self.ranks):
-                self.examiner.examine(output, found, None if records is None else batch.records)
+                self.examiner.examine(output, found, None if records is None else records.records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -509,21 +509,10 @@ class TrlRun(TrainerRun):
 
     def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
-        records, completions = rollouts.records, len(output["completion_ids"])
-        if len(records) != completions:
-            raise RecordError(
-                f"{completions} completions, of which {len(records)} were recorded as they were sampled: something samples "
-                "without trainer.vllm_generation.generate, or rows are dropped or added below this trainer. Generate with that, "
-                "and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
-            )
-        batch = collate(records)
-        expect_present(batch.provenance, self.trainer.vllm_generation.weight_version)
-        sampled, mask = batch.response_ids, batch.response_mask
-        trained = output["completion_ids"][:, : sampled.shape[1]].cpu()
-        if not torch.equal(trained[mask], sampled[mask]):
-            row = int(((trained != sampled) & mask).any(1).nonzero()[0])
-            raise RecordError(f"row {row}: the tokens to be trained on are not those that the engine sampled.")
-        return batch
+        if rollouts.records:
+            origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(rollouts.records))
+            expect_present(origin, self.trainer.vllm_generation.weight_version)
+        return collate(rollouts.records_of(output))
 
     def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""

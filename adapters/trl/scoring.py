@@ -240,7 +240,7 @@ class Scoring:
 
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch that has been scored, one for each row."""
-        masks = masks_of(batch.records)
+        masks = masks_of(batch.records_of(output))
         if not fit(masks, *rows_of_batch(output)):
             raise RecordError(
                 "mismatch.sampling_mask: the tokens to be trained on are not those that the engine sampled, row by row, so that "

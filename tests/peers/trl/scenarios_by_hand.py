@@ -7,24 +7,33 @@ each step.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForCausalLM, TrainerCallback
-from trl import GRPOTrainer
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.errors import ConfigError
 from tests.peers.trl.scenarios_kl import moved
+from tests.peers.trl.scenarios_training import digest_of
 
 Inputs = dict[str, Any]
-RATE, ALPHA, ENTROPY = 1e-2, 0.7, 0.05
+RATE, ALPHA, ENTROPY, CLAMP, STEPS = 1e-2, 0.7, 0.05, 0.01, 3
+ADAM_EPSILON = 1e-3
+"""Large enough that the rounding of a gradient which is 0 by hand moves nothing."""
+LORA: dict[str, Any] = {
+    "r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj", "down_proj"], "init_lora_weights": False
+}  # fmt: skip
 
 
 def even(completions: list[str], **_: Any) -> list[float]:
@@ -63,6 +72,7 @@ def draw(seed: int) -> dict[str, Any]:
         "optim": rng.choice(["sgd", "sgd", "adamw_torch"]),
         "lr_scheduler_type": rng.choice(["constant", "linear", "cosine", "constant_with_warmup"]),
         "warmup_steps": rng.choice([0, 1]),
+        "adam_epsilon": ADAM_EPSILON,
     }
     if rng.random() < 0.2:
         host["delta"] = 1.5
@@ -94,13 +104,25 @@ def draw(seed: int) -> dict[str, Any]:
                "advantages by token", "tool mask", "replayed", "generated twice"]  # fmt: skip
     user = {
         "change": rng.choice(changes),
-        "call": rng.choice(["none", "none", "scaled", "nll", "halves", "entropy"]),
+        "call": rng.choice(["none", "none", "scaled", "clamped", "nll", "halves", "entropy"]),
         "scale": rng.choice([0.5, 2.0, -1.0]),
         "ours_first": rng.random() < 0.5,
     }
     if loss == "luspo" and user["change"] == "advantages by token":
         user["change"] = "none"
-    return {"host": host, "block": block, "user": user}
+    if rng.random() < 0.2:
+        host["reward_weights"] = [0.3, 1.7]
+    if rng.random() < 0.15:
+        host |= {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4}
+    lora = rng.random() < 0.15
+    if (kl := block.get("kl")) is not None:
+        if rng.random() < 0.25:
+            kl["target_kl"] = rng.choice([0.05, 0.5])
+        if rng.random() < 0.3 and kl["estimator"] != "full" and kl["placement"] != "loss":
+            kl |= {"reward_path": "rewards", "target": "sequence", "ratio": "none", "baseline": "none"}
+        if rng.random() < 0.15 and not lora:
+            host |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
+    return {"host": host, "block": block, "user": user, "lora": lora}
 
 
 # A user's subclass.
@@ -154,7 +176,11 @@ class User:
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Inputs:
         trainer: Any = super()
         batch: Inputs = trainer._generate_and_score_completions(inputs)
-        return self.changed(batch) if self.model.training else batch  # type: ignore[attr-defined]
+        if not self.model.training:  # type: ignore[attr-defined]
+            return batch
+        changed = self.changed(batch)
+        least = self.args.steps_per_generation  # type: ignore[attr-defined]  # TRL has no micro-batch without rows
+        return changed if len(changed["completion_ids"]) >= least else batch
 
     def changed(self, batch: Inputs) -> Inputs:
         """Return the batch as this user wants it."""
@@ -202,6 +228,8 @@ class User:
         loss: Tensor = own(model, inputs)
         if call == "scaled":
             return self.user["scale"] * loss
+        if call == "clamped":
+            return loss.clamp(-CLAMP, CLAMP)
         mask = inputs["completion_mask"]
         if call == "nll":
             tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
@@ -226,6 +254,17 @@ def halves(inputs: Inputs) -> tuple[Inputs, Inputs]:
 # What the hand takes from the run.
 
 
+@dataclass(frozen=True)
+class Generated:
+    """What our class returned of a generation, with the weights of policy and reference then."""
+
+    step: int
+    weights: dict[str, Tensor]
+    reference: dict[str, Tensor]
+    batch: Inputs
+    sampled: Counter[Any]
+
+
 class Noting:
     """Notes what our class returns of each generation; stands right before our class among the bases."""
 
@@ -240,7 +279,15 @@ class Noting:
         begun = len(run.sampled)  # type: ignore[attr-defined]
         batch: Inputs = trainer._generate_and_score_completions(inputs)  # type: ignore[misc]
         if run.model.training:  # type: ignore[attr-defined]
-            run.generated.append((weights_of(run), dict(batch), Counter(run.sampled[begun:])))  # type: ignore[attr-defined]
+            run.generated.append(  # type: ignore[attr-defined]
+                Generated(
+                    run.state.global_step,  # type: ignore[attr-defined]
+                    weights_of(run.model),  # type: ignore[attr-defined]
+                    weights_of(run.ref_model),  # type: ignore[attr-defined]
+                    dict(batch),
+                    Counter(run.sampled[begun:]),  # type: ignore[attr-defined]
+                )
+            )
         return batch
 
 
@@ -255,9 +302,9 @@ class Micro:
         return batch
 
 
-def weights_of(trainer: Any) -> dict[str, Tensor]:
-    """Return the policy's parameters, float64."""
-    return {name: parameter.detach().double() for name, parameter in trainer.model.named_parameters()}
+def weights_of(model: Any) -> dict[str, Tensor]:
+    """Return a model's parameters, float64."""
+    return {} if model is None else {name: one.detach().double() for name, one in model.named_parameters()}
 
 
 class Steps(TrainerCallback):
@@ -271,21 +318,28 @@ class Steps(TrainerCallback):
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """Begin a step's micro-batches."""
         self.trainer.micro.clear()
+        self.reference = weights_of(self.trainer.ref_model)
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note the weights."""
-        self.before = weights_of(self.trainer)
+        self.before = weights_of(self.trainer.model)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Note the step."""
         trainer = self.trainer
         self.steps.append({
-            "before": self.before, "after": weights_of(trainer), "micro": list(trainer.micro),
-            "accumulation": trainer.current_gradient_accumulation_steps,
+            "before": self.before, "after": weights_of(trainer.model), "micro": list(trainer.micro),
+            "accumulation": trainer.current_gradient_accumulation_steps, "reference": self.reference,
         })  # fmt: skip
 
 
 # By hand.
+
+
+def behavior_of(inputs: Inputs, logps: Tensor) -> Tensor:
+    """Return the log-probabilities that a micro-batch was sampled with: the engine's, or the policy's at sampling time."""
+    known = (inputs.get(name) for name in ("sampling_per_token_logps", "old_per_token_logps"))
+    return next((one.double() for one in known if one is not None), logps.detach())
 
 
 class Hand:
@@ -294,35 +348,106 @@ class Hand:
     Args:
         model: Path of the model, which is the reference too.
         case: What was drawn.
-        generated: What our class returned of each generation: weights, batch, samples.
+        generated: What our class returned of each generation.
+
+    Attributes:
+        batch_errors: Largest difference of what was made with a batch from the same by hand, by what it is.
     """
 
-    def __init__(self, model: str, case: dict[str, Any], generated: list[Any]) -> None:
+    def __init__(self, model: str, case: dict[str, Any], generated: list[Generated]) -> None:
         self.host, self.user, self.kl = case["host"], case["user"], case["block"].get("kl")
-        self.coef = 0.0 if self.kl is None else self.host.get("beta") or self.kl["coef"]
+        self.lora = case["lora"]
         self.policy, self.reference = (
             AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
             for _ in range(2)
         )
-        self.baselines: dict[Any, dict[int, float]] = {}
-        if self.kl is not None and self.kl["baseline"] == "leave_one_out" and self.kl["placement"] != "loss":
-            for weights, batch, sampled in generated:
-                self.policy.load_state_dict(weights, strict=False)
-                self.baselines |= self._baselines(batch, sampled)
+        if self.lora:
+            self.policy = get_peft_model(self.policy, LoraConfig(**LORA)).double()
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        self.in_rewards = self.kl is not None and self.kl.get("reward_path") == "rewards"
+        self.baselines: list[dict[Any, dict[int, float]]] = []  # by generation; a replayed row may have one in each
+        self.taken = 0  # micro-batches
+        self.coefs: dict[int, float] = {}  # by step
+        self.batch_errors = {"old": 0.0, "ref": 0.0, "advantages": 0.0}
+        coef, integral = 0.0 if self.kl is None else self.host.get("beta") or self.kl["coef"], 0.0
+        initial = coef
+        for step, of_step in itertools.groupby(generated, lambda one: one.step):
+            self.coefs[step] = self.coef = coef
+            measured = [self._of_batch(one) for one in of_step]
+            tokens = sum(len(d) for d in measured)
+            if self.kl is not None and "target_kl" in self.kl and tokens:
+                mean = float(sum(d.sum() for d in measured)) / tokens
+                error = max(-0.2, min(0.2, mean / self.kl["target_kl"] - 1))
+                integral += 0.05 * error
+                coef = initial * math.exp(integral + 0.1 * error)
+
+    @torch.no_grad()
+    def _of_batch(self, made: Generated) -> Tensor:
+        """Check a batch, note its baselines, and return log pi - log pi_ref of its tokens."""
+        batch, mask = made.batch, (made.batch["completion_mask"] * made.batch.get("tool_mask", 1)).bool()
+        self.policy.load_state_dict(made.weights, strict=False)
+        if not self.lora:
+            self.reference.load_state_dict(made.reference, strict=False)
+        logps, reference = self.scores(self.policy, batch)[0], self.scores(self.reference, batch)[0]
+        # A replayed row was scored before.
+        pure = not self.user["ours_first"] or self.user["change"] not in ("replayed", "generated twice")
+        for name, scores in (("old", logps), ("ref", reference)):
+            theirs = batch.get(f"{name}_per_token_logps")
+            if theirs is not None and pure and mask.any():
+                self.differs(name, (theirs - scores)[mask])
+        if not self.user["ours_first"] or self.user["change"] == "none":
+            self.differs("advantages", self.advantages(batch) - batch["advantages"])
+        old = batch.get("old_per_token_logps")
+        old = logps if old is None else old.double()
+        self.baselines.append({})
+        if self.kl is None:
+            return old[mask]
+        if self.kl["baseline"] == "leave_one_out" and self.kl["placement"] != "loss":
+            steps = torch.where(mask, old - behavior_of(batch, old), 0.0).cumsum(1)
+            values = self._estimate(old - reference) * (steps.exp() if self.kl["ratio"] == "sequence" else 1.0)
+            self.baselines[-1] = self._baselines(batch, made.sampled, values, mask)
+        return (old - reference)[mask]
+
+    def differs(self, name: str, difference: Tensor) -> None:
+        """Note how far something is from the same by hand."""
+        self.batch_errors[name] = max(self.batch_errors.get(name, 0.0), float(difference.abs().max()))
+
+    def advantages(self, batch: Inputs) -> Tensor:
+        """Return the advantages of a batch as it was generated `[B]`."""
+        lengths = self._lengths(batch)
+        texts = [
+            self.tokenizer.decode(row[:length], skip_special_tokens=True)
+            for row, length in zip(batch["completion_ids"], lengths, strict=True)
+        ]
+        of_functions = torch.tensor([even(texts), parity(texts)], dtype=torch.float64)
+        rewards = torch.tensor(self.host.get("reward_weights", [1.0, 1.0]), dtype=torch.float64) @ of_functions
+        if self.in_rewards:
+            mask = batch["completion_mask"].bool()
+            ended = torch.arange(mask.size(1)) < torch.tensor(lengths)[:, None]
+            there = torch.where(mask.any(1, keepdim=True), mask, ended)  # truncated ones are rewarded too
+            whole = {**batch, "completion_mask": there.long()}
+            d = self.scores(self.policy, whole)[0] - self.scores(self.reference, whole)[0]
+            rewards = rewards - self.coef * torch.where(there, self._estimate(d), 0.0).sum(1)
+        groups = rewards.view(-1, self.host["num_generations"])
+        centered = groups - groups.mean(1, keepdim=True)
+        if self.host["scale_rewards"] == "group":
+            centered = centered / (groups.std(1, keepdim=True) + 1e-4)
+        elif self.host["scale_rewards"] == "batch":
+            centered = centered / (rewards.std() + 1e-4)
+        return centered.flatten()
 
     def scores(self, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return log-probabilities of completions `[B, T]`, and of the vocabulary `[B, T, V]`, of unpadded rows."""
-        tables = []
-        for row, completion in enumerate(inputs["completion_ids"]):
-            prompt = inputs["prompt_ids"][row][inputs["prompt_mask"][row].bool()]
-            count = int(inputs["completion_mask"][row].sum())
-            table = torch.full((len(completion), model.config.vocab_size), -math.log(model.config.vocab_size))
-            if count:
-                logits = model(input_ids=torch.cat([prompt, completion[:count]])[None]).logits[0, len(prompt) - 1 : -1]
-                table = torch.cat([(logits / self.host["temperature"]).log_softmax(-1), table[count:]])
-            tables.append(table.double())
-        full = torch.stack(tables)
-        return full.gather(-1, inputs["completion_ids"][..., None])[..., 0], full
+        size, ids = model.config.vocab_size, inputs["completion_ids"]
+        full = torch.full((*ids.shape, size), -math.log(size), dtype=torch.float64)
+        lengths = torch.stack([inputs["prompt_mask"].sum(1), inputs["completion_mask"].sum(1)], 1).tolist()
+        for before, count in {(before, count) for before, count in lengths if count}:
+            rows = torch.tensor([row for row, found in enumerate(lengths) if found == [before, count]])
+            prompts = inputs["prompt_ids"][rows][inputs["prompt_mask"][rows].bool()].view(len(rows), before)
+            logits = model(input_ids=torch.cat([prompts, ids[rows, :count]], 1)).logits[:, before - 1 : -1]
+            table = (logits / self.host["temperature"]).log_softmax(-1)
+            full = full.index_put((rows[:, None], torch.arange(count)), table)
+        return full.gather(-1, ids[..., None])[..., 0], full
 
     def _keys(self, batch: Inputs) -> list[Any]:
         return [
@@ -339,21 +464,18 @@ class Hand:
             int((row != pad).nonzero().max()) + 1 if bool((row != pad).any()) else 0 for row in batch["completion_ids"]
         ]
 
-    def _baselines(self, batch: Inputs, sampled: Counter[Any]) -> dict[Any, dict[int, float]]:
+    def _baselines(
+        self, batch: Inputs, sampled: Counter[Any], values: Tensor, mask: Tensor
+    ) -> dict[Any, dict[int, float]]:
         """Return the mean of what the other samples of a prompt have from each position on, by prompt and completion."""
-        with torch.no_grad():
-            logps, reference = self.scores(self.policy, batch)[0], self.scores(self.reference, batch)[0]
-        if batch.get("old_per_token_logps") is not None:
-            logps = batch["old_per_token_logps"].double()
-        mask = (batch["completion_mask"] * batch.get("tool_mask", 1)).bool()
         later: dict[Any, list[list[float]]] = {}
         places: dict[Any, list[int]] = {}
         known = Counter({(p, tuple(self._without_pad(c))): n for (p, c), n in sampled.items()})
-        for key, d, chosen in zip(self._keys(batch), logps - reference, mask, strict=True):
+        for key, of_row, chosen in zip(self._keys(batch), values, mask, strict=True):
             rows, places[key] = later.setdefault(key, []), chosen.nonzero()[:, 0].tolist()
             if len(rows) < max(known[key], 1):  # further ones are copies
-                values = self._estimate(d[chosen])
-                rows.append((values.flip(0).cumsum(0).flip(0) if self.kl["target"] == "sequence" else values).tolist())
+                own = of_row[chosen]
+                rows.append((own.flip(0).cumsum(0).flip(0) if self.kl["target"] == "sequence" else own).tolist())
         result = {}
         for (prompt, completion), rows in later.items():
             others = [
@@ -376,43 +498,48 @@ class Hand:
         kl = self.kl
         with torch.no_grad():
             reference, reference_full = self.scores(self.reference, inputs)
-        old = inputs.get("old_per_token_logps")
-        behavior = logps.detach() if old is None else old.double()
+        if "sync_ref_model" in self.host:  # what it was at sampling time has been compared
+            reference = inputs["ref_per_token_logps"].double()
+        behavior = behavior_of(inputs, logps)
         values = (
             (full.exp() * (full - reference_full)).sum(-1)
             if kl["estimator"] == "full"
             else self._estimate(logps - reference)
         )
-        rows = []
+        if self.in_rewards:
+            return self.coef * (values if kl["placement"] == "both" else torch.zeros_like(values))
+        exact, sequence = kl["estimator"] == "full", kl["ratio"] == "sequence"
+        one, steps = torch.ones_like(values.detach()), torch.where(mask, logps.detach() - behavior, 0.0)
+        before = (steps.cumsum(1) - steps).exp()  # the ratio of what stands before a token
+        ratio = {"none": one, "token": steps.exp(), "sequence": steps.cumsum(1).exp()}[kl["ratio"]]
+        weight = (before if sequence else one) if exact else ratio
+        if kl["placement"] == "loss":
+            return self.coef * weight * values
+        seen = torch.where(mask, (weight if sequence else one) * values.detach(), 0.0)
+        later = seen.flip(1).cumsum(1).flip(1) if kl["target"] == "sequence" else seen
+        credit = later - seen if exact else later
+        if kl["ratio"] == "token":
+            credit = credit * ratio
+        if kl["baseline"] == "leave_one_out":
+            credit = credit - ratio * self._baseline(inputs, mask)
+        own = weight * (values if kl["placement"] == "both" else values.detach())
+        return self.coef * (own + credit * (logps - logps.detach()))
+
+    def _baseline(self, inputs: Inputs, mask: Tensor) -> Tensor:
+        """Return the baseline of each token `[B, T]`; each of the mask must have one."""
+        found = torch.zeros(mask.shape, dtype=torch.float64)
         for row, key in enumerate(self._keys(inputs)):
-            out = [torch.zeros((), dtype=torch.float64)] * logps.size(1)
-            at = mask[row].nonzero()[:, 0].tolist()
-            steps = torch.where(mask[row], logps.detach()[row] - behavior[row], 0.0)
-            before = (steps.cumsum(0) - steps).exp()  # the ratio of what stands before a token
-            ratio = {"none": torch.ones_like(steps), "token": steps.exp(), "sequence": steps.cumsum(0).exp()}[
-                kl["ratio"]
-            ]
-            full_kl = kl["estimator"] == "full"
-            shown = ratio if kl["ratio"] == "sequence" else torch.ones_like(steps)
-            value = (before if kl["ratio"] == "sequence" else torch.ones_like(steps)) if full_kl else ratio
-            seen = ((before if full_kl and kl["ratio"] == "sequence" else shown) * values[row]).detach()
-            baseline = self.baselines.get(key, {})
-            for number, token in enumerate(at):
-                own = value[token] * values[row][token]
-                if kl["placement"] == "loss":
-                    out[token] = own
-                    continue
-                first = number + (1 if full_kl else 0)
-                sequence = kl["target"] == "sequence"
-                credit = seen[at[first:]].sum() if sequence else seen[token] * (not full_kl)
-                if kl["ratio"] == "token":
-                    credit = credit * ratio[token]
-                if kl["baseline"] == "leave_one_out":
-                    credit = credit - ratio[token] * baseline[token]
-                kept = own if kl["placement"] == "both" else own.detach()
-                out[token] = kept + credit * (logps[row, token] - logps[row, token].detach())
-            rows.append(torch.stack(out))
-        return self.coef * torch.stack(rows)
+            known = next(known[key] for known in reversed(self.baselines[: self.generations]) if key in known)
+            for token in mask[row].nonzero()[:, 0].tolist():
+                found[row, token] = known[token]
+        return found
+
+    @property
+    def generations(self) -> int:
+        """Number of generations until the present micro-batch."""
+        twice = self.user["change"] == "generated twice" and not self.user["ours_first"]
+        each = self.host["steps_per_generation"] * self.host["num_iterations"]
+        return (1 + twice) * math.ceil(self.taken / each)
 
     def loss(self, inputs: Inputs, accumulation: int, *, own: bool, kl: bool) -> tuple[Tensor, Tensor, Tensor]:
         """Return TRL's own loss on a micro-batch, the KL term in it or both, with the scores."""
@@ -464,7 +591,7 @@ class Hand:
             term = -torch.min(bounded * advantages, ratio.clamp(0.8, 1 + high) * advantages)
         term, kept = term + torch.zeros_like(logps), mask
         if "off_policy_mask_threshold" in host:
-            moved_by = ((old - logps.detach()) * mask).sum(1, keepdim=True) / lengths
+            moved_by = ((behavior_of(inputs, logps) - logps.detach()) * mask).sum(1, keepdim=True) / lengths
             term = term * ((advantages >= 0) | (moved_by <= host["off_policy_mask_threshold"])).double()
         if "top_entropy_quantile" in host:
             values = entropy.detach().float()
@@ -483,16 +610,18 @@ class Hand:
         mask = inputs["completion_mask"].double()
         if user["call"] == "scaled":
             loss = user["scale"] * loss
+        elif user["call"] == "clamped":
+            loss = loss.clamp(-CLAMP, CLAMP)
         elif user["call"] in ("nll", "entropy"):
             scores = logps if user["call"] == "nll" else entropy
             loss = loss - ALPHA * (scores * mask).sum() / mask.sum().clamp(min=1)
         return loss if inside else loss + self.loss(inputs, accumulation, own=False, kl=True)[0]
 
-    def rate(self, step: int, block: dict[str, Any], steps: int) -> float:
+    def rate(self, step: int, block: dict[str, Any]) -> float:
         """Return the learning rate of a step."""
         kind = self.host["lr_scheduler_type"]
         warm = 0 if kind == "constant" else self.host["warmup_steps"]
-        part = (step - warm) / max(1, steps - warm)
+        part = (step - warm) / max(1, STEPS - warm)
         if kind == "constant":
             scheduled = 1.0
         elif step < warm:
@@ -509,8 +638,12 @@ class Hand:
     def updates(self, step: dict[str, Any], rate: float, number: int, moments: dict[str, Any]) -> dict[str, Tensor]:
         """Return what the optimizer's step adds to each parameter."""
         self.policy.load_state_dict(step["before"], strict=False)
+        if not self.lora:
+            self.reference.load_state_dict(step["reference"], strict=False)
+        self.coef = self.coefs[max(begun for begun in self.coefs if begun <= number)]
         self.policy.zero_grad()
         for inputs in step["micro"]:
+            self.taken += 1
             loss = self.total(inputs, step["accumulation"])
             if loss.requires_grad:
                 loss.backward()
@@ -526,46 +659,88 @@ class Hand:
                 first, second = moments.get(name, (0.0, 0.0))
                 first, second = 0.9 * first + 0.1 * gradient, 0.999 * second + 0.001 * gradient * gradient
                 moments[name] = first, second
-                size = (second / (1 - 0.999 ** (number + 1))).sqrt() + 1e-8
+                size = (second / (1 - 0.999 ** (number + 1))).sqrt() + ADAM_EPSILON
                 gradient = first / (1 - 0.9 ** (number + 1)) / size
             result[name] = -rate * gradient
         return result
 
 
-def compared(model: str, out: str, seed: int, steps: int = 3) -> dict[str, Any]:
-    """Train one drawn run; return how far each step is from the hand's, and how long that is, or a refusal."""
-    case = draw(seed)
+def built(
+    model: str, out: str, case: dict[str, Any], bases: tuple[Any, ...], args: dict[str, Any]
+) -> tuple[Any, Steps]:
+    """Return the trainer of one case, of these bases, and what notes its steps."""
     rows = list({row["prompt"]: row for row in make_dataset(192, seed=5)}.values())[:64]
+    config = MismatchGRPOConfig if "mismatch" in args else GRPOConfig
     given = {
-        "output_dir": f"{out}/{seed}", "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_vllm": False,
-        "learning_rate": RATE, "use_cpu": True, "bf16": False, "disable_tqdm": True, "max_steps": steps, **case["host"],
+        "output_dir": out, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "use_vllm": False,
+        "learning_rate": RATE, "use_cpu": True, "bf16": False, "disable_tqdm": True, "max_steps": STEPS, **case["host"], **args,
     }  # fmt: skip
+    noted = Steps()
+    trainer: Any = type("Drawn", bases, {"user": case["user"]})(
+        model=model, reward_funcs=[even, parity], args=config(**given),
+        train_dataset=Dataset.from_list(rows[:40]), eval_dataset=Dataset.from_list(rows[:4]), callbacks=[noted],
+        peft_config=LoraConfig(**LORA) if case["lora"] else None,
+    )  # fmt: skip
+    moved(trainer, 0.02)
+    noted.trainer, trainer.draws, trainer.more = trainer, torch.Generator().manual_seed(7), rows[40:]
+    trainer.micro, trainer.generated, trainer.sampled = [], [], []
+    return trainer, noted
+
+
+def compared(model: str, out: str, case: dict[str, Any], by: type[Hand] = Hand, **args: Any) -> dict[str, Any]:
+    """Train one run; return how far each step is from the hand's, and how long that is, or a refusal."""
     base = (Micro, Noting, MismatchTrainerMixin, User, GRPOTrainer)
     bases = base if case["user"]["ours_first"] else (Micro, User, Noting, MismatchGRPOTrainer)
-    noted = Steps()
-    result: dict[str, Any] = {"seed": seed, "case": case}
+    result: dict[str, Any] = {"case": case}
     try:
-        trainer: Any = type("Drawn", bases, {"user": case["user"]})(
-            model=model, reward_funcs=[even, parity], args=MismatchGRPOConfig(**given, mismatch=case["block"]),
-            train_dataset=Dataset.from_list(rows[:40]), callbacks=[noted],
-        )  # fmt: skip
-        moved(trainer, 0.02)
-        noted.trainer, trainer.draws, trainer.more = trainer, torch.Generator().manual_seed(7), rows[40:]
-        trainer.micro, trainer.generated, trainer.sampled = [], [], []
+        trainer, noted = built(model, out, case, bases, {**args, "mismatch": case["block"]})
         trainer.train()
     except ConfigError as error:
         return result | {"refused": str(error)}
-    hand, moments, errors = Hand(model, case, trainer.generated), {}, []
+    hand, moments, errors = by(model, case, trainer.generated), {}, []
     for number, step in enumerate(noted.steps):
-        wanted = hand.updates(step, hand.rate(number, case["block"], steps), number, moments)
+        wanted = hand.updates(step, hand.rate(number, case["block"]), number, moments)
         size = math.sqrt(sum(float((update**2).sum()) for update in wanted.values()))
         found = {name: step["after"][name] - step["before"][name] for name in wanted}
         off = math.sqrt(sum(float(((found[name] - wanted[name]) ** 2).sum()) for name in wanted))
         errors.append((off, size))
-    return result | {"errors": errors}
+    return result | {"errors": errors, "batch_errors": hand.batch_errors}
 
 
 def drawn(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
     """Compare the runs of some seeds."""
     torch.set_num_threads(1)
-    return [compared(model, out, seed) for seed in range(first, last)]
+    return [{"seed": seed, **compared(model, f"{out}/{seed}", draw(seed))} for seed in range(first, last)]
+
+
+def given(model: str, out: str, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Compare the runs of some cases."""
+    torch.set_num_threads(1)
+    return [compared(model, f"{out}/{number}", case) for number, case in enumerate(cases)]
+
+
+def observed(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Train the runs of some seeds twice, without a block and with one that observes."""
+    torch.set_num_threads(1)
+    found = []
+    for seed in range(first, last):
+        case = draw(seed)
+        bases = (MismatchTrainerMixin, User, GRPOTrainer) if case["user"]["ours_first"] else (User, MismatchGRPOTrainer)
+        result: dict[str, Any] = {"case": case}
+        for name, of_kind, args in (
+            ("stock", (User, GRPOTrainer), {}),
+            ("observed", bases, {"mismatch": {"level": "observe", **case["block"]}}),
+        ):
+            trainer, _ = built(model, f"{out}/{seed}-{name}", case, of_kind, args)
+            trainer.train()
+            result[name] = {
+                "parameters": digest_of(trainer.model),
+                "random": torch.get_rng_state().sum().item(),
+                "logged": [
+                    {key: str(value) for key, value in entry.items() if not key.startswith(("mismatch/", "eval_mismatch/"))
+                     and not key.endswith(("time", "per_second"))}
+                    for entry in trainer.state.log_history
+                ],
+            }  # fmt: skip
+        found.append(result)
+    return found

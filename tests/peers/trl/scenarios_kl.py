@@ -33,7 +33,8 @@ def moved(trainer: Any, scale: float = 0.05) -> None:
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
         for parameter in trainer.model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
+            if parameter.requires_grad:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * scale)
 
 
 def every_configuration(model: str, out: str) -> dict[str, Any]:
