@@ -52,8 +52,8 @@ def _compat(arguments: argparse.Namespace) -> int:
 
     from mismatch_ext.seams import table
 
-    found = installed_environment(importing=arguments.importing)
-    say(json.dumps(found, indent=2) if arguments.json else table(found))
+    environment = installed_environment(importing=arguments.importing)
+    say(json.dumps(environment, indent=2) if arguments.json else table(environment))
     return 0
 
 

@@ -66,11 +66,11 @@ def check(peers: Sequence[str], features: Sequence[str], using: Iterable[str] = 
     untested = {peer: version for peer, version in versions.items() if not PEERS[peer].tested(version)}
     engines = {peer: version for peer, version in untested.items() if peer in ENGINES}
     if engines and "monitor.weight_sync" not in features:
-        found = " and ".join(f"{peer} {version}" for peer, version in engines.items())
+        named = " and ".join(f"{peer} {version}" for peer, version in engines.items())
         install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in engines.items())
         stays = any(refusal.feature == "monitor.weight_sync" and {*refusal.where} <= using for refusal in refusals())
         raise PeerVersionError(
-            f"mismatch.monitor.weight_sync='off' with {found}, which nobody has run with this release: nothing would prove that "
+            f"mismatch.monitor.weight_sync='off' with {named}, which nobody has run with this release: nothing would prove that "
             f"the engine holds the trainer's weights. {'Install' if stays else 'Remove weight_sync: off, or install'} what was "
             f"run (pip install {install})."
         )

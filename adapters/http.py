@@ -50,12 +50,12 @@ class Refused(EngineError):
     Args:
         message: The error message.
         status: HTTP status of the answer.
-        said: The server's own words.
+        reply: The server's own words.
     """
 
-    def __init__(self, message: str, status: int, said: str) -> None:
+    def __init__(self, message: str, status: int, reply: str) -> None:
         super().__init__(message)
-        self.status, self.said = status, said
+        self.status, self.reply = status, reply
 
 
 class NoJson(EngineError):
@@ -161,10 +161,10 @@ class HttpClient:
             ) from error
         if answer.status_code == 200 or answer.status_code in allowed:
             return answer
-        said = words(answer.text)
+        reply = words(answer.text)
         if 300 <= answer.status_code < 400:
-            said = f"a redirect to {brief(answer.headers.get('Location'))}; give the address that answers itself"
-        raise Refused(f"{self} answered {path} with status {answer.status_code}: {said}", answer.status_code, said)
+            reply = f"a redirect to {brief(answer.headers.get('Location'))}; give the address that answers itself"
+        raise Refused(f"{self} answered {path} with status {answer.status_code}: {reply}", answer.status_code, reply)
 
     def json(self, method: str, path: str, **sent: Any) -> Any:
         """Send a request as `ask` does, and return the JSON of its answer; None if the answer is empty."""

@@ -318,20 +318,20 @@ def resumed(saved: Any, rules: Mapping[str, Rule]) -> tuple[AlarmState, list[tup
         for m, rule in rules.items()
         if m in watches and rule.action == "stop" and watches[m].raised and m not in changed
     ]
-    kept = {m: watches[m] for m in rules if m in watches and m not in changed}
-    for metric in kept:
+    watching = {m: watches[m] for m in rules if m in watches and m not in changed}
+    for metric in watching:
         if metric in stopped:
-            kept[metric] = replace(_new(rules[metric]), name=kept[metric].name)
-        if kept[metric].name == metric and rules[metric].logged[1] != PREFIX + metric:
+            watching[metric] = replace(_new(rules[metric]), name=watching[metric].name)
+        if watching[metric].name == metric and rules[metric].logged[1] != PREFIX + metric:
             # Another host logged the role under its own name: look for the name again.
-            kept[metric] = replace(kept[metric], name=None)
+            watching[metric] = replace(watching[metric], name=None)
     notes = []
     if changed:
         notes.append((f"alarms begin anew, because their rules have changed: {', '.join(changed)}.", changed))
     if stopped:
         what = "alarms that stopped training begin anew, and stop it again if they are raised"
         notes.append((f"{what}: {', '.join(stopped)}.", stopped))
-    return AlarmState(watches=kept), notes
+    return AlarmState(watches=watching), notes
 
 
 # A log.

@@ -112,7 +112,7 @@ def correct(
     tokens = _Tokens(rollout_logprobs, old_logprobs, mask, settings)
     metrics = tokens.gap_metrics()
     dtype = output_dtype(rollout_logprobs, old_logprobs)
-    kept = mask.clone()
+    kept_mask = mask.clone()
     if settings.level == "none":
         weights = mask.to(dtype)
     else:
@@ -133,15 +133,15 @@ def correct(
         keep_row &= tokens.on_policy(rollout_logprobs, mask, logprobs, advantages, metrics)
     left = tokens.count
     if keep_token is not None:
-        kept.masked_scatter_(mask, keep_token)
+        kept_mask.masked_scatter_(mask, keep_token)
         left = tokens.by_row(keep_token.double())
-    kept &= keep_row[:, None]
+    kept_mask &= keep_row[:, None]
     if settings.rules or settings.veto or settings.off_policy_threshold is not None:
         left = torch.where(keep_row, left, 0.0)
         sequences = int(tokens.averaged.sum())
         metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum()) / tokens.total
         metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / sequences
-    return Correction(weights=weights, mask=kept, metrics=metrics)
+    return Correction(weights=weights, mask=kept_mask, metrics=metrics)
 
 
 class _Tokens:
@@ -444,14 +444,14 @@ CONFIDENCE = 1.282
 """Standard errors from an estimate to the end of its 80 % interval; three logs in a row are beyond it by chance once in 1000."""
 
 
-def masked_sums(kept: Tensor, response_mask: Tensor) -> Sums:
+def masked_sums(kept_mask: Tensor, response_mask: Tensor) -> Sums:
     """Count tokens and responses by quarter of response length `[4]`, and those of them that a correction masks.
 
-    `kept` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. A response is masked if none of its tokens
-    is kept. The first quarter is the shortest fourth of this batch's responses.
+    `kept_mask` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. A response is masked if none of its
+    tokens is kept. The first quarter is the shortest fourth of this batch's responses.
     """
     mask = response_mask.bool()
-    lengths, left = mask.sum(1), (mask & kept.bool()).sum(1)
+    lengths, left = mask.sum(1), (mask & kept_mask.bool()).sum(1)
     lengths, left = lengths[lengths > 0].cpu(), left[lengths > 0].cpu()
     lengths, order = lengths.sort(stable=True)
     left = left[order]

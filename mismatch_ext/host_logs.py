@@ -97,8 +97,8 @@ def _run(source: Path, rows: list[tuple[int, str, Mapping[str, Any]]]) -> RunDat
     steps: dict[tuple[str, int], dict[str, float | None]] = {}
     for step, split, metrics in rows:
         numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        kept = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
-        steps.setdefault((split, step), {}).update(kept)
+        values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+        steps.setdefault((split, step), {}).update(values)
     logged = {name for metrics in steps.values() for name in metrics}
     host = "verl" if any(name.startswith(("actor/", "critic/", "rollout_corr/")) for name in logged) else "TRL"
     column = host.lower()

@@ -502,9 +502,9 @@ class RunLog:
         before = self._gaps.get((split, native))
         self._gaps[split, native] = sums if before is None else merged(before, sums)
 
-    def mask(self, split: str, kept: Tensor, response_mask: Tensor) -> None:
+    def mask(self, split: str, kept_mask: Tensor, response_mask: Tensor) -> None:
         """Add what a correction leaves of a batch; arguments as for `masked_sums`."""
-        sums = masked_sums(kept, response_mask)
+        sums = masked_sums(kept_mask, response_mask)
         self._masked[split] = merged(self._masked[split], sums) if split in self._masked else sums
 
     def part(self) -> dict[str, int]:

@@ -197,10 +197,9 @@ class LeftTokens:
         ids, logprobs = (np.concatenate(columns) for columns in zip(*self._pending, strict=True))
         self._pending = []
         left = logprobs > -math.inf  # False for NaN
-        kept, sampled = left[:, 1:], np.where(left[:, 0], ids[:, 0], -1)
-        self._read.append(
-            (ids[:, 1:][kept].astype(np.int32), kept.sum(1, dtype=np.int32), ~left.all(1), sampled.astype(np.int32))
-        )
+        likeliest, counts = ids[:, 1:][left[:, 1:]], left[:, 1:].sum(1, dtype=np.int32)
+        sampled = np.where(left[:, 0], ids[:, 0], -1)
+        self._read.append((likeliest.astype(np.int32), counts, ~left.all(1), sampled.astype(np.int32)))
 
     def support(self, *, asked: int, vocabulary: int, name: str = "") -> TokenSupport:
         """Return the support of the positions so far; arguments and errors as for `TokenSupport.from_top`."""

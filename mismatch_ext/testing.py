@@ -205,8 +205,9 @@ def logits_moments(problem: Problem, term: LogitsTerm) -> Moments:
     logits = policy[torch.arange(count)[:, None], tree.states]
     logprobs = logits.log_softmax(-1).gather(-1, tree.sequences[..., None])[..., 0]
     terms = term(logits, problem.reference[tree.states], logprobs, tree.logprobs(problem.behavior))
-    found = torch.autograd.grad(terms.sum(), policy, allow_unused=True)[0] if terms.requires_grad else None
-    per_row = torch.zeros_like(policy) if found is None else found
+    per_row = torch.autograd.grad(terms.sum(), policy, allow_unused=True)[0] if terms.requires_grad else None
+    if per_row is None:
+        per_row = torch.zeros_like(policy)
     weights = problem.probabilities
     gradient = torch.einsum("n,npv->pv", weights, per_row)
     square = weights @ (per_row**2).sum((1, 2))
@@ -304,14 +305,14 @@ class KlJudgement:
             AssertionError: It does not; says what it does.
         """
         if self.regularises != divergence:
-            found = (
+            actual = (
                 self.regularises or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
             )
-            raise AssertionError(f"the KL term regularises {found}; allowed: {divergence}.")
+            raise AssertionError(f"the KL term regularises {actual}; allowed: {divergence}.")
 
 
 def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
-    """Hold a KL term against the exact divergences (the divergences that estimators have on average: arXiv 2512.21852).
+    """Compare a KL term with the exact divergences (the divergences that estimators have on average: arXiv 2512.21852).
 
     Args:
         problem: Policies.
@@ -320,21 +321,21 @@ def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
     Returns:
         Its biases and what it regularises, rounded to six digits, so that they are the same on every machine.
     """
-    found = term if isinstance(term, Moments) else moments(problem, term)
+    expected = term if isinstance(term, Moments) else moments(problem, term)
     value, whole = exact(problem, "KL(pi||ref)", "sequence")
     candidates = {"KL(pi||ref) of responses": whole}
     for name in PREFIX_DIVERGENCES:
         gradient = exact(problem, name, "token", problem.prefixes)[1]
         candidates[f"{name} of tokens, prefixes of {problem.prefixes}"] = gradient
     token = candidates[f"KL(pi||ref) of tokens, prefixes of {problem.prefixes}"]
-    vanishes = float(found.gradient.norm()) < ZERO * float(whole.norm())
-    matches = [name for name, truth in candidates.items() if off(found.gradient, truth) < ZERO]
+    vanishes = float(expected.gradient.norm()) < ZERO * float(whole.norm())
+    matches = [name for name, truth in candidates.items() if off(expected.gradient, truth) < ZERO]
     return KlJudgement(
-        value=_figure(found.value / value - 1),
-        responses=_figure(off(found.gradient, whole)),
-        cos=None if vanishes else _figure(_cosine(found.gradient, whole)),
-        tokens=_figure(off(found.gradient, token)),
-        std=_figure(found.std / float(whole.norm())),
+        value=_figure(expected.value / value - 1),
+        responses=_figure(off(expected.gradient, whole)),
+        cos=None if vanishes else _figure(_cosine(expected.gradient, whole)),
+        tokens=_figure(off(expected.gradient, token)),
+        std=_figure(expected.std / float(whole.norm())),
         regularises="0" if vanishes else next(iter(matches), ""),
     )
 
@@ -357,7 +358,7 @@ class CorrectionJudgement:
 
 
 def judge_correction(problem: Problem, term: Term, rewards: Tensor) -> CorrectionJudgement:
-    """Hold a corrected policy loss against the exact policy gradient, -grad E_pi[R].
+    """Compare a corrected policy loss with the exact policy gradient, -grad E_pi[R].
 
     Args:
         problem: Policies; mu samples.
@@ -366,15 +367,15 @@ def judge_correction(problem: Problem, term: Term, rewards: Tensor) -> Correctio
     """
     policy = problem.policy.clone().requires_grad_()
     truth = torch.autograd.grad(-(problem.tree.logprobs(policy).sum(1).exp() @ rewards), policy)[0]
-    found = moments(problem, term)
+    expected = moments(problem, term)
     size = float(truth.norm())
-    vanishes = float(found.gradient.norm()) < ZERO * size
-    cosine = None if vanishes else _cosine(found.gradient, truth)
+    vanishes = float(expected.gradient.norm()) < ZERO * size
+    cosine = None if vanishes else _cosine(expected.gradient, truth)
     return CorrectionJudgement(
-        bias=_figure(off(found.gradient, truth)),
+        bias=_figure(off(expected.gradient, truth)),
         cos=None if cosine is None else _figure(cosine),
         shape=1.0 if cosine is None else _figure(max(0.0, 1 - cosine**2) ** 0.5),
-        std=_figure(found.std / size),
+        std=_figure(expected.std / size),
     )
 
 
@@ -384,13 +385,13 @@ def kl_problem(request: pytest.FixtureRequest) -> Problem:
     return Problem.random(3, 5, 0, distance=0.7, lag=0.0 if request.param == "on-policy" else 0.3)
 
 
-def off(found: Tensor, truth: Tensor) -> float:
+def off(estimate: Tensor, truth: Tensor) -> float:
     """Return the norm of the difference of two tensors over that of the second."""
-    return float((found - truth).norm() / truth.norm())
+    return float((estimate - truth).norm() / truth.norm())
 
 
-def _cosine(found: Tensor, truth: Tensor) -> float:
-    return float((found * truth).sum() / found.norm()) / float(truth.norm())
+def _cosine(estimate: Tensor, truth: Tensor) -> float:
+    return float((estimate * truth).sum() / estimate.norm()) / float(truth.norm())
 
 
 def _figure(value: float) -> float:

@@ -24,8 +24,8 @@ def engine_of(accelerator: Accelerator) -> Any | None:
 
 def configured(accelerator: Accelerator) -> dict[str, Any]:
     """Return DeepSpeed's configuration, as far as transformers has settled it."""
-    found: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
-    return found
+    config: dict[str, Any] = accelerator.state.deepspeed_plugin.deepspeed_config
+    return config
 
 
 def reduce_in_float32(config: dict[str, Any]) -> None:

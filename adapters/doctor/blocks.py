@@ -100,15 +100,15 @@ def compared(
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
                 errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
                 rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
-    found = []
+    largest = []
     for at, several in sorted(errors.items()):
-        error, own = torch.cat(several), torch.cat(rounding[at])
+        error, rounding_error = torch.cat(several), torch.cat(rounding[at])
         sizes = [
-            Block(layer=at[0], kind=at[1], error=float(error.quantile(q)), own=float(own.quantile(q)))
+            Block(layer=at[0], kind=at[1], error=float(error.quantile(q)), own=float(rounding_error.quantile(q)))
             for q in QUANTILES
         ]
-        found.append(max(sizes, key=lambda block: block.ratio))
-    return found
+        largest.append(max(sizes, key=lambda block: block.ratio))
+    return largest
 
 
 def equal_shares(

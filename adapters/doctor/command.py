@@ -40,7 +40,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rollouts is not None:
         logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
-        found = examine_logged(sides, logged, **how)
+        diagnosis = examine_logged(sides, logged, **how)
     else:
         prompts = prompts_of(arguments, host, sides.model)
         _writable(arguments.out)
@@ -52,17 +52,17 @@ def run(arguments: argparse.Namespace) -> int:
             server = connect(sides.server)
             sides = _as_served(sides, arguments, server, host)
             server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
-        found = examine(sides, prompts, **limits, **how)
-    found = replace(found, notes=(*found.notes, *unlike(arguments.out, sides)))
+        diagnosis = examine(sides, prompts, **limits, **how)
+    diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *unlike(arguments.out, sides)))
     if not arguments.json:
-        say(report(found))
+        say(report(diagnosis))
     settings = {"max_tokens": asked.max_tokens, "origin": dict(asked.origin), "left_out": dict(asked.left_out)}
-    written = {"run": asdict(sides), "settings": settings, **found.data()}
+    written = {"run": asdict(sides), "settings": settings, **diagnosis.data()}
     text = json.dumps(written, indent=1)
     write_whole(arguments.out / "doctor.json", (text + "\n").encode())
     say(text if arguments.json else str(arguments.out / "doctor.json"))
     _say_page(arguments.out, error=arguments.json)
-    return found.exit_status(arguments.threshold)
+    return diagnosis.exit_status(arguments.threshold)
 
 
 def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: HostRun | None) -> Run:
@@ -76,8 +76,8 @@ def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: 
             f"--dtype: {arguments.dtype}, and the server says that it computes in {dtype}; leave --dtype out, and give the "
             "trainer's by --trainer-dtype if that is another."
         )
-    own = dtype if host is None else sides.trainer_dtype
-    return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or own)
+    others = dtype if host is None else sides.trainer_dtype
+    return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or others)
 
 
 def _say_page(out: Path, *, error: bool) -> None:
@@ -114,10 +114,10 @@ def prompts_of(arguments: argparse.Namespace, host: HostRun | None, model: str) 
 
     if arguments.prompts is not None:
         return read_prompts(arguments.prompts, model)
-    own = None if host is None else host.dataset
-    asked = own if arguments.dataset is None else with_own(own, arguments.dataset)
-    assert asked is not None  # refused before
-    return read_dataset(asked, model, arguments.responses)
+    configured = None if host is None else host.dataset
+    dataset = configured if arguments.dataset is None else with_own(configured, arguments.dataset)
+    assert dataset is not None  # refused before
+    return read_dataset(dataset, model, arguments.responses)
 
 
 def _writable(out: Path) -> None:

@@ -32,22 +32,22 @@ FIELDS = {
 KNOWN = frozenset(field for fields in FIELDS.values() for field in fields)
 
 
-def with_configs(found: Diagnosis, sides: Run) -> Diagnosis:
+def with_configs(diagnosis: Diagnosis, sides: Run) -> Diagnosis:
     """Return a diagnosis whose causes quote both configurations, so that the reader can tell which side is at fault.
 
     Args:
-        found: The diagnosis from the tokens.
+        diagnosis: The diagnosis from the tokens.
         sides: The run.
     """
     differing = differences(sides)
-    causes = tuple(_read(cause, differing) for cause in found.causes)
-    told = {path for cause in found.causes for path in differing if _field(path) in FIELDS.get(cause.key, ())}
+    causes = tuple(_quoting(cause, differing) for cause in diagnosis.causes)
+    told = {path for cause in diagnosis.causes for path in differing if _field(path) in FIELDS.get(cause.key, ())}
     notes = [
         f"the configurations differ in {path}, which no cause here shows: {_both(path, *differing[path])}"
         for path in differing
         if path not in told
     ]
-    return replace(found, causes=causes, notes=(*found.notes, *notes))
+    return replace(diagnosis, causes=causes, notes=(*diagnosis.notes, *notes))
 
 
 def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
@@ -66,18 +66,17 @@ def differences(sides: Run) -> dict[str, tuple[Any, Any]]:
 
 def engines_own(sides: Run, field: str) -> tuple[int, ...]:
     """Return the integers that the engine's configuration has in a field where the trainer's has another value."""
-    found = (engine for path, (engine, _) in differences(sides).items() if _field(path) == field)
-    return tuple(value for value in found if isinstance(value, int))
+    return tuple(
+        engine for path, (engine, _) in differences(sides).items() if _field(path) == field and isinstance(engine, int)
+    )
 
 
-def _read(cause: NamedCause, differing: Mapping[str, tuple[Any, Any]]) -> NamedCause:
+def _quoting(cause: NamedCause, differing: Mapping[str, tuple[Any, Any]]) -> NamedCause:
     if cause.key not in FIELDS:
         return cause
-    mine = [_both(path, *values) for path, values in differing.items() if _field(path) in FIELDS[cause.key]]
-    said = (
-        "; ".join(mine) if mine else "both configurations say the same of it, so that weights or code of one side do it"
-    )
-    return replace(cause, said=f"{cause.said} ({said})")
+    both = [_both(path, *values) for path, values in differing.items() if _field(path) in FIELDS[cause.key]]
+    quoted = "; ".join(both) or "both configurations say the same of it, so that weights or code of one side do it"
+    return replace(cause, said=f"{cause.said} ({quoted})")
 
 
 def _both(path: str, engine: Any, trainer: Any) -> str:

@@ -25,15 +25,15 @@ def read_dataset(asked: Dataset, model: str, rows: int) -> list[list[int]]:
         ConfigError: The data set, its column or a usable prompt in it is missing, or the tokenizer has no chat template; names
             the option or setting that asked for the data set.
     """
-    found = _loaded(asked)
-    if asked.column not in found.column_names:
+    dataset = _loaded(asked)
+    if asked.column not in dataset.column_names:
         raise ConfigError(
-            f"{asked.option}: {', '.join(asked.paths)} has no column {asked.column!r}, but {', '.join(found.column_names)}; "
+            f"{asked.option}: {', '.join(asked.paths)} has no column {asked.column!r}, but {', '.join(dataset.column_names)}; "
             "write the prompts to a file for --prompts."
         )
     tokenizer = _tokenizer(asked, model)
     prompts: list[list[int]] = []
-    for number, prompt in enumerate(found[asked.column]):
+    for number, prompt in enumerate(dataset[asked.column]):
         if len(prompts) == rows:
             break
         ids = _encoded(tokenizer, prompt, asked, number)

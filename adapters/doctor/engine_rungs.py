@@ -85,5 +85,5 @@ def _neutral(sides: Run) -> bool:
 
 def _with_tokens(sample: Sample, rows: list[int]) -> Sample:
     """Return these rows of a sample, and the sample's first two rows with sampled tokens."""
-    kept = [row for row, mask in enumerate(sample.masks) if any(mask)]
-    return sample.part(sorted({*rows, *kept[:2]}))
+    sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    return sample.part(sorted({*rows, *sampled[:2]}))

@@ -30,9 +30,9 @@ MENDED = {
     "config": ("hf_overrides", "json_model_override_args"),
     "weights": ("quantization", "hf_overrides", "torchao_config", "json_model_override_args"),
 }
-# Fields of the engine's configuration whose values are tried in the trainer's model.
 # Responses that are sampled to the run's whole length.
 FAR_ROWS = 4
+# Fields of the engine's configuration whose values are tried in the trainer's model.
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
 
@@ -83,33 +83,33 @@ def examine(
             rung("engine again")
             again = engine.score(sample)
             rung("engine's own noise")
-            own = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
+            rungs = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
             states = hidden_states(engine, sample)
             long = _far(engine, asked, longest if far else 0)
         finally:
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
-        found, scorer = _diagnosed(sides, model, sample, rung, engine=own, seed=seed, quick=quick)
+        diagnosis, scorer = _diagnosed(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
         if isinstance(engine, ServedEngine):
-            found = replace(found, notes=(*engine.notes(sides.model, sample), *found.notes))
-            if found.verdict in ("partly", "unexplained"):
-                found = other_model(found, distance(again, scorer.rescored(again)))
+            diagnosis = replace(diagnosis, notes=(*engine.notes(sides.model, sample), *diagnosis.notes))
+            if diagnosis.verdict in ("partly", "unexplained"):
+                diagnosis = other_model(diagnosis, distance(again, scorer.rescored(again)))
         try:
-            found = _confirmed(found, sides, sample, again, scorer, rung)
+            diagnosis = _confirmed(diagnosis, sides, sample, again, scorer, rung)
         except MismatchError as error:
             # The diagnosis is valid without the remedy.
-            found = replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
-        if found.verdict in ("partly", "unexplained"):
-            found = request_or_engine(found, *rescored(again, scorer.rescored(again)))
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, f"the remedy could not be tried: {error}"))
+        if diagnosis.verdict in ("partly", "unexplained"):
+            diagnosis = request_or_engine(diagnosis, *rescored(again, scorer.rescored(again)))
         rung("blocks")
-        found = with_blocks(found, states, scorer)
+        diagnosis = with_blocks(diagnosis, states, scorer)
         if isinstance(long, Sample):
-            found = farther(found, long, scorer.rescored(long), longest)
+            diagnosis = farther(diagnosis, long, scorer.rescored(long), longest)
         elif long:
-            found = replace(
-                found, notes=(*found.notes, f"responses of up to {longest} tokens were not looked at: {long}")
+            diagnosis = replace(
+                diagnosis, notes=(*diagnosis.notes, f"responses of up to {longest} tokens were not looked at: {long}")
             )
-        return rung.ended(with_configs(replace(found, longest=longest), sides))
+        return rung.ended(with_configs(replace(diagnosis, longest=longest), sides))
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -139,8 +139,8 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     with _Rungs() as rung:
-        found = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
-    return replace(found, notes=(*found.notes, logged.said(shape is not None)))
+        diagnosis = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
+    return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None)))
 
 
 def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:
@@ -172,10 +172,10 @@ class _Rungs:
         self._bar.set_description(name)
         self._bar.update()
 
-    def ended(self, found: Diagnosis) -> Diagnosis:
+    def ended(self, diagnosis: Diagnosis) -> Diagnosis:
         """Return a diagnosis with the seconds that each rung took."""
         self("")
-        return replace(found, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
+        return replace(diagnosis, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
 
     def __enter__(self) -> _Rungs:
         return self
@@ -216,9 +216,9 @@ def _diagnosed(
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
-    found = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
+    diagnosis = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
     note = "packed rows were not rebuilt: layers with a recurrent state need the boundaries that the host gives"
-    return replace(found, notes=(*found.notes, note)) if left_out else found, scorer
+    return replace(diagnosis, notes=(*diagnosis.notes, note)) if left_out else diagnosis, scorer
 
 
 def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
@@ -234,20 +234,20 @@ def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
         return str(error)
 
 
-def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:
+def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, scorer: Scorer, rung: Any) -> Diagnosis:
     """Return the diagnosis after the remedies of the named causes were tried together on the same tokens."""
     from mismatch_ext.doctor import rescored
 
-    families = {cause.family for cause in found.mendable if cause.family in (*SAMPLED, *MENDED)}
+    families = {cause.family for cause in diagnosis.mendable if cause.family in (*SAMPLED, *MENDED)}
     if not families:
-        return found
+        return diagnosis
     if families & set(MENDED) and sides.server is not None:
-        said = ", ".join(cause.key for cause in found.mendable if cause.family in MENDED)
+        keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
         note = (
-            f"to confirm {said} takes a start of the engine without it, which a server is not given: it stays a fit; start it so "
+            f"to confirm {keys} takes a start of the engine without it, which a server is not given: it stays a fit; start it so "
             "and ask again, or give --engine in the place of --server"
         )
-        return replace(found, notes=(*found.notes, note))
+        return replace(diagnosis, notes=(*diagnosis.notes, note))
     rung("remedy")
     if families & set(MENDED):
         taken = [key for family in families for key in MENDED.get(family, ())]
@@ -257,4 +257,4 @@ def _confirmed(found: Diagnosis, sides: Run, sample: Sample, again: Sample, scor
         finally:
             engine.shutdown()
     left, after = rescored(again, scorer.rescored(again))
-    return found.confirmed(families, left, after)
+    return diagnosis.confirmed(families, left, after)

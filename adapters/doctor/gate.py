@@ -163,16 +163,16 @@ def _trainers(model: nn.Module, sides: Run, sample: Sample) -> Floats:
     from mismatch_ext.adapters.transformers.doctor.models import routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import as_trainer, head_of, passes, round_weights
 
-    kept, shape = torch_dtype(sides.trainer_weights), routing_shape(model)
-    round_weights(model, kept)
+    weights_dtype, shape = torch_dtype(sides.trainer_weights), routing_shape(model)
+    round_weights(model, weights_dtype)
     routes = sample.routes if sides.replays and shape is not None else None
-    found: dict[int, Tensor] = {}
-    with as_trainer(model, torch_dtype(sides.trainer_dtype), kept, head_of(model) if sides.head else None):
+    row_logprobs: dict[int, Tensor] = {}
+    with as_trainer(model, torch_dtype(sides.trainer_dtype), weights_dtype, head_of(model) if sides.head else None):
         for row, logits in passes(model, sample, routes, shape=shape, layout=sides.layout):
             ids = torch.tensor(sample.responses[row], device=logits.device)[:, None]
             logprobs = (logits.float() / sides.temperature).log_softmax(-1).gather(-1, ids)[:, 0]
-            found[row] = logprobs[torch.tensor(sample.masks[row])].cpu()
-    return torch.cat([found[row] for row in sorted(found)]).numpy()
+            row_logprobs[row] = logprobs[torch.tensor(sample.masks[row])].cpu()
+    return torch.cat([row_logprobs[row] for row in sorted(row_logprobs)]).numpy()
 
 
 def _flags(sides: Run) -> dict[str, str]:

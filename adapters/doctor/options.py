@@ -132,11 +132,11 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
     # The name of the seed depends on the kind of server, which is not known before it is asked.
     seed = {} if arguments.server is not None else {SEEDS[asked.engine]: arguments.seed}
-    own = _pairs("--engine-arg", arguments.engine_arg)
+    engine_arguments = _pairs("--engine-arg", arguments.engine_arg)
     asked = replace(
         asked,
         sampling={**asked.sampling, **heat, **seed, **sampling},
-        arguments={**asked.arguments, **own},
+        arguments={**asked.arguments, **engine_arguments},
     )
     for name in GRAMMARS & set(asked.sampling):
         raise ConfigError(
@@ -151,7 +151,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     origin |= {name: f"--{name.replace('_', '-')}" for name in given}
     origin |= {"sampling.temperature": "--temperature"} if heat else {}
     origin |= {f"sampling.{name}": "--sampling" for name in sampling} | {
-        f"arguments.{name}": "--engine-arg" for name in own
+        f"arguments.{name}": "--engine-arg" for name in engine_arguments
     }
     longest = LONGEST if host is None else min(host.max_tokens, LONGEST)
     if host is not None and host.max_tokens > LONGEST:
@@ -163,31 +163,31 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
 
 def _given(arguments: argparse.Namespace) -> dict[str, Any]:
     """Return the fields of a run that options set directly."""
-    found: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
     if arguments.model is not None:
-        found["model"] = str(arguments.model)
+        fields["model"] = str(arguments.model)
     if arguments.engine_model is not None:
-        found["engine_model"] = str(arguments.engine_model)
+        fields["engine_model"] = str(arguments.engine_model)
     for name, option in (("dtype", "--dtype"), ("trainer_dtype", "--trainer-dtype")):
         if getattr(arguments, name) is not None:
-            found[name] = _dtype(option, getattr(arguments, name))
+            fields[name] = _dtype(option, getattr(arguments, name))
     for name in ("engine", "temperature"):
         if getattr(arguments, name) is not None:
-            found[name] = getattr(arguments, name)
+            fields[name] = getattr(arguments, name)
     if arguments.server is not None:
-        found["server"] = Address(
+        fields["server"] = Address(
             url=arguments.server,
             model=arguments.server_model,
             timeout=arguments.server_timeout,
             key=arguments.server_key,
         )
     if arguments.older:
-        found["older"] = tuple(map(str, arguments.older))
+        fields["older"] = tuple(map(str, arguments.older))
     if arguments.trainer_layout is not None:
-        found["layout"] = arguments.trainer_layout
+        fields["layout"] = arguments.trainer_layout
     if arguments.trainer_head is not None:
-        found["head"] = arguments.trainer_head
-    return found
+        fields["head"] = arguments.trainer_head
+    return fields
 
 
 def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None:
@@ -245,13 +245,13 @@ def _dtype(name: str, value: str) -> str:
 
 def _pairs(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return KEY=VALUE arguments; a value that is not JSON is a text."""
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     for pair in given:
         key, equals, text = pair.partition("=")
         if not equals or not key:
             raise ConfigError(f"{name}: {pair!r} is not of the form KEY=VALUE.")
         try:
-            found[key] = json.loads(text)
+            values[key] = json.loads(text)
         except json.JSONDecodeError:
-            found[key] = text
-    return found
+            values[key] = text
+    return values

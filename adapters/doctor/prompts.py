@@ -25,16 +25,16 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     numbered = [(number, line) for number, line in enumerate(texts, start=1) if line.strip()]
     if not numbered:
         raise ConfigError(f"--prompts: {path} holds no prompt; write one a line.")
-    found: list[Any] = [line for _, line in numbered]
+    prompts: list[Any] = [line for _, line in numbered]
     if path.suffix == ".jsonl":
-        found = [_of_json(line, f"{path}, line {number}") for number, line in numbered]
-    if all(isinstance(prompt, list) for prompt in found):
-        return found
+        prompts = [_of_json(line, f"{path}, line {number}") for number, line in numbered]
+    if all(isinstance(prompt, list) for prompt in prompts):
+        return prompts
     try:
         tokenizer = AutoTokenizer.from_pretrained(tokenizing(model))
     except (OSError, ValueError) as error:
         raise ConfigError(f"--model: {model} has no tokenizer for the prompts: {str(error).splitlines()[0]}") from error
-    return [prompt if isinstance(prompt, list) else list(tokenizer.encode(prompt)) for prompt in found]
+    return [prompt if isinstance(prompt, list) else list(tokenizer.encode(prompt)) for prompt in prompts]
 
 
 def _of_json(line: str, where: str) -> str | list[int]:

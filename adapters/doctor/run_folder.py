@@ -40,10 +40,10 @@ def _differing(header: Mapping[str, Any], sides: Run) -> Iterator[str]:
     engine, sampling = (header.get(key) or {} for key in ("engine", "sampling"))
     if (dtype := engine.get("model_dtype")) is not None and spelled(dtype) != sides.dtype:
         yield f"an engine in {spelled(dtype)}, not {sides.dtype}"
-    own = asdict(SamplingSettings()) | dict(sides.sampling)
+    examined = asdict(SamplingSettings()) | dict(sides.sampling)
     for name, value in sampling.items():
-        if name in own and _plain(value) != _plain(own[name]):
-            yield f"{name} {value}, not {own[name]}"
+        if name in examined and _plain(value) != _plain(examined[name]):
+            yield f"{name} {value}, not {examined[name]}"
 
 
 def _plain(value: Any) -> Any:

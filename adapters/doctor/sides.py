@@ -99,5 +99,5 @@ class Run:
         Args:
             settings: Names of the arguments that are removed.
         """
-        kept = {key: value for key, value in self.arguments.items() if key not in settings}
-        return replace(self, engine_model=None, arguments=kept)
+        arguments = {key: value for key, value in self.arguments.items() if key not in settings}
+        return replace(self, engine_model=None, arguments=arguments)

@@ -129,13 +129,13 @@ class SglangEngine:
                 if process not in others:
                     process.kill()
             self._restore()
-            said = " ".join(str(error).split())[:400]
+            reason = " ".join(str(error).split())[:400]
             if isinstance(error, (TypeError, ValueError, OSError, AttributeError)):
-                raise ConfigError(f"SGLang refuses the settings {settings}: {said}") from error
+                raise ConfigError(f"SGLang refuses the settings {settings}: {reason}") from error
             if isinstance(error, (RuntimeError, EngineError)):
                 raise EngineError(
-                    f"SGLang does not start with {settings}: {said}; what its scheduler said is above. If memory is short, give "
-                    "--engine-arg mem_fraction_static=0.5, or a smaller max_total_tokens."
+                    f"SGLang does not start with {settings}: {reason}; what its scheduler said is above. If memory is short, "
+                    "give --engine-arg mem_fraction_static=0.5, or a smaller max_total_tokens."
                 ) from error
             raise
         if threading.current_thread() is threading.main_thread():

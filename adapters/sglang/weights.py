@@ -43,8 +43,8 @@ def checkpoint_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]
     from transformers.core_model_loading import revert_weight_conversion
 
     def layer(item: tuple[str, Tensor]) -> str:
-        found = LAYER.match(item[0])
-        return found[1] if found else ""
+        prefix = LAYER.match(item[0])
+        return prefix[1] if prefix else ""
 
     for _, group in groupby(model.named_parameters(), key=layer):
         with torch.no_grad():

@@ -56,9 +56,9 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
                 for shape, place in zip(parameter._shapes, parameter._shard_param_infos, strict=True)
                 if place.in_shard
             ]
-            for (own, values), start, shape in zip(_parts(name, parameter), starts, shapes, strict=True):
+            for (weight_name, values), start, shape in zip(_parts(name, parameter), starts, shapes, strict=True):
                 assert start is not None
-                yield own, Piece(values=values, start=start, shape=tuple(shape))
+                yield weight_name, Piece(values=values, start=start, shape=tuple(shape))
         elif isinstance(parameter, DTensor):
             if all(type(kind) is Replicate or kind == Shard(0) for kind in parameter.placements):
                 _, offsets = compute_local_shape_and_global_offset(
@@ -74,10 +74,10 @@ def named_pieces(model: nn.Module) -> Iterator[tuple[str, Piece]]:
 def _parts(name: str, flat: FlatParameter) -> Iterator[tuple[str, Tensor]]:
     """Split a rank's piece of a flat parameter at the bounds of its weights; padding is left out."""
     prefix = name.rpartition(".")[0]
-    for own, place in zip(flat._fqns, flat._shard_param_infos, strict=True):
+    for weight_name, place in zip(flat._fqns, flat._shard_param_infos, strict=True):
         if place.in_shard:
             assert place.offset_in_shard is not None and place.numel_in_shard is not None
-            whole = _plain(f"{prefix}.{own}" if prefix else own)
+            whole = _plain(f"{prefix}.{weight_name}" if prefix else weight_name)
             yield whole, flat.detach()[place.offset_in_shard : place.offset_in_shard + place.numel_in_shard]
 
 

@@ -198,10 +198,10 @@ class MismatchCallback(TrainerCallback, ExportableState):
         check_optimizer(args)
         strategy = getattr(args.logging_strategy, "value", args.logging_strategy)
         if lr.watches and (strategy != "steps" or logging_steps != 1):
-            kept = ", which the checkpoint keeps" if logging_steps != args.logging_steps else ""
+            restored = ", which the checkpoint keeps" if logging_steps != args.logging_steps else ""
             raise ConfigError(
                 f"mismatch.lr with MismatchCallback watches {lr.trigger} in the trainer's logs, but logging_strategy="
-                f"{strategy!r}, logging_steps={logging_steps}{kept}; set logging_steps=1, give mismatch.lr.period, or use "
+                f"{strategy!r}, logging_steps={logging_steps}{restored}; set logging_steps=1, give mismatch.lr.period, or use "
                 "MismatchGRPOTrainer."
             )
 

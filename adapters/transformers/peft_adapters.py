@@ -64,14 +64,14 @@ def merged(model: nn.Module, path: str | Path, option: str) -> nn.Module:
             f"{option}: {path} is an adapter, and peft cannot be imported ({error}); install it."
         ) from error
     try:
-        found: Any = PeftModelForCausalLM(model, PeftConfig.from_pretrained(str(path)))
-        if not hasattr(found.base_model, "merge_and_unload"):
-            raise ValueError(f"a {found.active_peft_config.peft_type.value} adapter has no weights to merge")
-        loaded = found.load_adapter(str(path), found.active_adapter)
+        adapter: Any = PeftModelForCausalLM(model, PeftConfig.from_pretrained(str(path)))
+        if not hasattr(adapter.base_model, "merge_and_unload"):
+            raise ValueError(f"a {adapter.active_peft_config.peft_type.value} adapter has no weights to merge")
+        loaded = adapter.load_adapter(str(path), adapter.active_adapter)
         # peft itself only warns, and leaves missing tensors at their initial values, which have no effect.
         if wrong := [*loaded.missing_keys, *loaded.unexpected_keys]:
             raise ValueError(f"{len(wrong)} tensors do not fit, such as {wrong[0]}")
-        result: nn.Module = found.merge_and_unload(safe_merge=True)
+        result: nn.Module = adapter.merge_and_unload(safe_merge=True)
     except (OSError, ValueError, RuntimeError, KeyError, SafetensorError) as error:
         raise ConfigError(
             f"{option}: {path} cannot be merged into {base_of(path)}: {' '.join(str(error).split())[:300]}"

@@ -56,8 +56,8 @@ def _folder(model_dir: str | Path) -> Path:
         raise PrecisionError(f"checkpoint {model_dir} cannot be loaded: {error}") from error
     if path.is_dir() or (not path.exists() and HUB_NAME.fullmatch(str(model_dir))):
         return path
-    found = "is a file" if path.exists() else "does not exist"
+    wrong = "is a file" if path.exists() else "does not exist"
     raise PrecisionError(
-        f"checkpoint {model_dir} cannot be loaded: {path} {found}; give the folder that holds config.json, the weights and the "
+        f"checkpoint {model_dir} cannot be loaded: {path} {wrong}; give the folder that holds config.json, the weights and the "
         "tokenizer."
     )

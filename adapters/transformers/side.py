@@ -133,16 +133,16 @@ class TrainedModel:
         """
         with torch.no_grad() if reference else nullcontext():
             model = self.policy(reference=reference)
-            found = self._logprobs(model, batch.tokens, batch.attention_mask, batch.temperature)
-        return batch.of_responses(found)
+            logprobs = self._logprobs(model, batch.tokens, batch.attention_mask, batch.temperature)
+        return batch.of_responses(logprobs)
 
     def logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         """Return the logits `[B, T, V]` that a batch's response tokens are drawn from, before the temperature."""
         with torch.no_grad() if reference else nullcontext(), self.autocast():
-            found = self._logits(self.policy(reference=reference), batch.tokens, batch.attention_mask)
-        places = torch.arange(batch.response_mask.shape[1], device=found.device) + batch.prompt_lengths[:, None] - 1
-        places = places.clamp(max=found.shape[1] - 1)[..., None].expand(-1, -1, found.shape[2])
-        return found.gather(1, places)
+            logits = self._logits(self.policy(reference=reference), batch.tokens, batch.attention_mask)
+        places = torch.arange(batch.response_mask.shape[1], device=logits.device) + batch.prompt_lengths[:, None] - 1
+        places = places.clamp(max=logits.shape[1] - 1)[..., None].expand(-1, -1, logits.shape[2])
+        return logits.gather(1, places)
 
     def policy(self, *, reference: bool = False) -> nn.Module:
         """Return the model, or the reference policy's.

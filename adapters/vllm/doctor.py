@@ -89,9 +89,9 @@ class VllmEngine:
     @classmethod
     def around(cls, llm: LLM) -> VllmEngine:
         """Wrap an engine that other code in this process has started and will end; no routes are taken from it."""
-        found = cls.__new__(cls)
-        found._llm, found._shape, found.reading = llm, None, read_engine(llm)
-        return found
+        engine = cls.__new__(cls)
+        engine._llm, engine._shape, engine.reading = llm, None, read_engine(llm)
+        return engine
 
     def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.
@@ -111,14 +111,14 @@ class VllmEngine:
         except (TypeError, ValueError) as error:
             raise ConfigError(f"--sampling: vLLM refuses {dict(sampling)}: {' '.join(str(error).split())}") from error
         requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in prompts]
-        found = to_records(
+        records = to_records(
             self._generated(requests, seeded(params, len(requests))),
             prompt_ids=prompts,
             provenance=to_provenance(self.reading, sampling=asked.settings, weight_version=0),
             shape=asked.routed(self._shape),
             n=params.n,
         )
-        return asked.sampled(found)
+        return asked.sampled(records)
 
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the log-probabilities that the engine gives them in a prompt, at temperature 1."""
@@ -138,7 +138,7 @@ class VllmEngine:
         Args:
             rows: Token ids of each sequence.
         """
-        found: list[Held] = []
+        by_row: list[Held] = []
         for ids in rows:
             held: Held = {}
             with holding(runner(self._llm).model, held):
@@ -146,8 +146,8 @@ class VllmEngine:
             # A step may be padded beyond the sequence; a step that is shorter than it held only a chunk of it.
             count = len(ids)
             whole = {at: pair for at, pair in held.items() if min(map(len, pair)) >= count}
-            found.append({at: (given[:count], out[:count]) for at, (given, out) in whole.items()})
-        return found
+            by_row.append({at: (given[:count], out[:count]) for at, (given, out) in whole.items()})
+        return by_row
 
     def _prefilled(self, rows: list[list[int]]) -> list[RequestOutput]:
         from vllm import SamplingParams
@@ -203,9 +203,9 @@ def seeded(params: SamplingParams, requests: int) -> list[SamplingParams]:
     """
     if params.seed is None:
         return [params] * requests
-    found = []
+    each = []
     for request in range(requests):
-        own = params.clone()
-        own.seed = params.seed + request * params.n
-        found.append(own)
-    return found
+        copy = params.clone()
+        copy.seed = params.seed + request * params.n
+        each.append(copy)
+    return each

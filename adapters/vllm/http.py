@@ -45,7 +45,7 @@ class ServerHttp(HttpClient):
         try:
             return super().ask(method, path, **sent)
         except Refused as error:
-            if NOT_FINITE in error.said:
+            if NOT_FINITE in error.reply:
                 raise NonFiniteLogprobError(
                     f"log-probabilities of {self} are not finite: its weights are corrupted, or its dtype overflows."
                 ) from error

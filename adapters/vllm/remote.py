@@ -69,7 +69,7 @@ class RemoteEngine:
             return str(self.http.rpc(READ)[0]["mismatch"])
         except Refused as error:
             # The words for a missing method differ between versions of vLLM, but they contain its name.
-            if READ not in error.said:
+            if READ not in error.reply:
                 raise
             return None
 
@@ -134,11 +134,11 @@ class RemoteEngine:
         except NonFiniteLogprobError:
             # vLLM does not say which tokens have them.
             return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)
-        found = [
+        logprobs = [
             [entry[str(token)]["logprob"] for entry, token in zip(choice["prompt_logprobs"][1:], row[1:], strict=True)]
             for choice, row in zip(choices, rows, strict=True)
         ]
-        return torch.tensor(found, dtype=torch.float64)
+        return torch.tensor(logprobs, dtype=torch.float64)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Sample `count` tokens after each prompt of `[N, P]`; all log-probabilities are NaN if one of them is not finite.
@@ -182,7 +182,7 @@ class RemoteEngine:
         if self.plugin is None or not sent:
             return []
         wanted = {name: [tensor.rows, tensor.stride] for name, tensor in sent.items()}
-        found = []
+        comparisons = []
         for rank, held in enumerate(workers := self.http.rpc(DIGESTS, wanted=wanted)):
             for name, entry in held.items():
                 now, old = sent[name].values, before.get(name)
@@ -190,7 +190,7 @@ class RemoteEngine:
                     continue
                 dtype, digest = getattr(torch, entry["dtype"]), entry["sha256"]
                 equal = digest == digest_of_rows(now.to(dtype))
-                found.append(
+                comparisons.append(
                     TensorComparison(
                         name=name if len(workers) == 1 else f"{name} of worker {rank}",
                         equal=equal,
@@ -198,7 +198,7 @@ class RemoteEngine:
                         matches_previous=None if old is None else digest == digest_of_rows(old.values.to(dtype)),
                     )
                 )
-        return found
+        return comparisons
 
     def send(self, parameters: Iterable[tuple[str, Tensor]]) -> None:
         """Send tensors of a weight update that has begun, in the bodies of requests; only for servers with `BACKEND`.

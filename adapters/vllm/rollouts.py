@@ -79,9 +79,9 @@ def _completions(outputs: Sequence[Any], prompt_ids: Sequence[Sequence[int]]) ->
 def _logprobs(completion: Any, row: int) -> list[float]:
     ids, tops = completion.token_ids, completion.logprobs
     if tops is None or len(tops) != len(ids):
-        found = "none" if tops is None else len(tops)
+        count = "none" if tops is None else len(tops)
         raise RecordError(
-            f"rollout {row}: {len(ids)} response tokens and {found} log-probabilities; allowed: one for each. Send "
+            f"rollout {row}: {len(ids)} response tokens and {count} log-probabilities; allowed: one for each. Send "
             "SamplingParams(logprobs=0)."
         )
     return [top[token].logprob for token, top in zip(ids, tops, strict=True)]

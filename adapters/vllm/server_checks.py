@@ -73,37 +73,29 @@ class ServerCheck:
 
     def _settings(self, remote: RemoteEngine) -> list[tuple[str, str]]:
         """Return the flags for those of the server's settings that are not as asked, with reasons."""
-        found, reading = [], remote.reading()
+        flags, reading = [], remote.reading()
         if reading.logprobs_mode != LOGPROBS:
-            found.append((f"--logprobs-mode {LOGPROBS}", f"it reports {reading.logprobs_mode}, before the temperature"))
+            flags.append((f"--logprobs-mode {LOGPROBS}", f"it reports {reading.logprobs_mode}, before the temperature"))
         precision = self.block.precision
         if precision is not None and spelled(reading.model_dtype) != precision.dtype:
-            found.append(
-                (
-                    f"--dtype {precision.dtype}",
-                    f"it computes in {reading.model_dtype}, and mismatch.precision.dtype is {precision.dtype!r}",
-                )
-            )
+            why = f"it computes in {reading.model_dtype}, and mismatch.precision.dtype is {precision.dtype!r}"
+            flags.append((f"--dtype {precision.dtype}", why))
         if precision is not None:
-            found += self._quantized(PrecisionPolicy.of(precision), reading)
+            flags += self._quantized(PrecisionPolicy.of(precision), reading)
         if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:
-            found.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
-        return found
+            flags.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
+        return flags
 
     def _quantized(self, policy: PrecisionPolicy, reading: EngineReading) -> list[tuple[str, str]]:
         """Return the flags for parts that are not quantised as asked, with reasons; the audit refuses what was not asked for."""
-        found = []
+        flags = []
         if policy.quantization not in (None, reading.quantization):
-            said = reading.quantization or "none"
-            found.append(
-                (f"--quantization {policy.quantization}", f"mismatch.precision.engine_weights, and it has {said}")
-            )
+            why = f"mismatch.precision.engine_weights, and it has {reading.quantization or 'none'}"
+            flags.append((f"--quantization {policy.quantization}", why))
         if policy.kv_cache is not None and reading.kv_cache_dtype not in policy.kv_cache_dtypes:
-            said = reading.kv_cache_dtype
-            found.append(
-                (f"--kv-cache-dtype {policy.kv_cache}", f"mismatch.precision.engine_kv_cache, and it has {said}")
-            )
-        return found
+            why = f"mismatch.precision.engine_kv_cache, and it has {reading.kv_cache_dtype}"
+            flags.append((f"--kv-cache-dtype {policy.kv_cache}", why))
+        return flags
 
 
 def unchecked(remote: RemoteEngine) -> str | None:

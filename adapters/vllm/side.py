@@ -90,9 +90,9 @@ class Rollout(InProcess):
         self.sampling, self.max_new_tokens, self.n = sampling, max_new_tokens, n
         self.stop_token_ids = tuple(stop_token_ids)
         # The patches that the engine was built with, and those of each weight update.
-        found = [dict(patch) for patch in patches] + (described(*cpu_moe_repack()) if is_cpu(llm) else [])
-        self.patches: Sequence[Mapping[str, Any]] = tuple(found)
-        self.patch_digest = digest_of(found) if found else "none"
+        all_patches = [dict(patch) for patch in patches] + (described(*cpu_moe_repack()) if is_cpu(llm) else [])
+        self.patches: Sequence[Mapping[str, Any]] = tuple(all_patches)
+        self.patch_digest = digest_of(all_patches) if all_patches else "none"
         self.weight_version = 0
         self._reading = read_engine(llm)
         self._shape: RoutingShape | None = None

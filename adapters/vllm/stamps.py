@@ -42,27 +42,28 @@ class Stamps:
         self.last = f"{self.owner}{self.count}"
         return self.last
 
-    def contradiction(self, found: str) -> str | None:
+    def contradiction(self, name: str) -> str | None:
         """Say why a server does not hold this trainer's last update, or return None if it does.
 
         Args:
-            found: What the server calls its weights.
+            name: What the server calls its weights.
         """
-        if found == self.last:
+        if name == self.last:
             return None
-        said = f"it calls its weights {found!r}, and this trainer's last update was {self.last!r}"
-        if found.endswith(UNFINISHED):
-            return f"a weight update of it failed half-way ({said}); restart it."
-        if found == FRESH:
-            return f"it was restarted, and holds the weights that it was started with ({said}); resume from the last checkpoint."
-        if found.startswith(self.owner):
+        both_names = f"it calls its weights {name!r}, and this trainer's last update was {self.last!r}"
+        if name.endswith(UNFINISHED):
+            return f"a weight update of it failed half-way ({both_names}); restart it."
+        if name == FRESH:
             return (
-                f"it holds an older update of this trainer ({said}); restart it, and resume from the last checkpoint."
+                f"it was restarted, and holds the weights that it was started with ({both_names}); resume from the last "
+                "checkpoint."
             )
-        if found.startswith(PREFIX):
-            owner = found.removeprefix(PREFIX).rpartition("/")[0]
-            return f"another trainer, {owner}, has sent weights to it ({said}); give each trainer a server of its own."
-        return f"somebody else has named or sent its weights ({said}); give each trainer a server of its own."
+        if name.startswith(self.owner):
+            return f"it holds an older update of this trainer ({both_names}); restart it, and resume from the last checkpoint."
+        if name.startswith(PREFIX):
+            owner = name.removeprefix(PREFIX).rpartition("/")[0]
+            return f"another trainer, {owner}, has sent weights to it ({both_names}); give each trainer a server of its own."
+        return f"somebody else has named or sent its weights ({both_names}); give each trainer a server of its own."
 
     def expect_on(self, remote: RemoteEngine) -> None:
         """Refuse to go on if a server does not hold this trainer's last update.
@@ -83,10 +84,10 @@ def is_fresh(remote: RemoteEngine) -> bool:
     Raises:
         EngineError: An update of it failed half-way.
     """
-    found = remote.weight_version
-    if found.endswith(UNFINISHED):
+    name = remote.weight_version
+    if name.endswith(UNFINISHED):
         raise EngineError(
-            f"a weight update of the vLLM server at {remote.http.url} failed half-way, or is under way ({found}): it holds "
+            f"a weight update of the vLLM server at {remote.http.url} failed half-way, or is under way ({name}): it holds "
             "parts of two models. Restart it, or give each trainer a server of its own."
         )
-    return found == FRESH
+    return name == FRESH

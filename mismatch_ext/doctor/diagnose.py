@@ -586,14 +586,15 @@ def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) 
     late = sample.place >= diagnosis.seen
     if diagnosis.verdict != "clean" or not late.any():
         return replace(diagnosis, longest=longest)
-    error, own = (np.abs(side - table.logprob) for side in (sample.engine, scores.own))
-    allowed = max(APART * float(own.mean()), FLOAT32)
-    if float(error[late].mean()) <= allowed:
+    engine_error, rounding_error = (np.abs(side - table.logprob) for side in (sample.engine, scores.own))
+    allowed = max(APART * float(rounding_error.mean()), FLOAT32)
+    late_error = float(engine_error[late].mean())
+    if late_error <= allowed:
         return replace(diagnosis, seen=int(sample.place.max()) + 1, longest=longest)
-    first = begins(sample.place, error, float(own.mean()))
-    note = f"{int(late.sum())} tokens beyond token {diagnosis.seen}: the engine errs {error[late].mean():.1e} nats per token"
+    first = begins(sample.place, engine_error, float(rounding_error.mean()))
+    note = f"{int(late.sum())} tokens beyond token {diagnosis.seen}: the engine errs {late_error:.1e} nats per token"
     return replace(
-        diagnosis, verdict="unexplained", unexplained=float(error[late].mean()), notes=(*diagnosis.notes, note), longest=longest,
+        diagnosis, verdict="unexplained", unexplained=late_error, notes=(*diagnosis.notes, note), longest=longest,
         begins=diagnosis.seen if first is None else first, seen=int(sample.place.max()) + 1,
     )  # fmt: skip
 
@@ -601,10 +602,8 @@ def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) 
 def with_blocks(diagnosis: Diagnosis, blocks: Sequence[Block]) -> Diagnosis:
     """Return the diagnosis with a comparison block by block; a block that stands out is no clean pair."""
     out = [block for block in blocks if block.ratio >= STANDS_OUT]
-    found = replace(diagnosis, blocks=tuple(blocks))
-    if not out or diagnosis.verdict != "clean":
-        return found
-    return replace(found, verdict="unexplained")
+    verdict = "unexplained" if out and diagnosis.verdict == "clean" else diagnosis.verdict
+    return replace(diagnosis, blocks=tuple(blocks), verdict=verdict)
 
 
 def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagnosis:
@@ -616,10 +615,10 @@ def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagn
         error: That error of each token `[N]`, nats.
     """
     if left <= ROUNDING or float(np.abs(error).mean()) <= FLOAT32:
-        said = "its weights, configuration and cache are sound, and prompts, sampling or what it reports differ"
+        differs = "its weights, configuration and cache are sound, and prompts, sampling or what it reports differ"
     else:
-        said = "its weights, configuration or arithmetic differ, whatever is asked of it"
-    note = f"where: scored as a prompt, the engine is at {left:.2f} of rounding's: {said}"
+        differs = "its weights, configuration or arithmetic differ, whatever is asked of it"
+    note = f"where: scored as a prompt, the engine is at {left:.2f} of rounding's: {differs}"
     return replace(diagnosis, notes=(*diagnosis.notes, note))
 
 
@@ -638,12 +637,13 @@ def taken_apart(
     if at is None:
         return diagnosis
     before = float(np.abs(computed - plain).mean())
-    left = {said: float(np.abs(computed - tried).mean()) for said, (_, tried) in tries.items()}
+    left = {what: float(np.abs(computed - tried).mean()) for what, (_, tried) in tries.items()}
     best = min(left, key=left.__getitem__, default=None)
     causes = list(diagnosis.causes)
     if best is not None and left[best] <= (1 - LEAST_PART) * before:
-        said = f"the run's own pass is one with {best}: against such a pass it differs by {left[best]:.1e}, not by {before:.1e}"
-        causes[at] = replace(causes[at], said=said, remedy=remedy(tries[best][0]))
+        by = f"{left[best]:.1e}, not by {before:.1e}"
+        sentence = f"the run's own pass is one with {best}: against such a pass it differs by {by}"
+        causes[at] = replace(causes[at], said=sentence, remedy=remedy(tries[best][0]))
         return replace(diagnosis, causes=tuple(causes))
     note = f"not shown in the run's own pass, by trying: {', '.join(left)}; masks, kernels and adapters were not tried"
     return replace(
@@ -741,10 +741,10 @@ def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
 
 def _sharper(explained: Explained, temperature: float) -> float:
     """Return by how much an engine that divides logits by a lower temperature enlarges their rounding errors."""
-    found = [
+    factors = [
         temperature / fit.x for fit in explained.named if fit.cause.key in ("temperature", "raw_logprobs") and fit.x > 0
     ]
-    return max([1.0, *found])
+    return max([1.0, *factors])
 
 
 def _by_fit(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:

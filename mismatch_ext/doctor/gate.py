@@ -119,7 +119,7 @@ def measured(
             [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
         )
         figures = [*_sizes(gap), largest, *_errors(sample, scores), *_routes(scores), bits, *counted]
-    said = (first or f"none of {len(blocks)}") if blocks else "not compared, because the engine shows no blocks"
+    first_block = (first or f"none of {len(blocks)}") if blocks else "not compared, because the engine shows no blocks"
     part = sample.place * STRETCHES // (int(sample.place.max()) + 1)
     stretches = [(part == number) for number in np.unique(part)]
     return Gate(
@@ -129,7 +129,7 @@ def measured(
         stretches=tuple(
             _stretch(f"tokens {sample.place[at].min()} to {sample.place[at].max()}", gap, equal, at) for at in stretches
         ),
-        looked=(*looked, f"first block that differs: {said}"),
+        looked=(*looked, f"first block that differs: {first_block}"),
     )
 
 
@@ -147,7 +147,7 @@ def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     noise = Noise.of(scores.own - table.logprob, table.spread)
     native = table.logprob if scores.native is None else scores.native
-    found = []
+    figures = []
     for side, error, limit in (
         ("engine", sample.engine - table.logprob, ROUNDING),
         ("trainer", native - scores.trainer, TRAINER_ROUNDING),
@@ -155,8 +155,8 @@ def _errors(sample: Sample, scores: Scores) -> list[Figure]:
         mean = float(np.abs(error).mean())
         small = Figure(name=f"error of the {side} (nats per token)", value=mean, limit=FLOAT32)
         large = Figure(name=f"error of the {side} in units of rounding", value=noise.size(error), limit=limit)
-        found.append(small if mean <= FLOAT32 else large)
-    return found
+        figures.append(small if mean <= FLOAT32 else large)
+    return figures
 
 
 def _routes(scores: Scores) -> list[Figure]:

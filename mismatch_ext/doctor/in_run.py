@@ -72,10 +72,10 @@ class RunDoctor:
         self._examined.add(why)
         folder = self._run_dir / f"doctor_step_{step}"
         try:
-            found = look()
-            data = {"run": {"step": step, "because": why}, **found.data()}
+            diagnosis = look()
+            data = {"run": {"step": step, "because": why}, **diagnosis.data()}
             write_whole(folder / DOCTOR_FILE, (json.dumps(data, indent=1) + "\n").encode(), make_folder=True)
-            table, event = report(found), _said(found, step, why)
+            table, event = report(diagnosis), _event_of(diagnosis, step, why)
         except Exception as error:  # training goes on, whatever it is: memory, a disk, a model that is new
             message = f"the batch of step {step} could not be examined ({why}): {type(error).__name__}: {error}"
             logger.warning(message, exc_info=error)
@@ -84,9 +84,9 @@ class RunDoctor:
         say(f"mismatch-ext: batch of step {step} examined ({why})\n{table}\n{folder / DOCTOR_FILE}")
         self._event(*event)
         return {
-            METRICS + "unexplained": found.unexplained,
-            METRICS + "engine_ratio": found.ratio,
-            METRICS + "trainer_ratio": found.trainer_ratio,
+            METRICS + "unexplained": diagnosis.unexplained,
+            METRICS + "engine_ratio": diagnosis.ratio,
+            METRICS + "trainer_ratio": diagnosis.trainer_ratio,
         }
 
 
@@ -103,9 +103,10 @@ def rows_within(tokens: Sequence[int], most: int) -> list[int]:
     return sorted(drawn[:count])
 
 
-def _said(found: Diagnosis, step: int, why: str) -> tuple[str, str, str, dict[str, Any]]:
+def _event_of(diagnosis: Diagnosis, step: int, why: str) -> tuple[str, str, str, dict[str, Any]]:
     """Return level, name, message and data of the event of an examination."""
-    causes = "; ".join(cause.said for cause in found.causes) or "no cause is named"
-    message = f"batch of step {step}, {found.tokens} tokens, examined ({why}): {found.verdict}: {causes}."
-    level = "info" if found.verdict == "clean" else "warning"
-    return level, EVENT, message, {"because": why, "verdict": found.verdict, "causes": [c.key for c in found.causes]}
+    causes = "; ".join(cause.said for cause in diagnosis.causes) or "no cause is named"
+    message = f"batch of step {step}, {diagnosis.tokens} tokens, examined ({why}): {diagnosis.verdict}: {causes}."
+    level = "info" if diagnosis.verdict == "clean" else "warning"
+    data = {"because": why, "verdict": diagnosis.verdict, "causes": [cause.key for cause in diagnosis.causes]}
+    return level, EVENT, message, data

@@ -181,10 +181,10 @@ def _kept(table: LogitTable, mass: Floats, stays: np.ndarray) -> Floats:
 def _nucleus(table: LogitTable, p: float) -> Floats:
     mass = table.best.cumsum(-1)
     count = ((mass - table.best) < p).sum(-1)
-    kept = np.take_along_axis(mass, (count - 1)[:, None], -1)[:, 0]
+    nucleus = np.take_along_axis(mass, (count - 1)[:, None], -1)[:, 0]
     # If the nucleus needs more tokens than the table keeps, take the whole distribution.
-    whole = (count == table.best.shape[1]) & (kept < p)
-    return _kept(table, np.where(whole, 1.0, kept), (table.better < p) | whole)
+    whole = (count == table.best.shape[1]) & (nucleus < p)
+    return _kept(table, np.where(whole, 1.0, nucleus), (table.better < p) | whole)
 
 
 def _top(table: LogitTable, k: int) -> Floats:

@@ -59,8 +59,8 @@ def _probe(original: Callable[..., Any]) -> str | None:
     if indices.tolist() != [[1, 0]] or not torch.equal(values, scores[:, [1, 0]]):
         return f"it replayed the routes [[1, 0]] as {indices.tolist()} with {values.tolist()}."
     router.router_replay_action = None
-    own = original(router, scores, 2, None, None, lambda scores, top_k, **groups: scores.topk(top_k))[1].tolist()
-    return None if own == [[2, 1]] else f"a router that is not replayed selects {own}, not [[2, 1]]."
+    chosen = original(router, scores, 2, None, None, lambda scores, top_k, **groups: scores.topk(top_k))[1].tolist()
+    return None if chosen == [[2, 1]] else f"a router that is not replayed selects {chosen}, not [[2, 1]]."
 
 
 def _takes(original: Callable[..., Any]) -> str | None:

@@ -46,14 +46,14 @@ class Client(HttpClient):
     def get(self, path: str, **query: str) -> dict[str, Any] | None:
         """Return the JSON object at a path; None if the server has no such path, or no JSON object there."""
         try:
-            found = self.json("GET", path, params=query)
+            answer = self.json("GET", path, params=query)
         except Refused as error:
             if error.status in (401, 403) or 300 <= error.status < 400:
                 raise self._refused(path, error) from error
             return None
         except NoJson:
             return None
-        return found if isinstance(found, dict) else None
+        return answer if isinstance(answer, dict) else None
 
     def post(self, path: str, body: dict[str, Any]) -> Any:
         """Return the answer to a request.
@@ -93,13 +93,13 @@ class Client(HttpClient):
                 f"--server: {self.url} wants an API key (status {error.status}); put it into an environment variable, and give "
                 "that one's name by --server-key."
             )
-        if NOT_FINITE in error.said:
+        if NOT_FINITE in error.reply:
             return EngineError(
                 f"--server: the log-probabilities of {self.url} are not finite: its weights are corrupted, or its dtype "
                 "overflows; send the weights again, or restart it."
             )
         if error.status < 500:
-            return ConfigError(f"--server: {self.url}{path} refuses a request (status {error.status}): {error.said}")
+            return ConfigError(f"--server: {self.url}{path} refuses a request (status {error.status}): {error.reply}")
         return EngineError(
-            f"--server: {self.url}{path} failed (status {error.status}): {error.said}; its log says why."
+            f"--server: {self.url}{path} failed (status {error.status}): {error.reply}; its log says why."
         )

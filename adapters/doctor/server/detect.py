@@ -87,18 +87,20 @@ class Server:
         Args:
             model: Checkpoint that the trainer holds.
         """
-        said = [f"{key} {value}" for key, value in self.settings.items() if value not in UNSAID]
-        found = [f"the server is {NAMED[self.kind]} {self.version}" + (f", with {', '.join(said)}" if said else "")]
+        settings = [f"{key} {value}" for key, value in self.settings.items() if value not in UNSAID]
+        notes = [
+            f"the server is {NAMED[self.kind]} {self.version}" + (f", with {', '.join(settings)}" if settings else "")
+        ]
         peer = PEERS[self.kind]
         if not (peer.accepts(self.version) and peer.tested(self.version)):
-            found.append(
+            notes.append(
                 f"this release was run with {NAMED[self.kind]} {', '.join(peer.ran)}, and nobody has run it with {self.version}"
             )
         if self.dtype is None:
-            found.append("the server does not say its dtype: it is taken to be --dtype")
+            notes.append("the server does not say its dtype: it is taken to be --dtype")
         if self.serves and os.path.realpath(self.serves) != os.path.realpath(model) and self.serves != model:
-            found.append(f"the server says that it serves {self.serves}, and --model is {model}")
-        return tuple(found)
+            notes.append(f"the server says that it serves {self.serves}, and --model is {model}")
+        return tuple(notes)
 
     def ensure_fits(self, prompts: Sequence[Sequence[int]], max_tokens: int, sampling: Mapping[str, Any]) -> None:
         """Refuse requests that the server would refuse, or whose settings it would silently ignore.
@@ -207,8 +209,8 @@ def _sglang(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any]) -
 
 def _dtype(value: Any) -> str | None:
     """Return the compute dtype that a server reports; None for anything that is not a dtype, such as "auto"."""
-    found = spelled(value.removeprefix("torch.")) if isinstance(value, str) else ""
-    return found if found in NAMES else None
+    name = spelled(value.removeprefix("torch.")) if isinstance(value, str) else ""
+    return name if name in NAMES else None
 
 
 def _count(value: Any) -> int | None:

@@ -51,13 +51,13 @@ class ServedEngine(ABC):
             model: Checkpoint that the trainer holds.
             sample: Responses that the server sampled.
         """
-        found = self.server.notes(model)
+        notes = self.server.notes(model)
         if self._shape is not None and sample.routes is None:
-            found += (
+            notes += (
                 "the server sent no routes: what its experts' routes make of the gap counts as the engine's; start it with "
                 "--enable-return-routed-experts",
             )
-        return found
+        return notes
 
     def _trace(self, ids: Sequence[int], experts: Any, row: int, *, last_row: bool) -> RoutingTrace | None:
         """Return the routes of a sequence; None if the server sent none, or if none are read."""
@@ -77,5 +77,5 @@ class ServedEngine(ABC):
 
 def whole(traces: Sequence[RoutingTrace | None]) -> tuple[RoutingTrace, ...] | None:
     """Return the routes if every response has them, otherwise None."""
-    found = tuple(trace for trace in traces if trace is not None)
-    return found if found and len(found) == len(traces) else None
+    present = tuple(trace for trace in traces if trace is not None)
+    return present if present and len(present) == len(traces) else None

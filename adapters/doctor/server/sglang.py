@@ -48,8 +48,8 @@ class SglangServer(ServedEngine):
         self._one({"input_ids": [min(map(min, prompts))], "sampling_params": settings})
 
     def _generated(self, request: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.server.client.each(self._one, alone(request), name)
-        return found
+        answers: list[dict[str, Any]] = self.server.client.each(self._one, alone(request), name)
+        return answers
 
     def _one(self, body: dict[str, Any]) -> dict[str, Any]:
         if self.server.adapter:
@@ -71,15 +71,18 @@ def alone(request: Mapping[str, Any]) -> list[dict[str, Any]]:
     """
     prompts, settings = request["input_ids"], request["sampling_params"]
     each = settings if isinstance(settings, list) else [settings] * len(prompts)
-    return [{**request, "input_ids": prompt, "sampling_params": one} for prompt, one in zip(prompts, each, strict=True)]
+    return [
+        {**request, "input_ids": prompt, "sampling_params": setting}
+        for prompt, setting in zip(prompts, each, strict=True)
+    ]
 
 
-def advice(said: str) -> str:
+def advice(refusal: str) -> str:
     """Return what to do about a request that SGLang refused."""
-    if "logit_bias must has keys" in said:
+    if "logit_bias must has keys" in refusal:
         return (
             "; the server's model has a smaller vocabulary than --prompts or a logit_bias: is it the model of --model?"
         )
-    if "context length" in said or "maximum allowed length" in said:
+    if "context length" in refusal or "maximum allowed length" in refusal:
         return "; give a smaller --max-tokens, or shorter prompts"
     return "; --sampling takes SGLang's own names and values, and the server's log says more"

@@ -50,17 +50,17 @@ class VllmServer(ServedEngine):
         """Sample with one request per prompt, several at once."""
         n, given = asked.of_each, asked.given
 
-        def one(index: int) -> list[Choice]:
+        def ask_prompt(index: int) -> list[Choice]:
             body = {"prompt": given[index], "n": n, "max_tokens": asked.max_tokens, "logprobs": 0, **asked.sampling}
             if body.get("seed") is not None:
                 # vLLM draws response i of a request with seed + i.
                 body["seed"] += index * n
             return read(self._post(body), [given[index]], n)
 
-        found = self.server.client.each(one, range(len(given)), "sampling")
+        answers = self.server.client.each(ask_prompt, range(len(given)), "sampling")
         rows = [
             (tuple(prompt), choice)
-            for prompt, choices in zip(asked.prompts, found, strict=True)
+            for prompt, choices in zip(asked.prompts, answers, strict=True)
             for choice in choices
             if choice.tokens
         ]
@@ -80,12 +80,12 @@ class VllmServer(ServedEngine):
         rows = sequences(sample)
         batches = [rows[at : at + SCORED_AT_ONCE] for at in range(0, len(rows), SCORED_AT_ONCE)]
 
-        def one(batch: list[list[int]]) -> list[Choice]:
+        def ask_batch(batch: list[list[int]]) -> list[Choice]:
             # vLLM has to sample one token. The server's default settings change only this token, not the prompt's scores.
             body = {"prompt": batch, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
             return read(self._post(body), batch, 1)
 
-        scored = [choice for batch in self.server.client.each(one, batches, "scoring") for choice in batch]
+        scored = [choice for batch in self.server.client.each(ask_batch, batches, "scoring") for choice in batch]
         logprobs = tuple(
             choice.prompt_logprobs[len(prompt) - 1 :] for choice, prompt in zip(scored, sample.prompts, strict=True)
         )
@@ -103,11 +103,11 @@ class VllmServer(ServedEngine):
             raise ConfigError(f"{error}{advice(str(error))}") from error
 
 
-def advice(said: str) -> str:
+def advice(refusal: str) -> str:
     """Return what to do about a request that vLLM refused."""
-    if "out of vocabulary" in said:
+    if "out of vocabulary" in refusal:
         return "; the server's model has a smaller vocabulary than the tokens of --prompts: is it the model of --model?"
-    if "maximum context length" in said:
+    if "maximum context length" in refusal:
         return "; give a smaller --max-tokens, or shorter prompts"
     return "; the server's log says more"
 
@@ -178,15 +178,15 @@ def _of_prompt(entries: Any, prompt: list[int], where: str) -> tuple[float, ...]
         raise RecordError(
             f"{where}.prompt_logprobs is {brief(entries)}; allowed: one for each of {len(prompt)} tokens."
         )
-    found = []
+    logprobs = []
     for place, (entry, token) in enumerate(zip(entries[1:], prompt[1:], strict=True), start=1):
         held = entry.get(str(token)) if isinstance(entry, dict) else None
         if not isinstance(held, dict):
             raise RecordError(
                 f"{where}.prompt_logprobs[{place}] is {brief(entry)}; allowed: the score of token {token}."
             )
-        found.append(_finite(held.get("logprob")))
-    return tuple(found)
+        logprobs.append(_finite(held.get("logprob")))
+    return tuple(logprobs)
 
 
 def _finite(value: Any) -> float:

@@ -80,7 +80,7 @@ def of_model(
 
 
 def _cause(
-    scorer: Scorer, key: str, family: str, remedy: str, said: str, change: Callable[[float], Any], **given: Any
+    scorer: Scorer, key: str, family: str, remedy: str, sentence: str, change: Callable[[float], Any], **given: Any
 ) -> Cause:
     """Return a cause by a change of the model: a context in which it computes as the engine would with the parameter."""
 
@@ -89,7 +89,13 @@ def _cause(
             return scorer.logprobs(screen=screen)
 
     return Cause(
-        key=key, family=family, remedy=remedy, said=said, predict=predict, screen=partial(predict, screen=True), **given
+        key=key,
+        family=family,
+        remedy=remedy,
+        said=sentence,
+        predict=predict,
+        screen=partial(predict, screen=True),
+        **given,
     )
 
 
@@ -160,12 +166,12 @@ def _of_prompts(scorer: Scorer) -> list[Cause]:
     common = {prompt[0] for prompt in prompts}
     extra = (*map(str, added), f"{common.pop() if len(common) == 1 else 'its own first one'}, twice")
 
-    def cause(key: str, said: str, change: Callable[[int, Ids], Ids], **given: Any) -> Cause:
+    def cause(key: str, sentence: str, change: Callable[[int, Ids], Ids], **given: Any) -> Cause:
         def predict(x: float, *, screen: bool = False) -> Floats:
             return scorer.logprobs(prompt=partial(change, int(x)), screen=screen)
 
         return Cause(
-            key=key, family="prompt", remedy="prompt", said=said, predict=predict, screen=partial(predict, screen=True),
+            key=key, family="prompt", remedy="prompt", said=sentence, predict=predict, screen=partial(predict, screen=True),
             **given,
         )  # fmt: skip
 
@@ -215,13 +221,13 @@ def _of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[C
     theirs = {name: p.detach().to(scorer.engine_dtype) for name, p in other.named_parameters()}
     layers = sorted({int(layer) for name in theirs if (layer := _layer(name)).isdigit()})
     has = f"the engine has the weights of {path}"
-    key, said = ("adapter_not_applied", f"{has}: the adapter is not applied") if base else ("stale_weights", has)
+    key, sentence = ("adapter_not_applied", f"{has}: the adapter is not applied") if base else ("stale_weights", has)
 
     def of_layer(x: float) -> Any:
         return weights(scorer.model, {name: w for name, w in theirs.items() if _layer(name) == str(layers[int(x)])})
 
     return [
-        _cause(scorer, key, "weights", "adapter" if base else "weights", said, lambda _: weights(scorer.model, theirs)),
+        _cause(scorer, key, "weights", "adapter" if base else "weights", sentence, lambda _: weights(scorer.model, theirs)),
         _cause(scorer, "stale_layer", "weights", "weights", f"layer {{x}} of the engine has the weights of {path}",
                of_layer, grid=_indices(layers), names=tuple(map(str, layers))),
     ]  # fmt: skip

@@ -44,20 +44,20 @@ def attends_by_torch(model: nn.Module) -> bool:
 
 def rotators(model: nn.Module) -> list[Any]:
     """Return the Python modules whose attention rotates queries and keys by a function of the usual name."""
-    found = {type(m).__module__ for path, m in model.named_modules() if path.endswith("attn")}
-    return [code for name in sorted(found) if hasattr(code := sys.modules[name], ROTATE)]
+    modules = {type(m).__module__ for path, m in model.named_modules() if path.endswith("attn")}
+    return [code for name in sorted(modules) if hasattr(code := sys.modules[name], ROTATE)]
 
 
 @contextmanager
 def attributes(places: list[tuple[Any, str]], change: Callable[[Any], Any]) -> Iterator[None]:
     """Change attributes of objects, and restore them afterwards."""
-    kept = [getattr(place, name) for place, name in places]
+    values = [getattr(place, name) for place, name in places]
     try:
-        for (place, name), before in zip(places, kept, strict=True):
+        for (place, name), before in zip(places, values, strict=True):
             setattr(place, name, change(before))
         yield
     finally:
-        for (place, name), before in zip(places, kept, strict=True):
+        for (place, name), before in zip(places, values, strict=True):
             setattr(place, name, before)
 
 
@@ -80,8 +80,8 @@ def yarn(model: nn.Module, factor: float) -> Iterator[None]:
         **config.rope_parameters, "rope_type": "yarn", "factor": factor,
         "original_max_position_embeddings": config.max_position_embeddings,
     }  # fmt: skip
-    found, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, tables[0].inv_freq.device)
-    with attributes([(m, "inv_freq") for m in tables], lambda _: found):
+    frequencies, scaling = ROPE_INIT_FUNCTIONS["yarn"](config, tables[0].inv_freq.device)
+    with attributes([(m, "inv_freq") for m in tables], lambda _: frequencies):
         with attributes([(m, "attention_scaling") for m in tables], lambda _: scaling):
             yield
 
@@ -114,18 +114,18 @@ def partly_rotated(model: nn.Module, factor: float) -> Iterator[None]:
 @contextmanager
 def weights(model: nn.Module, changed: Mapping[str, Tensor]) -> Iterator[None]:
     """Put other weights into the model's parameters of the same name and shape, and restore them afterwards."""
-    own = dict(model.named_parameters())
-    fitting = {name: w for name, w in changed.items() if name in own and own[name].shape == w.shape}
-    kept = {name: own[name].detach().clone() for name in fitting}
+    parameters = dict(model.named_parameters())
+    fitting = {name: w for name, w in changed.items() if name in parameters and parameters[name].shape == w.shape}
+    originals = {name: parameters[name].detach().clone() for name in fitting}
     try:
         with torch.no_grad():
             for name, weight in fitting.items():
-                own[name].copy_(weight)
+                parameters[name].copy_(weight)
         yield
     finally:
         with torch.no_grad():
-            for name, weight in kept.items():
-                own[name].copy_(weight)
+            for name, weight in originals.items():
+                parameters[name].copy_(weight)
 
 
 class Attending(TorchFunctionMode):
@@ -220,13 +220,13 @@ class RoundedInputs(TorchFunctionMode):
 def quantized(model: nn.Module, rounded: Round) -> dict[str, Tensor]:
     """Return the rounded weights of linear layers and experts, by name; the head is not quantized."""
     linear = {f"{n}.weight" for n in linear_layers(model)}
-    kept = {n: p for n, p in model.named_parameters() if n in linear or p.dim() == 3}
+    matrices = {n: p for n, p in model.named_parameters() if n in linear or p.dim() == 3}
     # Each half is rounded by itself: checkpoints hold gate and up of an expert apart, but transformers holds them as one matrix.
     return {
         name: torch.cat([rounded(part) for part in p.detach().chunk(2, 1)], 1)
         if "gate_up" in name
         else rounded(p.detach())
-        for name, p in kept.items()
+        for name, p in matrices.items()
     }
 
 

@@ -90,10 +90,10 @@ class SentWeights:
         Raises:
             RecordError: The copy could not be made.
         """
-        found, self._held = self._held, {}
-        if self._failure is not None or not found:
+        weights, self._held = self._held, {}
+        if self._failure is not None or not weights:
             raise RecordError(f"no copy of the weights that were sent: {self._failure or 'none was sent'}.")
-        return found
+        return weights
 
 
 def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device: torch.device) -> nn.Module:
@@ -113,8 +113,8 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
     wrong = {name: sorted(map(str, loaded[name]))[:3] for name in ("missing_keys", "mismatched_keys") if loaded[name]}
     if wrong:
         raise RecordError(f"the weights that the engine is sent do not make a {kind.__name__}: {wrong}.")
-    found: nn.Module = model.requires_grad_(False).eval()
-    return found.to(device) if _fits(weights, device) else found
+    copied: nn.Module = model.requires_grad_(False).eval()
+    return copied.to(device) if _fits(weights, device) else copied
 
 
 def class_of(model: nn.Module) -> type[Any]:
@@ -166,22 +166,22 @@ def examine_batch(
         ]
     )
     scorer = Scorer(model, sample, **vars(computing), computed=computed)
-    found = diagnose(sample, scorer.scores)
-    if any(cause.key == "layout" for cause in found.causes):
-        found = _taken_apart(found, scorer, computed, computing.replays)
-    found = replace(found, notes=(*found.notes, LIMITS))
-    families = {cause.family for cause in found.mendable if cause.family in SAMPLED}
+    diagnosis = diagnose(sample, scorer.scores)
+    if any(cause.key == "layout" for cause in diagnosis.causes):
+        diagnosis = _taken_apart(diagnosis, scorer, computed, computing.replays)
+    diagnosis = replace(diagnosis, notes=(*diagnosis.notes, LIMITS))
+    families = {cause.family for cause in diagnosis.mendable if cause.family in SAMPLED}
     if again is None or not families:
-        return found
+        return diagnosis
     try:
         scored = replace(again(sample), routes=sample.routes)
     except MismatchError as error:
-        return replace(found, notes=(*found.notes, f"the remedy could not be tried: {error}"))
+        return replace(diagnosis, notes=(*diagnosis.notes, f"the remedy could not be tried: {error}"))
     left, after = rescored(scored, scorer.rescored(scored))
-    return found.confirmed(families, left, after)
+    return diagnosis.confirmed(families, left, after)
 
 
-def _taken_apart(found: Diagnosis, scorer: Scorer, computed: np.ndarray, replays: bool) -> Diagnosis:
+def _taken_apart(diagnosis: Diagnosis, scorer: Scorer, computed: np.ndarray, replays: bool) -> Diagnosis:
     """Try what a run's pass may do that a plain one does not: other layouts of the batch, and dropout."""
     routes = scorer.sample.routes if replays else None
 
@@ -195,18 +195,18 @@ def _taken_apart(found: Diagnosis, scorer: Scorer, computed: np.ndarray, replays
             dropped = scorer.in_layout(scorer.sample, "right", routes=routes, training=True)
         moved, gap = float(np.abs(dropped - plain).mean()), float(np.abs(computed - plain).mean())
         if gap / ALIKE <= moved <= gap * ALIKE:
-            said = (
+            reason = (
                 f"dropout is active in the run's own pass ({', '.join(active)}): it moves this model by {moved:.1e}, and the "
                 f"pass is off by {gap:.1e}"
             )
             causes = tuple(
-                replace(cause, key="dropout", said=said, remedy=remedy("dropout")) if cause.key == "layout" else cause
-                for cause in found.causes
+                replace(cause, key="dropout", said=reason, remedy=remedy("dropout")) if cause.key == "layout" else cause
+                for cause in diagnosis.causes
             )
-            return replace(found, causes=causes)
+            return replace(diagnosis, causes=causes)
     names = {"left": "layout", "left-positions": "", "packed": "packed"}
     if is_recurrent(scorer.model):
         del names["packed"]
     return taken_apart(
-        found, computed, plain, {LAYOUTS[layout]: (name, scored(layout)) for layout, name in names.items()}
+        diagnosis, computed, plain, {LAYOUTS[layout]: (name, scored(layout)) for layout, name in names.items()}
     )

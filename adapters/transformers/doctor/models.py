@@ -45,9 +45,9 @@ def load_model(path: str | Path, option: str = "--model", config: Mapping[str, A
         ConfigError: There is no checkpoint, or its weights are damaged; names the option that gave the path.
     """
     try:
-        own = AutoConfig.from_pretrained(whole(path))
-        _update(own, config or {})
-        model: nn.Module = AutoModelForCausalLM.from_pretrained(whole(path), config=own, dtype=torch.float32)
+        model_config = AutoConfig.from_pretrained(whole(path))
+        _update(model_config, config or {})
+        model: nn.Module = AutoModelForCausalLM.from_pretrained(whole(path), config=model_config, dtype=torch.float32)
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"{option}: {path} cannot be loaded as a causal language model of transformers: {' '.join(str(error).split())[:300]}"
@@ -74,8 +74,8 @@ def with_room(length: int | None, model: str) -> int | None:
     if length is None:
         return None
     config: Any = AutoConfig.from_pretrained(whole(model))
-    own = getattr(config.get_text_config(), "max_position_embeddings", None)
-    return length + 1 if own is None or length < own else length
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return length + 1 if longest is None or length < longest else length
 
 
 def routing_shape(model: nn.Module) -> RoutingShape | None:
@@ -88,5 +88,5 @@ def routing_shape(model: nn.Module) -> RoutingShape | None:
 
 def end_tokens(model: nn.Module) -> tuple[int, ...]:
     """Return the ids that end a response, as the checkpoint says."""
-    found: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    return () if found is None else tuple(found) if isinstance(found, list | tuple) else (int(found),)
+    ids: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return () if ids is None else tuple(ids) if isinstance(ids, list | tuple) else (int(ids),)

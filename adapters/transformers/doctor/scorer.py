@@ -86,18 +86,18 @@ class Scorer:
         self.shape = routing_shape(model)
         self._passes = partial(passes, model, shape=self.shape)
         # As in the run, routes are replayed only if its block says so; otherwise the doctor shows what other routes cost.
-        kept = torch_dtype(trainer_weights)
+        weights_dtype = torch_dtype(trainer_weights)
         self._head = head_of(model)
         if head and self._head is None:
             raise ConfigError(f"--trainer-head: {type(model).__name__} has no linear head; leave the option out.")
-        self._trainer = (torch_dtype(trainer_dtype), kept, self._head if head else None)
-        round_weights(model, kept)
+        self._trainer = (torch_dtype(trainer_dtype), weights_dtype, self._head if head else None)
+        round_weights(model, weights_dtype)
         replayed = replays and self.shape is not None and sample.routes is not None
         with self.as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
-        trainer, said = straight, "" if layout == "right" else LAYOUTS[layout]
+        trainer, laid_out = straight, "" if layout == "right" else LAYOUTS[layout]
         if computed is not None:
-            trainer, said = computed, COMPUTED
+            trainer, laid_out = computed, COMPUTED
         elif layout != "right":
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = () if computed is not None else tuple(own_noise(self))
@@ -110,8 +110,8 @@ class Scorer:
             headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
             flips=self._flips(),
-            straight=straight if said else None,
-            layout=said,
+            straight=straight if laid_out else None,
+            layout=laid_out,
             rungs=rungs,
             temperature=temperature,
             end_tokens=end_tokens(model),
@@ -160,11 +160,11 @@ class Scorer:
         With `training`, dropout is active.
         """
         with nullcontext() if exact else self.as_trainer():
-            found = [
+            row_logprobs = [
                 self._picked(row, logits, sample)
                 for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows, training=training)
             ]
-        return self._joined(found)
+        return self._joined(row_logprobs)
 
     def as_trainer(self) -> AbstractContextManager[None]:
         """Compute as the run's trainer does."""
@@ -175,14 +175,14 @@ class Scorer:
         return next(self.model.parameters()).device
 
     def _scored(self, routes: tuple[RoutingTrace, ...] | None, **changes: Any) -> Floats:
-        found = [self._picked(row, logits) for row, logits in self._passes(self.sample, routes, **changes)]
-        return self._joined(found)
+        row_logprobs = [self._picked(row, logits) for row, logits in self._passes(self.sample, routes, **changes)]
+        return self._joined(row_logprobs)
 
     def _native(self) -> tuple[Floats, tuple[RoutingTrace, ...] | None]:
         """Return the tokens' log-probabilities under the model's own routes, and those routes."""
         taken: dict[int, RoutingTrace] = {}
-        found = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
-        return self._joined(found), tuple(taken[row] for row in sorted(taken)) or None
+        row_logprobs = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
+        return self._joined(row_logprobs), tuple(taken[row] for row in sorted(taken)) or None
 
     def _flips(self) -> tuple[float, float] | None:
         """Return the shares of (token, layer) at which the model's own routes are not the engine's, or not its dtype's."""
@@ -202,14 +202,14 @@ class Scorer:
         width = vocabulary(self.model) or 0
         if starts[-1] * width <= KEPT or not self._projects(head, sample):
             head = None
-        kept = None
+        outputs = None
         with nullcontext() if head is None else passing_hidden(head):
-            for row, found in self._passes(sample, sample.routes):
-                if kept is None:
-                    kept = torch.empty(int(starts[-1]), found.shape[-1], dtype=torch.float32)
-                kept[starts[row] : starts[row + 1]] = found[torch.tensor(sample.masks[row])].float().cpu()
-        assert kept is not None  # a sample has responses
-        return kept if head is None else Projected(head, kept, width)
+            for row, output in self._passes(sample, sample.routes):
+                if outputs is None:
+                    outputs = torch.empty(int(starts[-1]), output.shape[-1], dtype=torch.float32)
+                outputs[starts[row] : starts[row + 1]] = output[torch.tensor(sample.masks[row])].float().cpu()
+        assert outputs is not None  # a sample has responses
+        return outputs if head is None else Projected(head, outputs, width)
 
     def _projects(self, head: nn.Module | None, sample: Sample) -> bool:
         """Tell, by one response, whether only the head turns hidden states into logits."""
@@ -224,8 +224,8 @@ class Scorer:
     def _own(self, sample: Sample, exact: nn.Linear | None = None) -> Floats:
         """Return the log-probabilities of the same weights in the engine's dtype, but for a head that has to be exact."""
         with self.cast(self.engine_dtype), in_float32(exact):
-            found = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
-        return self._joined(found)
+            row_logprobs = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
+        return self._joined(row_logprobs)
 
     def cast(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Hold the weights in another dtype; buffers keep their dtype, as in a trainer."""
@@ -242,8 +242,8 @@ class Scorer:
         )
         return row, logp[torch.tensor(sample.masks[row])].cpu().numpy()
 
-    def _joined(self, found: list[tuple[int, Floats]]) -> Floats:
-        return np.concatenate([part for _, part in sorted(found, key=lambda pair: pair[0])])
+    def _joined(self, row_logprobs: list[tuple[int, Floats]]) -> Floats:
+        return np.concatenate([part for _, part in sorted(row_logprobs, key=lambda pair: pair[0])])
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
@@ -266,21 +266,23 @@ def held_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 
 @contextmanager
-def as_trainer(model: nn.Module, dtype: torch.dtype, kept: torch.dtype, head: nn.Linear | None) -> Iterator[None]:
+def as_trainer(
+    model: nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, head: nn.Linear | None
+) -> Iterator[None]:
     """Compute as a trainer does: under autocast to its dtype, with weights in the dtype that it keeps, and with an exact head."""
     device = next(model.parameters()).device
     cast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-    with cast, nullcontext() if kept == torch.float32 else held_in(model, kept), in_float32(head):
+    with cast, nullcontext() if weights_dtype == torch.float32 else held_in(model, weights_dtype), in_float32(head):
         yield
 
 
 def differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> float:
     """Return the share of (token, layer) with other sets of experts."""
     count = total = 0.0
-    for one, other in zip(routes, others, strict=True):
-        rows = min(one.rows, other.rows)
-        sums = agreement(one.slice(0, rows), other.slice(0, rows))
-        count, total = count + float(sums["set_mismatches"].sum()), total + rows * len(one.layers)
+    for trace, other in zip(routes, others, strict=True):
+        rows = min(trace.rows, other.rows)
+        sums = agreement(trace.slice(0, rows), other.slice(0, rows))
+        count, total = count + float(sums["set_mismatches"].sum()), total + rows * len(trace.layers)
     return count / total
 
 
@@ -328,10 +330,10 @@ def vocabulary(model: nn.Module) -> int | None:
 def dropouts(model: nn.Module) -> list[str]:
     """Return every setting of a model's configuration by which dropout acts while it trains."""
     values = getattr(model, "config", None)
-    own = {} if values is None else values.get_text_config().to_dict()
+    settings = {} if values is None else values.get_text_config().to_dict()
     return [
         f"{name} {value}"
-        for name, value in own.items()
+        for name, value in settings.items()
         if name.endswith(("dropout", "_pdrop")) and isinstance(value, float) and value > 0
     ]
 
@@ -346,8 +348,8 @@ def is_recurrent(model: nn.Module) -> bool:
 def own_noise(scorer: Scorer) -> Iterator[Rung]:
     """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses."""
     sample = scorer.sample
-    kept = [row for row, mask in enumerate(sample.masks) if any(mask)]
-    rows = kept[:: -(-len(kept) // ROWS)]
+    sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    rows = sampled[:: -(-len(sampled) // ROWS)]
     part = sample.part(rows)
 
     def scored(layout: str, *, rows: int = BATCH, exact: bool = False) -> Floats:

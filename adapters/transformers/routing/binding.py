@@ -174,9 +174,9 @@ class Binding:
 
     def _tokens(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> TokenRows | str:
         called = self._running.called
-        found = pass_tokens(self.layout.decoder, args, kwargs)
-        if isinstance(found, TokenRows) or self.layout.caller is None or called is None:
-            return found
+        tokens = pass_tokens(self.layout.decoder, args, kwargs)
+        if isinstance(tokens, TokenRows) or self.layout.caller is None or called is None:
+            return tokens
         return pass_tokens(self.layout.caller, *called)
 
     def _begin(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Session, Forward, bool] | None:

@@ -21,15 +21,15 @@ from torch.autograd.function import FunctionCtx
 
 def checkpoint_functions(decoder: nn.Module) -> Iterator[tuple[Any, str]]:
     """Yield the objects that keep a checkpoint function of the decoder's layers, and the names they keep it by."""
-    found = set()
+    yielded = set()
     for module in decoder.modules():
         # verl's activation offload keeps its function on an object that a layer's new forward closes over.
         cells = getattr(vars(module).get("forward"), "__closure__", None) or ()
         for owner in (module, *_contents(cells)):
             # transformers' name, and that of the wrappers by which accelerate checkpoints FSDP1 and FSDP2.
             for name in ("_gradient_checkpointing_func", "checkpoint_fn"):
-                if name in getattr(owner, "__dict__", ()) and id(owner) not in found:
-                    found.add(id(owner))
+                if name in getattr(owner, "__dict__", ()) and id(owner) not in yielded:
+                    yielded.add(id(owner))
                     yield owner, name
 
 

@@ -182,12 +182,12 @@ def _caller(names: dict[str, nn.Module], decoder: str) -> nn.Module | None:
 
 def _blocks(names: dict[str, nn.Module]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules that mix experts."""
-    found: list[str] = []
+    blocks: list[str] = []
     for name, module in names.items():
         # Only a real child counts, because PEFT's wrappers also show the attributes of what they wrap.
-        own = module._modules.get("experts") is not None
-        if own or (_is_gate(module) and not name.startswith(tuple(found))):
-            found.append(f"{name}.")
+        has_experts = module._modules.get("experts") is not None
+        if has_experts or (_is_gate(module) and not name.startswith(tuple(blocks))):
+            blocks.append(f"{name}.")
             yield name, module
 
 
@@ -261,7 +261,7 @@ def _shape(model: nn.Module, block: nn.Module, router: nn.Module, where: str) ->
     sizes = []
     for what, attributes in (("number of experts", _EXPERTS), ("experts per token", _PER_TOKEN)):
         size = next(
-            (found for found in (_integer(holder, attributes) for holder in holders) if found is not None), None
+            (value for value in (_integer(holder, attributes) for holder in holders) if value is not None), None
         )
         if size is None:
             raise ReplayError(f"{where}: the {what} is under none of the attributes {', '.join(attributes)}.")

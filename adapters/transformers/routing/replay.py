@@ -123,11 +123,11 @@ class Replay:
         native = self._native if forward is not None and not forward.recomputed else None
         if mask is not None or native is not None:
             with torch.no_grad():
-                own = plain()[1]
+                chosen = plain()[1]
             if native is not None and forward is not None:
-                native.keep(layer, forward, own)
+                native.keep(layer, forward, chosen)
             if mask is not None:
-                indices = torch.where(mask.view(*scores.shape[:-1], 1), indices, own)
+                indices = torch.where(mask.view(*scores.shape[:-1], 1), indices, chosen)
         return scores.gather(-1, indices), indices
 
     def finish(self, forward: Forward) -> None:
@@ -215,6 +215,6 @@ def _wrong(part: Tensor, num_experts: int) -> Tensor:
     # Slots are compared in pairs: this runs for every micro-batch, and is several times faster than sorting each route's K ids.
     slots = ids.movedim(-1, 0).contiguous().unbind()
     wrong = torch.stack([slot > num_experts - 1 for slot in slots]).any(0)
-    for one, other in combinations(slots, 2):
-        wrong |= one == other
+    for slot, other in combinations(slots, 2):
+        wrong |= slot == other
     return wrong

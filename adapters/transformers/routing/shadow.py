@@ -141,8 +141,8 @@ def _found(module: Any, name: str) -> tuple[Any, Call]:
 
 
 def _before(module: Any, name: str) -> Call:
-    own: Call | None = vars(module)[_BEFORE][name]
-    return getattr(type(module), name).__get__(module) if own is None else own
+    attribute: Call | None = vars(module)[_BEFORE][name]
+    return getattr(type(module), name).__get__(module) if attribute is None else attribute
 
 
 def _restore(key: tuple[int, str], attributes: dict[str, Any]) -> None:

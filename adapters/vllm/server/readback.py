@@ -35,13 +35,13 @@ def digests(worker: Any, wanted: Mapping[str, Sequence[int]]) -> dict[str, dict[
         wanted: By parameter name, the number of rows, beyond which vLLM pads the vocabulary, and the step between sampled rows.
     """
     held = dict(worker.model_runner.model.named_parameters())
-    found = {}
+    entries = {}
     for name, (rows, stride) in wanted.items():
         if name in held and held[name].numel():
             sampled = held[name].detach()[:rows:stride]
             dtype = str(sampled.dtype).removeprefix("torch.")
-            found[name] = {"dtype": dtype, "shape": list(sampled.shape), "sha256": digest_of_rows(sampled)}
-    return found
+            entries[name] = {"dtype": dtype, "shape": list(sampled.shape), "sha256": digest_of_rows(sampled)}
+    return entries
 
 
 METHODS: dict[str, Callable[..., Any]] = {READ: read, DIGESTS: digests}
