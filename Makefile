@@ -3,7 +3,7 @@
 # nightly          everything else, for hours; ONLY='tests/peers/trl' runs one part of it
 # mutants          plants faults in the product and runs the tests that must notice; FAULTS='kl verl' plants those alone
 # stack            builds what users of STACK=trl-oldest, trl-newest, verl-pins or verl-sglang have, and runs its tests
-# demo             the main job, settings side by side             bench    ratios as JSON lines
+# demo             the main job, settings side by side; FULL=1 trains too    bench    ratios as JSON lines
 # dist             sdist and wheel in dist/, the wheel installed and run in an empty environment
 # docs             the site in runs/site, with search and the API reference; a dead link is an error
 SHELL := /bin/bash
@@ -55,7 +55,7 @@ stack: # builds an environment of its own, from the package index
 
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo --model $(or $(MODEL),both) --run-dir $(or $(RUN_DIR),runs/demo) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train)
+		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train) $(if $(FULL),--full)
 
 bench: .venv/.installed
 	@$(BIN)/python -m benchmarks

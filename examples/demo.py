@@ -2,11 +2,11 @@
 
     python examples/demo.py --model both --run-dir runs/demo
 
-Each setting is a real GRPO run of `examples.trl_grpo` in a process of its own: TRL's trainer, vLLM as the rollout
-engine in the same process, the same checkpoint and prompts. Before training, when all still hold the same
-weights, the gap is measured on prompts of the trained distribution and on unfamiliar, longer ones. Beside the dense model,
-the mixture of experts is measured only; `--model moe` trains it. Every figure printed comes from the runs of this call; ratios
-come with the interval that the bootstrap over responses gives them.
+Each setting runs in a process of its own: TRL's trainer, vLLM as the rollout engine in the same process, the same checkpoint and
+prompts. All hold the same weights when the gap is measured, on prompts of the trained distribution and on unfamiliar, longer
+ones. `--full` takes four times as many prompts, trains the dense model by GRPO, and measures every setting of the mixture of
+experts; `--full --model moe` trains that. Every figure printed comes from the runs of this call; ratios come with the interval
+that the bootstrap over responses gives them.
 """
 
 from __future__ import annotations
@@ -93,6 +93,10 @@ SPLITS = (
     ("train", "during training"),
 )
 EVALUATED = SPLITS[:2]
+SHORT = {"dense": ("bf16", "fp16", "fp32"), "moe": ("bf16-r3",)}
+"""Settings without `--full`; replay alone measures the same tokens without replay as well."""
+PROMPTS = {False: 512, True: 2048}
+"""Prompts of each evaluation set, without `--full` and with it."""
 # Keys: what is compared, split, measure.
 Intervals = dict[str, dict[str, dict[str, Interval]]]
 
@@ -163,6 +167,7 @@ def compare(kind: str, sums: dict[str, Sums]) -> Intervals:
     found = {
         f"{coarse} over {fine}": intervals(functools.partial(times_larger, sums[coarse], sums[fine]))
         for coarse, fine in COMPARED[kind]
+        if coarse in sums and fine in sums
     }
     for run, kept in sums.items():
         if run.startswith("fp32"):
@@ -220,19 +225,36 @@ def measured_tokens(data: Any) -> dict[str, float]:
     return tokens
 
 
-def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int | None, console: Console) -> None:
+class Progress:
+    """Says before each run which it is of how many, and how long the rest takes if all take as long as those before."""
+
+    def __init__(self, total: int, console: Console) -> None:
+        self.total, self.console, self.done, self.began = total, console, 0, time.perf_counter()
+
+    def say(self, what: str) -> None:
+        """Say which run begins."""
+        spent, left = time.perf_counter() - self.began, ""
+        if self.done:
+            left = f", about {spent / self.done * (self.total - self.done) / 60:.0f} min left"
+        self.done += 1
+        self.console.rule(f"[{self.done}/{self.total}] {what} ({spent / 60:.1f} min so far{left})")
+
+
+def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool, progress: Progress) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
+    console = progress.console
     model = ensure_model(kind, args.model_cache, anew=args.train)
     console.print(f"{TITLES[kind]}: {model}", soft_wrap=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    seconds = {}
-    for number, setting in enumerate(SETTINGS[kind], start=1):
-        console.rule(f"{TITLES[kind]} [{number}/{len(SETTINGS[kind])}] {setting.name}: {setting.title}")
-        seconds[setting.name] = train(setting, model, run_dir, setting.steps if steps is None else steps, args.prompts)
-    runs = {setting.name: read_run(run_dir / setting.name) for setting in SETTINGS[kind]}
+    seconds, chosen = {}, settings(kind, args.full)
+    for setting in chosen:
+        progress.say(f"{TITLES[kind]}, {setting.name}: {setting.title}")
+        steps = (setting.steps if args.steps is None else args.steps) if trains else 0
+        seconds[setting.name] = train(setting, model, run_dir, steps, args.prompts)
+    runs = {setting.name: read_run(run_dir / setting.name) for setting in chosen}
     rows, replay = summarised(runs), replay_rows(runs)
-    intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in SETTINGS[kind]})
-    header = runs["bf16"].header
+    intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in chosen})
+    header = runs[chosen[0].name].header
     document = {
         "model": kind,
         "checkpoint": str(model),
@@ -258,6 +280,11 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, steps: int |
     console.print(f"report: {path}", soft_wrap=True)
 
 
+def settings(kind: str, full: bool) -> list[Setting]:
+    """Return the settings of a model that are run."""
+    return [setting for setting in SETTINGS[kind] if full or setting.name in SHORT[kind]]
+
+
 def main() -> None:
     """Run the settings of one model, or those of the dense one and the same measurements with experts."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -266,15 +293,18 @@ def main() -> None:
     parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
     parser.add_argument("--train", action="store_true", help="train the model here instead of taking the shipped one")
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps of every setting (default: each its own)")
-    parser.add_argument("--prompts", type=int, default=2048, help="prompts per evaluation set (default: %(default)s)")
+    parser.add_argument("--full", action="store_true", help="train as well, with more prompts and settings")
+    parser.add_argument("--prompts", type=int, help="prompts per evaluation set (default: 512, or 2048 with --full)")
     args = parser.parse_args()
-    console = Console(width=180)
-    if args.model in ("dense", "both"):
-        demonstrate("dense", args.run_dir, args, args.steps, console)
-    if args.model == "moe":
-        demonstrate("moe", args.run_dir, args, args.steps, console)
-    if args.model == "both":
-        demonstrate("moe", args.run_dir / "moe", args, 0, console)
+    args.prompts = args.prompts or PROMPTS[args.full]
+    kinds = ("dense", "moe") if args.model == "both" else (args.model,)
+    progress = Progress(sum(len(settings(kind, args.full)) for kind in kinds), Console(width=180))
+    for kind in kinds:
+        beside = len(kinds) > 1 and kind == "moe"
+        run_dir = args.run_dir / "moe" if beside else args.run_dir
+        demonstrate(kind, run_dir, args, args.full and not beside, progress)
+    if not args.full:
+        progress.console.print("make demo FULL=1 trains too, with four times as many prompts: 14 minutes.")
 
 
 if __name__ == "__main__":

@@ -310,11 +310,16 @@ def _line(name: str, text: str | Mapping[str, Any]) -> str:
     return f"  {name:<13} {text if isinstance(text, str) else ', '.join(_settings(text))}"
 
 
+ON_FAILURE = {"error": "stop", "warn": "warn", "off": "no check"}
+
+
 def _settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield `key=value` for each setting that is set."""
     for key, value in settings.items():
         if isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{key}.")
+        elif key == "weight_sync":
+            yield f"weight check after each update, on failure: {ON_FAILURE[value]}"
         elif value is not None:
             yield f"{prefix}{key}={str(value).lower() if isinstance(value, bool) else value}"
 

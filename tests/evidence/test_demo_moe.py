@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)
 
 def test_the_demo_trains_with_experts() -> None:
     """Every setting trains with experts, and the gap falls from bf16 to FP16 with replay to float32 with replay."""
-    shell("make demo MODEL=moe STEPS=2 RUN_DIR=runs/moe")
+    shell("make demo FULL=1 MODEL=moe STEPS=2 RUN_DIR=runs/moe")
     summary = json.loads((ROOT / "runs/moe/summary.json").read_text())
     rows, intervals = judges.runs_of(summary), summary["intervals"]
     assert set(rows) == {(run, split) for run in WITH_EXPERTS for split in (*SPLITS, "train")}

@@ -46,7 +46,7 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     assert fault["status"] == 1 and fault["verdict"] == "explained", fault["printed"]
     (cause,) = fault["causes"]
     assert cause["key"] == "temperature" and abs(cause["parameter"] - 0.9) < 0.005
-    assert cause["status"] == "confirmed" and "to mend temperature:" in fault["printed"]
+    assert cause["status"] == "confirmed" and "to fix temperature:" in fault["printed"]
     # What the engine says of itself needs no list: a decode with other weights than the prefill's.
     rungs = {rung["name"]: rung for rung in clean["rungs"] if rung["side"] == "engine"}
     assert set(rungs) == {DECODE, REVERSED, ALONE} and rungs[DECODE]["mean"] < clean["gap"]["logp_abs_diff_mean"], rungs

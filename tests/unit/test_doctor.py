@@ -130,7 +130,7 @@ def test_a_planted_setting_is_named_with_its_value(key: str) -> None:
     assert [cause.key for cause in found.causes] == [key] and found.verdict == "explained", report(found)
     assert abs(found.causes[0].parameter - value) <= near and found.left < 1.3
     assert sum(part.share for part in found.parts if part.share is not None) == pytest.approx(1)
-    assert found.exit_status(0.0) == 1 and f"to mend {key}:" in report(found)
+    assert found.exit_status(0.0) == 1 and f"to fix {key}:" in report(found)
     json.dumps(found.data(), allow_nan=False)
 
 
@@ -415,7 +415,7 @@ def test_another_model_is_told_from_a_fault_of_this_one() -> None:
     found = other_model(diagnose(*far), distance(*far))
     (cause,) = found.causes
     assert cause.key == "other_model" and cause.status == "fits" and found.exit_status(1e-4) == 1
-    assert "does not hold this model" in report(found) and "to mend other_model" in report(found)
+    assert "does not hold this model" in report(found) and "to fix other_model" in report(found)
     # A cause that is the whole truth comes before it, however large.
     named = diagnose(*drawn(lambda z: z / 0.5, responses=few))
     assert named.verdict == "explained" and other_model(named, 9.0) is named

@@ -133,7 +133,7 @@ def test_logged_rollouts_are_examined_without_an_engine(
     assert cli.main([*given, "--quick"]) == 1
     (cause,) = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["causes"]
     assert cause["key"] == "temperature" and cause["parameter"] == pytest.approx(0.8, abs=0.001)
-    assert cause["status"] == "fits" and "to mend temperature:" in capsys.readouterr().out
+    assert cause["status"] == "fits" and "to fix temperature:" in capsys.readouterr().out
     # The gap is closed then, and tokens that were drawn evenly are still not this model's.
     assert cli.main([*given, "--quick", "--temperature", "0.8"]) == 2
     assert "tokens: not drawn from the trainer's distribution" in capsys.readouterr().out

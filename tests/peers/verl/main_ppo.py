@@ -189,6 +189,7 @@ def run_verl(
     env: Mapping[str, str] | None = None,
     digits: tuple[int, int] = FAMILIAR_DIGITS,
     until: Callable[[], bool] | None = None,
+    metrics: str = "all",
 ) -> VerlRun:
     """Run three steps of verl.trainer.main_ppo in processes of their own, and leave none behind.
 
@@ -201,13 +202,14 @@ def run_verl(
         env: further environment variables.
         digits: operand lengths of the problems.
         until: is asked again and again, and kills the run when it is true.
+        metrics: `mismatch.monitor.metrics` of a run with a block; tests read every metric where verl logs it.
     """
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (sys.executable, "-m", "verl.trainer.main_ppo")
     command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides]
     if any("mismatch." in override for override in overrides):
-        command.append("++mismatch.monitor.metrics=all")  # tests read every metric where verl logs it
+        command.append(f"++mismatch.monitor.metrics={metrics}")
     policy = {"VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none"}
     return run_command(work, command, timeout=timeout, env={**policy, **(env or {})}, until=until)
 

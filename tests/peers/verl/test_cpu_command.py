@@ -1,0 +1,29 @@
+"""docs/verl.md's whole command for two CPU cores, as it is pasted."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+
+from mismatch_ext.log_reading import read_run
+from tests.commands import ROOT, shell
+
+pytestmark = [pytest.mark.engine, pytest.mark.nightly]
+
+
+def test_the_command_of_the_page_measures_two_steps() -> None:
+    page = (ROOT / "docs/verl.md").read_text(encoding="utf-8")
+    (command,) = re.findall(r"^ +(python -m examples\.verl_cpu.*)$", page, flags=re.M)
+    said = shell(command, timeout=600)
+    assert "step 2: " in said and "mismatch-ext report" in said, said
+    work = ROOT / "runs/verl_cpu"
+    run = read_run(work / "checkpoints/mismatch")
+    assert [step.step for step in run.steps] == [1, 2] and run.ending.status == "completed"
+    # verl's loggers get the short list; the metrics file gets everything.
+    logged = [json.loads(line)["data"] for line in (work / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    for step, whole in zip(logged, run.steps, strict=True):
+        ours = {name for name in step if name.startswith("mismatch/")}
+        assert {"mismatch/k3_kl", "mismatch/f_2", "mismatch/weight_sync_gap", "mismatch/alarms_raised"} <= ours
+        assert len(ours) <= 12 < len([name for name in whole.metrics if name.startswith("mismatch/")])
