@@ -207,11 +207,15 @@ def run_verl(
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (sys.executable, "-m", "verl.trainer.main_ppo")
-    command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides]
-    if any("mismatch." in override for override in overrides):
-        command.append(f"++mismatch.monitor.metrics={metrics}")
+    command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *overrides, *logging(overrides, metrics)]
     policy = {"VERL_USE_EXTERNAL_PLUGINS": "auto" if plugin else "none"}
     return run_command(work, command, timeout=timeout, env={**policy, **(env or {})}, until=until)
+
+
+def logging(overrides: Sequence[str], metrics: str = "all") -> list[str]:
+    """Return the override that makes verl's loggers get every metric, if the overrides have a block."""
+    has_block = any("mismatch." in override for override in overrides)
+    return [f"++mismatch.monitor.metrics={metrics}"] if has_block else []
 
 
 def cpu_paths(work: Path, data: Path, model: Path) -> list[str]:

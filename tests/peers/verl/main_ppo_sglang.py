@@ -9,7 +9,7 @@ from pathlib import Path
 from examples.arithmetic.task import FAMILIAR_DIGITS
 from tests.peers.engines.sglang_environment import OLDEST, PYTHON, environment
 from tests.peers.verl.cpu.assets import write_prompts
-from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, run_command
+from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, ROOT, VerlRun, cpu_paths, logging, run_command
 
 SGLANG = (
     "actor_rollout_ref.rollout.name=sglang",
@@ -43,7 +43,7 @@ def run_verl_sglang(
     work.mkdir(parents=True, exist_ok=True)
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS, digits)
     script = (str(PYTHON), "-m", "verl.trainer.main_ppo")
-    command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *SGLANG, *overrides]
+    command = [*script, *cpu_paths(work, data, model), *DEVICE, *GRPO, *SGLANG, *overrides, *logging(overrides)]
     return run_command(work, command, timeout=timeout, env={**sglang_environment(work, plugin, version), **(env or {})})
 
 

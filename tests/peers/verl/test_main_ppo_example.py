@@ -36,6 +36,7 @@ EVERYTHING_DENSE = (
     "actor_rollout_ref.actor.use_kl_loss=False",
     "+mismatch.correction.preset=decoupled_seq_is",
     "+mismatch.lr.trigger=response_length",
+    "++mismatch.monitor.metrics=all",
 )
 
 

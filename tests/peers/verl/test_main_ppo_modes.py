@@ -23,15 +23,17 @@ pytestmark = pytest.mark.engine
 Ran = tuple[VerlRun, Path]
 STEPS = 3
 TRUNCATED = ("++mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9", "actor_rollout_ref.rollout.top_k=8")
-RECIPE = ROOT / "examples/verl_recipe"
-# Over the recipe's own block, and without the alarm.
-SECTIONS = [section.replace("+mismatch", "++mismatch") for section in EVERYTHING[:-1]]
+# Over the script's own block, and without the alarm.
+SECTIONS = [
+    *(section.replace("+mismatch", "++mismatch") for section in EVERYTHING[:-1]),
+    "++mismatch.monitor.metrics=all",
+]
 
 
-def run_recipe(script: str, work: Path, overrides: Sequence[str], model: Path, **env: str) -> VerlRun:
-    """Run a script of examples/verl_recipe with a tiny model on a CPU."""
+def run_example(mode: str, work: Path, overrides: Sequence[str], model: Path, **env: str) -> VerlRun:
+    """Run examples/verl_moe.sh in a mode with a tiny model on a CPU."""
     data = write_prompts(work / "prompts.parquet", 3 * PROMPTS)
-    command = ["bash", str(RECIPE / script), *cpu_paths(work, data, model), *DEVICE, *GRPO]
+    command = ["bash", str(ROOT / "examples/verl_moe.sh"), mode, *cpu_paths(work, data, model), *DEVICE, *GRPO]
     return run_command(work, [*command, *SECTIONS, *overrides], timeout=420, env={"PYTHON": sys.executable, **env})
 
 
@@ -39,9 +41,9 @@ def run_recipe(script: str, work: Path, overrides: Sequence[str], model: Path, *
 def colocate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return a run on one device with tools and truncated sampling, which an alarm stops after its third step."""
     work = tmp_path_factory.mktemp("colocate")
-    alarm = f"+mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
+    alarm = f"++mismatch.monitor.alarms={{response_length/mean:{{above:1e-9,patience:{STEPS},action:stop}}}}"
     overrides = [*COLOCATE, *TOOLS, *TRUNCATED, *DERIVED_CLASSES, alarm, "trainer.total_training_steps=5"]
-    return run_recipe("run_colocate_async.sh", work, overrides, moe), work
+    return run_example("colocate_async", work, overrides, moe), work
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def separate(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """Return a run on two devices with tools and truncated sampling."""
     work = tmp_path_factory.mktemp("separate")
     overrides = [*SEPARATE, *TOOLS, *TRUNCATED, f"trainer.total_training_steps={STEPS}"]
-    return run_recipe("run_separate_async.sh", work, overrides, moe), work
+    return run_example("separate_async", work, overrides, moe), work
 
 
 def check_sections(run: VerlRun, work: Path, host: str) -> None:

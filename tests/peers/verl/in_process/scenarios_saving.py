@@ -37,8 +37,8 @@ def moved_away() -> dict[str, Any]:
         driver._block, driver._verdicts = MismatchConfig(), Verdicts("enforce")
         driver._kl = driver._draws = driver._weights = None
         driver._waiting, driver._saved_step = [{"f_tau": 0.5}], 0
-        logged = SimpleNamespace(metrics={}, stop=None)
-        driver._log = SimpleNamespace(state_dict=dict, log=lambda *_: logged)
+        logged = SimpleNamespace(metrics={}, shown={}, stop=None)
+        driver._log = SimpleNamespace(state_dict=dict, log=lambda *_: logged, shown=dict)
         driver._save_checkpoint()
         driver._record({}, 1)
         local = [path.name for path in Path(work, "run").iterdir()]

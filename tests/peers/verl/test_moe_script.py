@@ -1,4 +1,4 @@
-"""examples/verl_recipe: what its scripts ask for is verl's own configuration, and a block runs in it."""
+"""examples/verl_moe.sh: what it asks for in each mode is verl's own configuration, and a block runs in it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from mismatch_ext.adapters.verl.settings.modes import MODES, trainer_of
 
 from mismatch_ext import versions
 
-RECIPE = Path(__file__).resolve().parents[3] / "examples/verl_recipe"
+SCRIPT = Path(__file__).resolve().parents[3] / "examples/verl_moe.sh"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -43,11 +43,10 @@ def test_a_script_is_of_verls_configuration_and_its_block_is_run(mode: str, tmp_
     printed = tmp_path / "python"
     printed.write_text('#!/bin/sh\nprintf "%s\\n" "$@"\n', encoding="utf-8")
     printed.chmod(printed.stat().st_mode | stat.S_IXUSR)
-    script = RECIPE / f"run_{mode}.sh"
-    assert os.access(script, os.X_OK)
+    assert os.access(SCRIPT, os.X_OK)
     given = ["trainer.total_training_steps=7"]
     env = {**os.environ, "PYTHON": str(printed), "MODEL": "some/model", "TRAIN": "a.parquet", "VAL": "b.parquet"}
-    done = subprocess.run([script, *given], env=env, capture_output=True, text=True, check=True)
+    done = subprocess.run([SCRIPT, mode, *given], env=env, capture_output=True, text=True, check=True)
     module, name, *overrides = done.stdout.splitlines()
     assert (module, name) == ("-m", "verl.trainer.main_ppo") and overrides[-1:] == given
     # Composing refuses a key that verl has not.
@@ -60,17 +59,3 @@ def test_a_script_is_of_verls_configuration_and_its_block_is_run(mode: str, tmp_
         # verl asks for whole local updates of a step.
         updates = config.trainer.v1.separate_async.parameter_sync_step
         assert config.data.train_batch_size == updates * config.actor_rollout_ref.actor.ppo_mini_batch_size
-
-
-def test_the_folder_is_what_verls_recipes_are() -> None:
-    required = dict(
-        line.split("=", 1)
-        for line in (RECIPE / "REQUIRED_VERL.txt").read_text(encoding="utf-8").splitlines()
-        if not line.startswith("#")
-    )
-    (release,) = {part.split("==")[1] for part in required["PIP_INSTALL"].split() if part.startswith("verl==")}
-    assert versions.PEERS["verl"].accepts(release) and required["VERL_TAG"] == f"v{release}"
-    readme = (RECIPE / "README.md").read_text(encoding="utf-8")
-    assert "## Required `verl` version" in readme
-    assert {path.name for path in RECIPE.glob("*.sh")} == {f"run_{mode}.sh" for mode in MODES}
-    assert all(f"`./run_{mode}.sh`" in readme for mode in MODES)
