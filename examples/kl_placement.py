@@ -1,6 +1,6 @@
 """Where a KL estimate goes decides what it regularises: every placement on a toy whose optimum is known exactly.
 
-    python -m examples.kl_placement --out runs/kl_placement.html
+    python -m examples.kl_placement
 
 The toy is of the kind of A Comedy of Estimators (arXiv 2512.21852): a tabular autoregressive policy, one row of logits
 for each position and previous token, and a reward that is the fraction of positions with a target token. Such a policy
@@ -28,16 +28,12 @@ What to expect, and where this toy departs from a textbook ranking:
 from __future__ import annotations
 
 import argparse
-import html
 import math
 from dataclasses import dataclass
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
-import plotly.graph_objects as go
 import torch
-from plotly.subplots import make_subplots
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -52,21 +48,6 @@ REPLICAS = 256
 RUNAWAY = 1.5
 # Differences of J below this do not count for the ranking, however small their standard error.
 TIE = 0.001
-DASHES = {"reward": "solid", "loss": "dot", "both": "dashdot"}
-COLOURS = {
-    "K1 reward": "#0072B2",
-    "K1 reward, leave-one-out": "#00B8D4",
-    "K1 reward, rewards path": "#7CB518",
-    "K1 loss": "#8A7FD1",
-    "K1 both": "#1B2A6B",
-    "K2 reward": "#E69F00",
-    "K2 loss": "#B58900",
-    "K2 both": "#6B4E00",
-    "K3 reward": "#D55E00",
-    "K3 loss": "#009E73",
-    "K3 both": "#CC79A7",
-    "none": "#8A8A8A",
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -330,85 +311,9 @@ def print_table(results: list[Result], best: Optimum, beta: float, console: Cons
     console.print(table)
 
 
-def figure(results: list[Result], best: Optimum) -> go.Figure:
-    """Draw the KL and J over steps: the mean, and a band from the lowest to the highest seed."""
-    drawn = make_subplots(rows=1, cols=2, subplot_titles=("KL to the reference", "J = E[R] − beta KL"))
-    for result in results:
-        colour = COLOURS[result.name]
-        for column, values in enumerate((result.kl, result.j), start=1):
-            low, high = values.amin(1).tolist(), values.amax(1).tolist()
-            band = go.Scatter(
-                x=result.steps + result.steps[::-1],
-                y=high + low[::-1],
-                fill="toself",
-                fillcolor=_translucent(colour),
-                line={"width": 0},
-                hoverinfo="skip",
-                legendgroup=result.name,
-                showlegend=False,
-            )
-            line = go.Scatter(
-                x=result.steps,
-                y=values.mean(1).tolist(),
-                mode="lines",
-                name=result.name,
-                line={"color": colour, "width": 2, "dash": DASHES.get(result.placement or "", "solid")},
-                hovertemplate="%{y:.3f} at step %{x}<extra>%{fullData.name}</extra>",
-                legendgroup=result.name,
-                showlegend=column == 1,
-            )
-            drawn.add_trace(band, row=1, col=column)
-            drawn.add_trace(line, row=1, col=column)
-    for column, value in enumerate((best.kl, best.j), start=1):
-        line = go.Scatter(
-            x=[0, results[0].steps[-1]],
-            y=[value, value],
-            mode="lines",
-            name="optimum",
-            line={"color": "black", "width": 1.5, "dash": "dash"},
-            hovertemplate="%{y:.3f}<extra>optimum</extra>",
-            legendgroup="optimum",
-            showlegend=column == 1,
-        )
-        drawn.add_trace(line, row=1, col=column)
-        drawn.update_xaxes(title="optimizer step", row=1, col=column)
-    # All policies start at the reference, so the first decades say nothing.
-    decades = [
-        math.log10(best.kl / 10),
-        math.log10(1.2 * max(best.kl, *(float(result.kl.max()) for result in results))),
-    ]
-    drawn.update_yaxes(title="nats per response", type="log", range=decades, row=1, col=1)
-    drawn.update_layout(template="plotly_white", height=560, margin={"t": 50, "b": 50})
-    return drawn
-
-
-def write_page(path: Path, results: list[Result], best: Optimum, beta: float) -> None:
-    """Write the figure and the ranking as one file that loads nothing from anywhere."""
-    # Plotly's default buttons include one that uploads the chart.
-    config = {"displaylogo": False, "modeBarButtons": [["toImage", "zoom2d", "pan2d", "resetScale2d"]]}
-    plot = figure(results, best).to_html(full_html=False, include_plotlyjs="inline", config=config)
-    title = f"KL placement at beta {beta:g}"
-    seeds = results[0].j.shape[1]
-    note = f"Mean of {seeds} seeds, band from the lowest to the highest; dashed black: the optimum."
-    page = f"""<!DOCTYPE html>
-<html lang="en">
-<head><meta charset="utf-8"><title>{title}</title></head>
-<body style="font-family: sans-serif; max-width: 1500px; margin: 1em auto; padding: 0 1em">
-<h1>{title}</h1>
-<p>{html.escape(ranking(results, best))}</p>
-<p>{note}</p>
-{plot}
-</body>
-</html>
-"""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
-
-
 def main() -> None:
-    """Train every configuration, print the table and the ranking, write the page."""
+    """Train every configuration, and print the table and the ranking."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("runs/kl_placement.html"))
     parser.add_argument("--beta", type=float, default=0.05, help="coefficient of the KL (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=16, help="policies per configuration (default: %(default)s)")
@@ -421,18 +326,11 @@ def main() -> None:
     results = run(args.beta, args.steps, args.seeds, progress=True)
     best = optimum(Toy.make(), args.beta)
     print_table(results, best, args.beta, console)
-    write_page(args.out, results, best, args.beta)
     console.print(ranking(results, best), highlight=False)
-    console.print(f"figure: {args.out}", highlight=False)
 
 
 def _mean_std(values: Tensor, digits: int = 3) -> str:
     return f"{values[-1].mean():.{digits}f} ± {values[-1].std():.{digits}f}"
-
-
-def _translucent(colour: str) -> str:
-    red, green, blue = (int(colour[at : at + 2], 16) for at in (1, 3, 5))
-    return f"rgba({red},{green},{blue},0.15)"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Shared by the TRL examples: arguments with defaults for two CPU cores, the small models, the progress bar, the closing text.
+"""Shared by the TRL examples: arguments with defaults for two CPU cores, the small models, the progress bar.
 
 Import it before TRL and vLLM, because they read the environment only once, when they are imported.
 """
@@ -12,9 +12,8 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
 
-import textwrap
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,20 +21,15 @@ import torch
 import yaml
 from datasets import Dataset
 from mismatch_ext.adapters.vllm import shutdown
-from rich.console import Console
-from rich.table import Table
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import TrlParser
 
 from examples.arithmetic.pretrain import ensure_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
-from mismatch_ext import read_run
 
 # On two CPU cores, a run of these models takes a minute or two.
 SMALL_MODELS = ("dense", "moe")
 SMALL = Path(__file__).parent / "configs/arithmetic.yaml"
-SPLITS = (("eval/familiar", "trained distribution"), ("eval/unfamiliar", "unfamiliar and longer"))
-WIDTH = 120
 
 
 @dataclass
@@ -112,17 +106,6 @@ def end_engine(trainer: Any) -> None:
         shutdown(trainer.vllm_generation.llm)
 
 
-def recorded(output_dir: str | Path) -> Any:
-    """Read what the latest run with this output folder measured; an earlier one is left out."""
-    run = read_run(Path(output_dir, "mismatch"))
-    latest = run.header["segment"]
-    return replace(
-        run,
-        steps=tuple(record for record in run.steps if record.segment >= latest),
-        events=tuple(record for record in run.events if record.segment >= latest),
-    )
-
-
 def pooled(run: Any, metric: str, split: str = "train") -> float | None:
     """Return a metric of our own over the steps of a split: the maximum, or the mean weighted by tokens; None without a value."""
     steps = [record.metrics for record in run.steps if record.split == split]
@@ -136,24 +119,3 @@ def pooled(run: Any, metric: str, split: str = "train") -> float | None:
     if metric.endswith("_max"):
         return max(value for value, _ in values)
     return sum(value * tokens for value, tokens in values) / sum(tokens for _, tokens in values)
-
-
-def conclude(
-    title: str, headings: Sequence[str], rows: Iterable[Sequence[str]], expectation: str, *, text_columns: int = 1
-) -> None:
-    """Print what the run measured, and below it what to expect.
-
-    Args:
-        title: Title of the table.
-        headings: One per column.
-        rows: Cells, formatted.
-        expectation: A paragraph.
-        text_columns: Columns that are text; they come first.
-    """
-    table = Table(title=title)
-    for number, heading in enumerate(headings):
-        table.add_column(heading, justify="left" if number < text_columns else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*row)
-    Console(width=WIDTH).print(table)
-    print(textwrap.fill(f"What to expect: {' '.join(expectation.split())}", WIDTH), flush=True)

@@ -1,9 +1,11 @@
 """GRPO with TRL, vLLM and the `mismatch:` block, on addition problems with short worked steps.
 
-    python examples/trl_grpo.py --config examples/configs/arithmetic.yaml --output_dir runs/mine \
-        --max_steps 20 --mismatch '{"precision": {"dtype": "float16"}}'
+    python examples/trl_grpo.py --config examples/configs/fp16.yaml
+    python examples/trl_grpo.py --max_steps 20 --output_dir runs/mine --mismatch '{"precision": {"dtype": "float16"}}'
 
-Only the two class names and `mismatch` differ from a plain TRL script.
+`examples/configs` has a file for each feature: fp16, r3, lr, kl. Every TRL argument can be given, also in the file. On a GPU,
+give `--model_name_or_path Qwen/Qwen3-0.6B`: with your own model, all other arguments have TRL's defaults. Only the two class
+names and `mismatch` differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ class ScriptArguments(shared.ScriptArguments):
 
 def main() -> None:
     """Train, after measuring the gap on both evaluation sets."""
-    script, config = shared.parse((ScriptArguments, MismatchGRPOConfig))
+    script, config = shared.parse((ScriptArguments, MismatchGRPOConfig), {"use_vllm": True, "mismatch": {}}, small={})
     # With zero steps, only the checkpoint itself is evaluated.
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
     evaluation = shared.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
