@@ -16,6 +16,7 @@ from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
+from mismatch_ext.terminal import say
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
@@ -32,6 +33,8 @@ MENDED = {
 }
 # Responses that are sampled to the run's whole length.
 FAR_ROWS = 4
+# Seconds between two lines of progress in a log.
+LINES_APART = 5.0
 # Fields of the engine's configuration whose values are tried in the trainer's model.
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
@@ -155,13 +158,18 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
 
 
 class _Rungs:
-    """Moves a progress bar on, shows the name of the rung that begins, and keeps the seconds of each rung."""
+    """Says what is being computed, and keeps the seconds of each rung.
+
+    A terminal shows the rung that runs; a log gets a line when a rung begins, at most one in `LINES_APART` seconds.
+    """
 
     def __init__(self) -> None:
-        from tqdm import tqdm
+        from rich.console import Console
 
-        self._bar = tqdm(unit="rung", disable=None)
-        self._name, self._since = "", perf_counter()
+        console = Console(stderr=True)
+        self._status = console.status("") if console.is_terminal else None
+        self._name, self._began = "", perf_counter()
+        self._since, self._told = self._began, self._began - LINES_APART
         self.seconds: dict[str, float] = {}
 
     def __call__(self, name: str) -> None:
@@ -169,8 +177,15 @@ class _Rungs:
         if self._name:
             self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
         self._name, self._since = name, now
-        self._bar.set_description(name)
-        self._bar.update()
+        if name:
+            self._tell(f"doctor, after {now - self._began:.0f} s: {name}", now)
+
+    def _tell(self, line: str, now: float) -> None:
+        if self._status is not None:
+            self._status.update(line)
+        elif now - self._told >= LINES_APART:
+            self._told = now
+            say(line, error=True)
 
     def ended(self, diagnosis: Diagnosis) -> Diagnosis:
         """Return a diagnosis with the seconds that each rung took."""
@@ -178,10 +193,13 @@ class _Rungs:
         return replace(diagnosis, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
 
     def __enter__(self) -> _Rungs:
+        if self._status is not None:
+            self._status.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.close()
+        if self._status is not None:
+            self._status.stop()
 
 
 def _diagnosed(

@@ -63,3 +63,16 @@ def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_pa
     assert not unlike(folder, same)
     (said,) = unlike(folder, Run(model="x", dtype="float16", sampling={"temperature": 0.7}))
     assert "an engine in bfloat16, not float16, temperature 1.0, not 0.7: what its command line said" in said
+
+
+def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
+    from mismatch_ext.adapters.doctor import examining
+
+    with examining._Rungs() as rung:
+        rung("engine")
+        rung("engine again")  # too soon after the line before
+        rung._told -= examining.LINES_APART
+        rung("trainer")
+    said = capsys.readouterr().err.splitlines()
+    assert [line.partition(" s: ")[2] for line in said] == ["engine", "trainer"]
+    assert set(rung.seconds) == {"engine", "engine again"}

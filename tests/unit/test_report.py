@@ -6,6 +6,8 @@ import html
 import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 from collections import Counter
 from html.parser import HTMLParser
@@ -569,3 +571,31 @@ def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:
         said.append(say(run_dir))
     assert "few tokens carry the gap" in said[0] and "experts" not in said[0]
     assert "few tokens carry the gap, as when experts flip" in said[1]
+
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize(("width", "scheme"), [(1280, 1), (400, 0)], ids=["wide, light", "a phone, dark"])
+def test_a_browser_draws_the_page_and_reports_no_error(tmp_path: Path, width: int, scheme: int) -> None:
+    page = render(write_run(tmp_path / "run", "bf16"))
+    done = subprocess.run(
+        [
+            *(
+                str(CHROMIUM),
+                "--headless=new",
+                "--no-sandbox",
+                "--disable-gpu",
+                "--enable-logging=stderr",
+                "--dump-dom",
+            ),
+            *(f"--window-size={width},900", f"--blink-settings=preferredColorScheme={scheme}"),
+            *("--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()),
+        ],
+        capture_output=True,
+        encoding="utf-8",
+        timeout=120,
+    )
+    assert "CONSOLE" not in done.stderr, done.stderr
+    assert done.stdout.count('class="main-svg"') > 10 and 'href="#summary"' in done.stdout
