@@ -22,6 +22,8 @@ from typing import Any
 
 from transformers import TrainerCallback
 
+from benchmarks.harness import interval
+
 EVERYTHING: dict[str, Any] = {
     "precision": {"dtype": "bfloat16"},
     "correction": {"preset": "decoupled_geo_rs_token_tis"},
@@ -112,7 +114,7 @@ def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None
     os._exit(0)  # engine threads may outlive the main one
 
 
-def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
+def run(steps: int = 14, model: str | None = None) -> list[dict[str, Any]]:
     """Return the row of this benchmark; the ratio is the time of the stock step over that with everything on."""
     from examples.arithmetic.pretrain import ensure_model
 
@@ -142,6 +144,7 @@ def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
     pairs = list(zip(found["ours"], found["theirs"], strict=True))[WARM_UP:]
     assert all(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs), "the two sampled other tokens"
     assert all(ours["reward"] == theirs["reward"] for ours, theirs in pairs), "the two sampled other tokens"
+    times = [ours["seconds"] / theirs["seconds"] for ours, theirs in pairs]
     tokens = (pairs[-1][0]["tokens"] - pairs[0][0]["tokens"]) / (len(pairs) - 1)
     return [
         {
@@ -149,6 +152,8 @@ def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
             "ours": median(ours["seconds"] for ours, _ in pairs),
             "theirs": median(theirs["seconds"] for _, theirs in pairs),
             "ratio": median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs),
+            "times stock": median(times),
+            "95 % of it": interval(times),
             "equal": f"reward and number of tokens of each of {len(pairs)} steps",
         }
     ]
@@ -156,7 +161,7 @@ def run(steps: int = 8, model: str | None = None) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=14)
     parser.add_argument("--model", default=None, help="A checkpoint; the example's mixture of experts otherwise.")
     given = parser.parse_args()
     for row in run(given.steps, given.model):

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -51,6 +52,15 @@ def paired(
         "ratio": median(b / a for a, b in seconds),
         "equal": equal,
     }
+
+
+def interval(values: Sequence[float], outside: float = 0.05) -> tuple[float, float]:
+    """Return bounds of the median that it lies outside of with at most this probability; of few values, all of them."""
+    ordered, count = sorted(values), len(values)
+    below = (sum(math.comb(count, k) for k in range(at + 1)) / 2**count for at in range(count // 2))
+    left_out = sum(1 for share in below if 2 * share <= outside)
+    first = max(left_out - 1, 0)
+    return ordered[first], ordered[count - 1 - first]
 
 
 def peak() -> float:

@@ -89,6 +89,8 @@ HEAD = "    def _compute_loss(self, model, inputs):\n"
 HELPER = (
     "    def _clipped(self, ratio):\n        return torch.clamp(ratio, 1 - self.epsilon_low, 1 + self.epsilon_high)\n\n"
 )
+RETURN = "        return loss\n"
+NORMALIZED = "    def _normalized(self, loss, mask):\n        return loss * mask.numel() / mask.sum()\n\n"
 OUTPUT = '            "num_items_in_batch": num_items_in_batch,\n'
 SYNC = "    def sync_weights(self):\n"
 RATIO = 'token_loss * inputs["importance_sampling_ratio"]'
@@ -120,6 +122,12 @@ HARMFUL: dict[str, tuple[Change, str]] = {
     "a new normalizer": (
         _replaced(
             TRAINER, ('normalizer = inputs["num_items_in_batch"]', 'normalizer = 2 * inputs["num_items_in_batch"]')
+        ),
+        "comes to",
+    ),
+    "a return through a normalizer of its own": (
+        _replaced(
+            TRAINER, (RETURN, "        return self._normalized(loss, completion_mask)\n"), (HEAD, NORMALIZED + HEAD)
         ),
         "comes to",
     ),

@@ -57,6 +57,7 @@ def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any,
     ("old", "new", "words"),
     [
         ("normalizer = inputs[", "normalizer = 2 * inputs[", ["comes to", "instead of"]),
+        ("return loss\n", "return loss * mask.numel() / mask.sum()\n", ["comes to", "instead of"]),
         (RATIO, 'inputs["importance_sampling_ratio"] * 1.01\n', ["comes to", "instead of"]),
         (RATIO, 'inputs["is_ratio"]\n', ["reads 'is_ratio'", "new"]),
         (MASK, 'mask = inputs.get("weights", completion_mask) if', ["reads 'weights'", "new"]),
