@@ -278,7 +278,7 @@ class Objective:
         return policy, reference
 
     def _logits(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
-        with self.run.scoring.routed(model, attention_mask, length):
+        with self.run.scoring.routed(model, tokens, attention_mask, length):
             return completion_logits(model, tokens, attention_mask, length)
 
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:

@@ -208,15 +208,17 @@ class Scoring:
                 "remove both."
             )
 
-    def routed(self, model: Any, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
-        """Return the context for one more forward pass of the micro-batch whose loss is being computed."""
+    def routed(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
+        """Return the context for one more forward pass of the micro-batch whose loss is being computed, or of a part of it."""
         routing = self.routing
         reference = routing is not None and self.is_reference(model)
         if routing is None or (reference and not routing.config.reference):
             return nullcontext()
         assert self.rollouts is not None
+        if (routes := self.rollouts.routes_of(tokens, attention_mask, length)) is None:
+            raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
         split = REFERENCE if reference else self.run.split
-        return routing.over_rows(model, attention_mask, length, self.rollouts.routes[0], split)
+        return routing.over_rows(model, attention_mask, length, routes, split)
 
     # A batch that has been scored.
 

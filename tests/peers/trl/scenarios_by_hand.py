@@ -358,7 +358,9 @@ class Hand:
         self.host, self.user, self.kl = case["host"], case["user"], case["block"].get("kl")
         self.lora = case["lora"]
         self.policy, self.reference = (
-            AutoModelForCausalLM.from_pretrained(model, dtype=torch.float64, attn_implementation="eager")
+            AutoModelForCausalLM.from_pretrained(
+                model, dtype=torch.float64, attn_implementation="eager", **self.host.get("model_init_kwargs", {})
+            )
             for _ in range(2)
         )
         if self.lora:

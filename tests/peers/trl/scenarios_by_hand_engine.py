@@ -172,6 +172,24 @@ class Masked(Hand):
         return full.gather(-1, inputs["completion_ids"][..., None])[..., 0], full
 
 
+def draw_routed(seed: int) -> dict[str, Any]:
+    """Draw a training of a mixture of experts under the engine's routes, which in float32 are the model's own."""
+    case = draw(seed)
+    case["lora"] = False
+    case["host"] |= {"router_aux_loss_coef": 0.0, "model_init_kwargs": {"experts_implementation": "eager"}}
+    case["block"] |= {"routing": {"mode": "R3"}, "precision": {"dtype": "float32"}, "monitor": {"weight_sync": "off"}}
+    # Routes are the model's own until it is updated.
+    case["host"] |= {"num_iterations": 1, "steps_per_generation": case["host"]["gradient_accumulation_steps"]}
+    if case["user"]["change"] == "replayed":
+        case["user"]["change"] = "permuted"
+    return case
+
+
+def routed(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Compare the runs of some seeds under routes."""
+    return _compared(model, out, [draw_routed(seed) for seed in range(first, last)], Hand)
+
+
 def corrected(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
     """Compare the runs of some seeds with a correction."""
     return _compared(model, out, [draw_correction(seed) for seed in range(first, last)], Corrected)

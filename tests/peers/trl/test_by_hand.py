@@ -79,7 +79,7 @@ def test_a_baseline_is_of_other_samples_of_the_prompt_wherever_rows_stand(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(10, 170))
+@pytest.mark.parametrize(("first", "last"), draws(8, 168))
 def test_corrections_of_an_engine_in_other_precision(
     run: Run, dense: Path, tmp_path: Path, first: int, last: int
 ) -> None:
@@ -87,7 +87,7 @@ def test_corrections_of_an_engine_in_other_precision(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(6, 86))
+@pytest.mark.parametrize(("first", "last"), draws(4, 84))
 def test_policies_over_the_tokens_that_were_left_to_sample_from(
     run: Run, dense: Path, tmp_path: Path, first: int, last: int
 ) -> None:
@@ -95,7 +95,15 @@ def test_policies_over_the_tokens_that_were_left_to_sample_from(
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(6, 86))
+@pytest.mark.parametrize(("first", "last"), draws(8, 88))
+def test_mixtures_of_experts_under_the_engines_routes(
+    run: Run, moe: Path, tmp_path: Path, first: int, last: int
+) -> None:
+    check(run(engine.routed, model=moe, out=tmp_path, first=first, last=last, timeout=800).expect())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(("first", "last"), draws(5, 85))
 def test_a_block_that_observes_changes_no_bit(run: Run, dense: Path, tmp_path: Path, first: int, last: int) -> None:
     for result in run(scenarios.observed, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect():
         assert result["observed"] == result["stock"] and len(result["stock"]["logged"]) > 3, result["case"]
