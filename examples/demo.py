@@ -246,12 +246,14 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
     model = ensure_model(kind, args.model_cache, anew=args.train)
     console.print(f"{TITLES[kind]}: {model}", soft_wrap=True)
     run_dir.mkdir(parents=True, exist_ok=True)
-    seconds, chosen = {}, settings(kind, args.full)
+    seconds, chosen, runs = dict[str, float](), settings(kind, args.full), dict[str, Any]()
     for setting in chosen:
         progress.say(f"{TITLES[kind]}, {setting.name}: {setting.title}")
         steps = (setting.steps if args.steps is None else args.steps) if trains else 0
         seconds[setting.name] = train(setting, model, run_dir, steps, args.prompts)
-    runs = {setting.name: read_run(run_dir / setting.name) for setting in chosen}
+        runs[setting.name] = read_run(run_dir / setting.name)
+        if setting is not chosen[-1]:
+            print_table(summarised(runs), f"{TITLES[kind]}, so far", console)
     rows, replay = summarised(runs), replay_rows(runs)
     intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in chosen})
     header = runs[chosen[0].name].header
