@@ -44,7 +44,11 @@ TRAINING: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = 
     ("docs/trl.md", 1): (TRL, (MODEL, SHORT), TRAINED),
     ("docs/trl.md", 3): (
         TRL + CONFIG + TOOLS,
-        (("...,", "model=speaking, reward_funcs=reward, train_dataset=dataset,"), SHORT),
+        (
+            ("...,", "model=speaking, reward_funcs=reward, train_dataset=dataset,"),
+            ("top_k=64", "top_k=8"),  # of a vocabulary of 60
+            SHORT,
+        ),
         TRAINED,
     ),
     ("docs/trl.md", 5): (
