@@ -26,10 +26,10 @@ short = dict(max_steps=1, per_device_train_batch_size=8, max_completion_length=1
 CONFIG = "from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer\n"
 TOOLS = """
 from pathlib import Path
-from tests.peers.trl.scenarios_turns import add, asked, speaking_model
+from tests.peers.trl.scenarios_turns import Counter, add, asked, even as reward, speaking_model
 speaking, dataset = str(speaking_model(Path("MOE").parent / "speaking")), asked()
-reward = lambda completions, **_: [float(len(str(completion)) % 7) for completion in completions]
-short["vllm_max_model_length"] = 320
+short |= dict(max_tool_calling_iterations=2, generation_kwargs={"max_tokens": 5}, max_completion_length=26, temperature=0.8,
+              vllm_max_model_length=96, bf16=False)
 """
 TRAINED = "\ntrainer.train()\nassert trainer.state.global_step == 1\nos._exit(0)\n"
 SHORT = ("use_vllm=True,", "use_vllm=True, **short,")
@@ -47,6 +47,7 @@ TRAINING: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = 
         (
             ("...,", "model=speaking, reward_funcs=reward, train_dataset=dataset,"),
             ("top_k=64", "top_k=8"),  # of a vocabulary of 60
+            ("tools=[add]", "tools=[add], environment_factory=Counter"),  # whatever this model says calls both
             SHORT,
         ),
         TRAINED,
@@ -139,7 +140,12 @@ def models(dense: Path, moe: Path, tmp_path: Path) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("of", TRAINING, ids=lambda of: f"{Path(of[0]).stem}-{of[1]}")
+@pytest.mark.parametrize(
+    "of",
+    # The pages' first two blocks of a trainer in every run, what tools and LoRA add to them by night.
+    [pytest.param(of, marks=[] if of[1] < 2 else pytest.mark.nightly) for of in TRAINING],
+    ids=lambda of: f"{Path(of[0]).stem}-{of[1]}",
+)
 def test_a_block_that_trains(of: tuple[str, int], models: Path) -> None:
     script = models / "block.py"
     script.write_text(pasted(of, *TRAINING[of], models), encoding="utf-8")
