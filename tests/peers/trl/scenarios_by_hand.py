@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, ReplayError
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import digest_of
 
@@ -120,6 +120,7 @@ def draw(seed: int) -> dict[str, Any]:
             kl["target_kl"] = rng.choice([0.05, 0.5])
         if rng.random() < 0.3 and kl["estimator"] != "full" and kl["placement"] != "loss":
             kl |= {"reward_path": "rewards", "target": "sequence", "ratio": "none", "baseline": "none"}
+            host["mask_truncated_completions"] = False
         if rng.random() < 0.15 and not lora:
             host |= {"sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.5}
     return {"host": host, "block": block, "user": user, "lora": lora}
@@ -424,12 +425,8 @@ class Hand:
         of_functions = torch.tensor([even(texts), parity(texts)], dtype=torch.float64)
         rewards = torch.tensor(self.host.get("reward_weights", [1.0, 1.0]), dtype=torch.float64) @ of_functions
         if self.in_rewards:
-            mask = batch["completion_mask"].bool()
-            ended = torch.arange(mask.size(1)) < torch.tensor(lengths)[:, None]
-            there = torch.where(mask.any(1, keepdim=True), mask, ended)  # truncated ones are rewarded too
-            whole = {**batch, "completion_mask": there.long()}
-            d = self.scores(self.policy, whole)[0] - self.scores(self.reference, whole)[0]
-            rewards = rewards - self.coef * torch.where(there, self._estimate(d), 0.0).sum(1)
+            d = self.scores(self.policy, batch)[0] - self.scores(self.reference, batch)[0]
+            rewards = rewards - self.coef * (batch["completion_mask"] * self._estimate(d)).sum(1)
         groups = rewards.view(-1, self.host["num_generations"])
         centered = groups - groups.mean(1, keepdim=True)
         if self.host["scale_rewards"] == "group":
@@ -697,7 +694,7 @@ def compared(model: str, out: str, case: dict[str, Any], by: type[Hand] = Hand, 
     try:
         trainer, noted = built(model, out, case, bases, {**args, "mismatch": case["block"]})
         trainer.train()
-    except ConfigError as error:
+    except (ConfigError, ReplayError) as error:
         return result | {"refused": str(error)}
     hand, moments, errors = by(model, case, trainer.generated), {}, []
     for number, step in enumerate(noted.steps):
