@@ -10,8 +10,9 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError
-from mismatch_ext.seams import Host, Refusal, Seam, examine, survey
+from mismatch_ext.seams import FEATURES, Host, Refusal, Seam, examine, survey
 from mismatch_ext.versions import PEERS, accepted, on_cpu_build, warn_untested
 
 HERE = Path(__file__).parent
@@ -26,15 +27,41 @@ def declared() -> tuple[Seam, ...]:
 
 
 def refusals() -> tuple[Refusal, ...]:
-    """Return what TRL's and verl's adapters refuse by name."""
-    return (*_load("trl").REFUSALS, *_load("verl").REFUSALS)
+    """Return what the hosts refuse by name; for verl, what its driver's own table says of the smallest configurations."""
+    of_verl = (
+        Refusal(tuple(host.using), feature, *refused)
+        for host in hosts()
+        for feature in FEATURES
+        if "verl" in host.using and (refused := _refused_by_verl(host, feature)) is not None
+    )
+    return (*_load("trl").REFUSALS, *of_verl)
 
 
-def _load(adapter: str) -> ModuleType:
-    """Load an adapter's `seams.py` without its package, because the package imports a peer."""
-    name = f"{__package__}.{adapter}.seams"
+def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
+    """Return why verl's driver refuses the smallest block with a feature, and what is allowed; None where it does not."""
+    section, _, key = feature.partition(".")
+    values = {
+        "precision": {"dtype": "float16"},
+        "correction": {"preset": "decoupled_token_is"},
+        "routing": {"mode": key},
+        "monitor": {} if key == "weight_sync" else {"weight_sync": "off"},
+    }
+    if key == "doctor":
+        values["monitor"]["doctor"] = "first_batch"
+    block = MismatchConfig.parse({"monitor": values["monitor"], section: values.get(section, {})})
+    assert block is not None
+    actor, engine = "megatron" if "megatron" in host.using else "fsdp", "sglang" if "sglang" in host.using else "vllm"
+    config = {"actor_rollout_ref": {"actor": {"strategy": actor}, "rollout": {"name": engine}}}
+    for _, setting, _ in _load("verl", "refusals").refused(config, block):
+        return setting.why, setting.allowed
+    return None
+
+
+def _load(adapter: str, module: str = "seams") -> ModuleType:
+    """Load a module of an adapter without its package, because the package imports a peer."""
+    name = f"{__package__}.{adapter}.{module}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / adapter / "seams.py")
+        spec = importlib.util.spec_from_file_location(name, HERE / adapter / f"{module}.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

@@ -7,7 +7,6 @@ from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
-from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
 from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
@@ -23,7 +22,6 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (CPU_MOE_REPACK, "during weight updates on a CPU: `update_weights`, and those of a server with the plugin"),
     (CPU_ROUTES, "while TRL builds its trainer with `routing.mode: R3`, on a CPU with vLLM 0.31 or later"),
     (TOP_LOGPROBS, "with `sampling_mask`: while TRL's colocated vLLM generates, and in verl's vLLM servers"),
-    (RESPONSE_LOGPROBS, "while verl's FSDP engine takes log-probabilities with `sampling_mask`"),
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (GUARD, "wherever verl has loaded this package, or failed to; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),

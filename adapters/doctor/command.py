@@ -102,7 +102,7 @@ def host_of(arguments: argparse.Namespace) -> HostRun | None:
 
         return read_trl(arguments.trl, checkpoint, served=arguments.server is not None)
     if arguments.verl is not None:
-        from mismatch_ext.adapters.verl.settings.doctor import read_verl
+        from mismatch_ext.adapters.verl.doctor import read_verl
 
         return read_verl(arguments.verl, checkpoint)
     return None

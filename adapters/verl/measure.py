@@ -15,11 +15,10 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from mismatch_ext.adapters.verl.loss import BASELINE, sampled_by
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
-from mismatch_ext.adapters.verl.worker.kl import BASELINE, sampled_by
 from tensordict import TensorDict
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
 from mismatch_ext.config import KlConfig
@@ -173,7 +172,8 @@ def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring) ->
     assert scoring.version is not None
     old, rollout = (data[name].to_padded_tensor(0.0).float() for name in (scoring.field, ROLLOUT))
     mask = data[MASK].to_padded_tensor(0).bool()
-    extra = data.pop(EXTRA).tolist()
+    # Without it the versions are unknown.
+    extra = [{}] * len(tags) if (fields := data.pop(EXTRA, None)) is None else fields.tolist()
     segments = [segments_of(row or {}, int(tag.get("prompt_len", 0))) for row, tag in zip(extra, tags, strict=True)]
     versions = token_versions(segments, mask)
     comparable = of_one_version(versions, mask) if scoring.replayed else mask
@@ -197,23 +197,30 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None,
     return [(span[0] if span[0] == span[1] else None, 0)]
 
 
-def left_by_correction(batch: Any) -> tuple[Tensor, Tensor]:
-    """Return which tokens verl's rollout correction keeps with a weight above 0, and which the policy sampled `[B, T]`, bool.
+def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield which tokens verl's rollout correction keeps with a weight above 0, and which the policy sampled, chunk by chunk.
 
     Args:
         batch: verl's keys of a batch whose advantages are computed.
+
+    Yields:
+        Both `[B, T]`, bool.
+
+    Raises:
+        RecordError: The batch lacks verl's mask before the correction.
     """
-    kept: list[Tensor] = []
-    sampled: list[Tensor] = []
     for first in range(0, len(batch.keys), CHUNK):
         keys = list(batch.keys[first : first + CHUNK])
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, BEFORE, WEIGHTS])
-        left = data[MASK].values().bool()
+        if data.get(BEFORE, None) is None:
+            raise RecordError(
+                f"rollouts {keys[0]} to {keys[-1]} have no {BEFORE}, so that nobody can say what the correction rejected. Put "
+                "it into the batch beside response_mask, as verl's agent loops do."
+            )
+        kept, sampled = data[MASK].to_padded_tensor(0).bool(), data[BEFORE].to_padded_tensor(0).bool()
         if (weights := data.get(WEIGHTS, None)) is not None:
-            left = left & (weights.values() != 0)
-        for values, rows in ((left, kept), (data[BEFORE].values().bool(), sampled)):
-            rows += values.split(data[BEFORE].offsets().diff().tolist())
-    return pad_sequence(kept, batch_first=True), pad_sequence(sampled, batch_first=True)
+            kept = kept & (weights.to_padded_tensor(0.0) != 0)
+        yield kept, sampled
 
 
 def measure_kl(batch: Any, section: KlConfig) -> Sums:

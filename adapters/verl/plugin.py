@@ -72,7 +72,7 @@ def _load() -> None:
 
 def _prepare(config: Any) -> dict[str, Any]:
     # Imported late, because it imports parts of verl that are not loaded yet while verl imports this package.
-    from mismatch_ext.adapters.verl.settings.prepare import prepare
+    from mismatch_ext.adapters.verl.config import prepare
 
     return prepare(config)
 

@@ -102,8 +102,9 @@ class PassLayout:
         """Return the values of the tokens `[N, ...]` from those of the rows; ranks that share them must all call this."""
         if self.padding is None:
             return rows.view(*self._real.shape, *rows.shape[1:])[self._real]
-        if self.shared:
-            # As bytes, because NCCL has no 16-bit integers.
+        if self.shared and rows.is_floating_point():
+            rows = gather_outputs_and_unpad(rows, gather_dim=0)
+        elif self.shared:  # as bytes, because NCCL has no 16-bit integers
             rows = gather_outputs_and_unpad(rows.contiguous().view(torch.uint8), gather_dim=0).view(rows.dtype)
         return rows[: int(self.offsets[-1])]
 

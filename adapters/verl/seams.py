@@ -1,8 +1,8 @@
-"""What this package relies on in verl beside its version: the classes that it derives from, and what it refuses by name."""
+"""What this package relies on in verl: the classes that it derives from, and what it calls."""
 
 from __future__ import annotations
 
-from mismatch_ext.seams import Claim, Refusal, Seam, exists
+from mismatch_ext.seams import Claim, Seam, exists
 
 _SOURCE = "https://github.com/verl-project/verl/blob/v0.9.1/verl/"
 _TRAINER = "verl.trainer.ppo.v1.trainer_base"
@@ -220,16 +220,3 @@ SEAMS = (
         where=("verl", "fsdp", "vllm"),
     ),
 )
-
-REFUSALS = (
-    Refusal(
-        ("verl",), "monitor.doctor", "no batch is examined in a run of verl",
-        "none. Give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`",
-    ),
-    Refusal(("verl", "sglang"), "sampling_mask", "masks are read off vLLM's answers alone", "vLLM"),
-    Refusal(("verl", "megatron"), "sampling_mask", "masks are replayed in verl's FSDP engine alone", "fsdp or fsdp2"),
-    Refusal(
-        ("verl", "megatron"), "precision", "dtypes and loss scale of verl's Megatron engine are set elsewhere", "fsdp2"
-    ),
-    Refusal(("verl", "megatron"), "monitor.weight_sync", "the actor's weights are probed in FSDP models alone", "'off'"),
-)  # fmt: skip

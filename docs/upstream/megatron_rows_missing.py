@@ -6,7 +6,7 @@ from megatron.core.transformer.moe.router_replay import RouterReplay, RouterRepl
 
 PEER = "megatron-core"
 REPORTED = "not reported"
-WORKAROUND = "patch `verl/megatron_closed_topk` with `ReplayGuard.after` (adapters/verl/megatron/replay.py) refuses it"
+WORKAROUND = "patch `verl/megatron_closed_topk` with `ReplayGuard.after` (adapters/verl/megatron.py) refuses it"
 EXPECTED = 2.0
 
 
@@ -23,7 +23,7 @@ def seen(look=lambda router, scores, indices: None) -> float:
 
 def with_workaround() -> float:
     """Look at what was selected as this package does around verl's replay."""
-    from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
+    from mismatch_ext.adapters.verl.megatron import ReplayGuard
 
     return seen(lambda router, scores, indices: ReplayGuard().after(router, scores, 2, indices, lambda: indices))
 

@@ -7,7 +7,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 PEER = "verl"
 REPORTED = "not reported"
-WORKAROUND = "`check_native` (adapters/verl/settings/correction.py) sets `policy_loss` to the driver's settings"
+WORKAROUND = "`set_correction` (adapters/verl/config.py) sets `policy_loss` to the driver's settings"
 FLAGS = ["bypass_mode=True", "rollout_is=token", "rollout_rs=token_k1", "rollout_rs_threshold=0.9_1.1"]
 EXPECTED = 0.0
 
@@ -29,7 +29,7 @@ def seen(prepare=lambda config: None) -> float:
 
 def with_workaround() -> float:
     """Prepare the configuration as a run with a block is."""
-    from mismatch_ext.adapters.verl.settings.correction import check_native
+    from mismatch_ext.adapters.verl.config import check_native
 
     return seen(check_native)
 

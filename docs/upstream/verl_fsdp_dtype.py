@@ -8,7 +8,7 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngine
 
 PEER = "verl"
 REPORTED = "not reported"
-WORKAROUND = "`precision.dtype` (adapters/verl/settings/prepare.py) sets `mixed_precision`, which is read"
+WORKAROUND = "`precision.dtype` (adapters/verl/config.py) sets `mixed_precision`, which is read"
 EXPECTED = "torch.float16"
 
 
@@ -27,7 +27,7 @@ def seen(prepare=lambda config: None) -> str:
 
 
 def with_workaround() -> str:
-    from mismatch_ext.adapters.verl.settings.prepare import set_precision
+    from mismatch_ext.adapters.verl.config import set_precision
 
     from mismatch_ext.config import MismatchConfig
 

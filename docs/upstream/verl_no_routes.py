@@ -5,7 +5,7 @@ from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAc
 
 PEER = "verl"
 REPORTED = "not reported"
-WORKAROUND = "patch `verl/megatron_closed_topk` with `ReplayGuard` (adapters/verl/megatron/replay.py) refuses the pass"
+WORKAROUND = "patch `verl/megatron_closed_topk` with `ReplayGuard` (adapters/verl/megatron.py) refuses the pass"
 EXPECTED = "an error"
 
 
@@ -21,7 +21,7 @@ def seen() -> str:
 
 def with_workaround() -> str:
     """Select with this package's patch in place."""
-    from mismatch_ext.adapters.verl.megatron.replay import ReplayGuard
+    from mismatch_ext.adapters.verl.megatron import ReplayGuard
     from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 
     from mismatch_ext.patching import applied

@@ -7,7 +7,7 @@ from verl.utils.fsdp_utils import fsdp2_sharded_save_to_cpu
 
 PEER = "verl"
 REPORTED = "not reported"
-WORKAROUND = "`MismatchDetachWorker.copy_handler` (adapters/verl/worker/detached.py) copies them"
+WORKAROUND = "`MismatchDetachWorker.copy_handler` (adapters/verl/worker.py) copies them"
 EXPECTED = 0.0
 
 
@@ -27,7 +27,7 @@ def seen(save=fsdp2_sharded_save_to_cpu) -> float:
 def with_workaround() -> float:
     from types import SimpleNamespace as Of
 
-    from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
+    from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 
     worker = object.__new__(MismatchDetachWorker)
     vars(worker).update(config=Of(actor=Of(strategy="fsdp2")), _strategy_handlers=None, _verdicts=Of(observes=False))

@@ -11,7 +11,7 @@ from typing import Any
 from mismatch_ext.patching import Patch
 
 Guard = Any
-"""The handler of both patches, a `mismatch_ext.adapters.verl.megatron.replay.ReplayGuard`."""
+"""The handler of both patches, a `mismatch_ext.adapters.verl.megatron.ReplayGuard`."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
 

@@ -13,7 +13,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer
 from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer as MismatchVerlTrainer
-from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
 from mismatch_ext.adapters.vllm import Rollout as VllmRollout
 from mismatch_ext.adapters.vllm.probes import score_tokens
 from mismatch_ext.patches.trl.engine_arguments import engine_arguments

@@ -9,13 +9,9 @@ from typing import Any
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.measure import sampled_rows
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
-from mismatch_ext.adapters.verl.rollout.masks import UNKNOWN
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.errors import RecordError, RoutingError
-
-SHOWN = 5
-"""How many faulty rollouts an error message describes."""
+from mismatch_ext.errors import RoutingError
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
@@ -25,27 +21,6 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     """
     rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
-
-
-def check_masks(batch: Any, step: int) -> None:
-    """Refuse rollouts without sampling masks; the agent loops' processes have found them.
-
-    Args:
-        batch: verl's keys of the batch.
-        step: Step that trains on it.
-
-    Raises:
-        RecordError: There are some; says for the first `SHOWN` why they have none.
-    """
-    keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if not keys:
-        return
-    found = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
-    if told := [extra[UNKNOWN] for extra in found.pop("extra_fields").tolist() if UNKNOWN in (extra or ())]:
-        more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
-        raise RecordError(
-            f"{len(told)} of {len(keys)} rollouts of step {step} have no sampling masks. {' '.join(told[:SHOWN])}{more}"
-        )
 
 
 def check_routes(batch: Any, step: int) -> None:

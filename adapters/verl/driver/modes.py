@@ -15,8 +15,8 @@ import verl.trainer.ppo.v1.trainer_colocate_async
 import verl.trainer.ppo.v1.trainer_separate_async
 import verl.trainer.ppo.v1.trainer_sync
 from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
-from mismatch_ext.adapters.verl.settings.modes import MODES, SEPARATE, trainer_of
-from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
+from mismatch_ext.adapters.verl.refusals import MODES, SEPARATE, trainer_of
+from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
 
 

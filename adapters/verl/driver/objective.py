@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from mismatch_ext.adapters.verl.config import coefficient
+from mismatch_ext.adapters.verl.loss import COEF
 from mismatch_ext.adapters.verl.measure import measure_kl
-from mismatch_ext.adapters.verl.settings.kl import coefficient
-from mismatch_ext.adapters.verl.worker.kl import COEF
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from omegaconf import DictConfig
 

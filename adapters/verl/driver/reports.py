@@ -12,7 +12,7 @@ from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.fixes import FIXES
-from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
+from mismatch_ext.adapters.verl.loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
@@ -25,7 +25,7 @@ from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
 
-LOSS = "mismatch_ext.adapters.verl.worker.loss"
+LOSS = "mismatch_ext.adapters.verl.loss"
 """Module of the loss that does what verl's own loss cannot."""
 
 SURPLUS_MASS = 1e-4

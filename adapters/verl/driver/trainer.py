@@ -17,7 +17,6 @@ import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.batch_checks import (
-    check_masks,
     check_routes,
     versions,
     without_routes,
@@ -28,11 +27,11 @@ from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, left_by_correction, measure, sampled_rows
+from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
 from mismatch_ext.adapters.verl.replay import NATIVE
 from mismatch_ext.adapters.verl.rollout.client import versioned
 from mismatch_ext.adapters.verl.rollout.replicas import register_replicas
-from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
-from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
+from mismatch_ext.adapters.verl.worker import MismatchWorker
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
@@ -193,6 +192,8 @@ class MismatchTrainer(_Host):
             self._processes.check_refused("rollouts", self.global_steps)
         with self._verdicts.checking("records"):
             if self._block.acting.sampling_mask is not None:
+                from mismatch_ext.adapters.verl.sampling_mask import check_masks
+
                 check_masks(batch, self.global_steps)
             self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes:
@@ -267,7 +268,8 @@ class MismatchTrainer(_Host):
         if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
             with self._verdicts.checking("correction"):
                 if not bypasses(self.config):
-                    self._log.mask("train", *left_by_correction(batch))
+                    for kept, sampled in left_by_correction(batch):
+                        self._log.mask("train", kept, sampled)
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:

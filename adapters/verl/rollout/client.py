@@ -14,7 +14,6 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
@@ -23,6 +22,9 @@ from mismatch_ext.turns import Calls
 
 FIELD = "weight_versions"
 """Entry of a rollout's `extra_fields`: each version in order, with the tokens (prompt too) before the first that it sampled."""
+
+MASKS = "sampling_mask"
+"""Entry of an answer's `extra_fields`: its masks, or why they are not known."""
 
 
 class Segments(list[tuple[int | None, int]]):

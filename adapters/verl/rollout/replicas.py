@@ -14,8 +14,10 @@ from verl.workers.rollout.replica import RolloutReplicaRegistry
 
 from mismatch_ext.config import MismatchConfig
 
-_ROOM = "mismatch_ext.adapters.verl.rollout"
-CLASSES = {"sglang": f"{_ROOM}.sglang_server:MismatchSGLangReplica", "vllm": f"{_ROOM}.vllm_server:MismatchVLLMReplica"}
+CLASSES = {
+    "sglang": "mismatch_ext.adapters.verl.rollout.sglang_server:MismatchSGLangReplica",
+    "vllm": "mismatch_ext.adapters.verl.rollout.vllm_server:MismatchVLLMReplica",
+}
 
 
 @dataclass(frozen=True)

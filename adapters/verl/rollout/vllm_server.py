@@ -1,8 +1,4 @@
-"""verl's vLLM server for runs with `mismatch.sampling_mask`: it sends with each answer the tokens that were left to sample from.
-
-verl asks vLLM for the sampled token's log-probability and keeps no other. Here vLLM is also asked for its most likely tokens:
-those that it has cut off have -inf, and the ids of the others go with the answer.
-"""
+"""verl's vLLM server for runs with `mismatch.sampling_mask`: with each answer go the tokens that were left to sample from."""
 
 from __future__ import annotations
 
@@ -13,7 +9,8 @@ from typing import Any
 import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import block_of_server
-from mismatch_ext.adapters.verl.rollout.masks import FIELD, asked_for, read, sampled_with
+from mismatch_ext.adapters.verl.rollout.client import MASKS
+from mismatch_ext.adapters.verl.sampling_mask import read, sampled_with
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer, vLLMReplica
 
@@ -54,41 +51,36 @@ class MismatchVLLMServer(vLLMHttpServer):
 
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a request of verl's, with its masks or the reason why they are unknown."""
-        found: list[TokenSupport | str] = []
-        token = _OF_VERL.set(found)
+        masks: list[TokenSupport | str] = []
+        token = _OF_VERL.set(masks)
         try:
             output = await super().generate(*args, **kwargs)
         finally:
             _OF_VERL.reset(token)
-        if found:
-            output.extra_fields[FIELD] = found[0]
+        if masks:
+            output.extra_fields[MASKS] = masks[0]
         return output
 
     async def _generate_masked(
         self, prompt: Any, sampling_params: Any, *args: Any, **kwargs: Any
     ) -> AsyncIterator[Any]:
         """Answer as vLLM does, and keep the masks of verl's requests whose sampling cuts something off."""
-        found, asked, output = _OF_VERL.get(), None, None
-        if found is not None and sampling_params.logprobs is not None:
-            asked = self._asked(sampling_params, found)
+        masks, asked, output = _OF_VERL.get(), None, None
+        if masks is not None and sampling_params.logprobs is not None:
+            if (sampling := sampled_with(sampling_params)).truncates_support:
+                try:
+                    # A request that cuts off less than the run's may need more than vLLM's limit.
+                    asked = min(self._section.asked(sampling), self._most)
+                except MismatchError as error:
+                    masks.append(f"{type(error).__name__}: {error}")
         if asked is not None:
             sampling_params = sampling_params.clone()
             sampling_params.logprobs = asked
         async for output in self._generate(prompt, sampling_params, *args, **kwargs):
             yield output
-        if found is not None and asked is not None and output is not None and output.outputs:
+        if masks is not None and asked is not None and output is not None and output.outputs:
             name = str(output.request_id)
-            found.append(read(output.outputs[0], asked=asked, vocabulary=self._vocabulary, name=name))
-
-    def _asked(self, sampling_params: Any, found: list[TokenSupport | str]) -> int | None:
-        """Return how many of the most likely tokens vLLM is asked for; None if nothing is cut off, or nothing bounds it."""
-        if not (sampling := sampled_with(sampling_params)).truncates_support:
-            return None
-        try:
-            return asked_for(self._section, sampling, self._most)
-        except MismatchError as error:
-            found.append(f"{type(error).__name__}: {error}")
-            return None
+            masks.append(read(output.outputs[0], asked=asked, vocabulary=self._vocabulary, name=name))
 
 
 class MismatchVLLMReplica(vLLMReplica):

@@ -114,7 +114,7 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     import mismatch_ext.adapters.verl.driver.modes  # noqa: F401  # registers a trainer for each of verl's modes
     from mismatch_ext.adapters.verl.driver.processes import Processes
     from mismatch_ext.adapters.verl.driver.reports import Checked
-    from mismatch_ext.adapters.verl.settings.modes import SYNC, trainer_of
+    from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
     from omegaconf import open_dict
     from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 

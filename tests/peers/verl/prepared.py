@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hydra import compose
+from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl import plugin
-from mismatch_ext.adapters.verl.settings import prepare as settings
 from omegaconf import DictConfig
 
 # Importing the adapter has loaded it: every process that collects a file of these tests would keep its patches.

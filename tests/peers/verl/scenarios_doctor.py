@@ -47,7 +47,7 @@ def verl_passes(out: str) -> dict[str, Any]:
     sys.path.insert(0, str(write_vllm_stub(Path(out), "0.30.0")))
     from mismatch_ext.adapters.doctor.sides import Run
     from mismatch_ext.adapters.transformers.doctor.models import load_model
-    from mismatch_ext.adapters.verl.settings.doctor import _composed, read_verl
+    from mismatch_ext.adapters.verl.doctor import _composed, read_verl
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     overrides = [*OVERRIDES, f"actor_rollout_ref.model.path={FOLDER / 'dense'}"]

@@ -17,8 +17,8 @@ os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_L
 os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.peers.verl.cpu.platform")
 
 import torch
+from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.verl.megatron import settings as megatron
-from mismatch_ext.adapters.verl.worker.loss import make_loss
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu

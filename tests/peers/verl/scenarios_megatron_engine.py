@@ -21,7 +21,7 @@ os.environ.setdefault("LOCAL_WORLD_SIZE", "1")
 os.environ.setdefault("LOCAL_RANK", "0")
 
 import torch
-from mismatch_ext.adapters.verl.settings.prepare import prepare
+from mismatch_ext.adapters.verl.config import prepare
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor
@@ -77,7 +77,7 @@ def configured(model: str, block: dict[str, Any] | None, *overrides: str) -> Dic
 
 def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> Any:
     """Return the worker of an actor: verl's own without a block, and ours with one."""
-    from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
+    from mismatch_ext.adapters.verl.worker import MismatchWorker
     from verl.workers.engine_workers import ActorRolloutRefWorker
 
     config = configured(model, block, *overrides)
@@ -293,7 +293,7 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
 
 def reference(model: str) -> dict[str, Any]:
     """Hold reference and actor in one worker, as in a run with a KL term, and replay the actor alone."""
-    from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
+    from mismatch_ext.adapters.verl.worker import MismatchWorker
 
     native = worker(model, OFF)
     routes = other(as_rollout(scored(worker(model, R2), batch())["routed_experts"]))
@@ -392,7 +392,7 @@ def surge(model: str) -> dict[str, Any]:
 def chained(model: str, section: dict[str, Any]) -> list[list[float]]:
     """Steer two of Megatron's optimizers in one, as dense and expert weights have under expert parallelism."""
     from megatron.core.optimizer.optimizer import ChainedOptimizer
-    from mismatch_ext.adapters.verl.megatron.training_engine import torch_optimizers
+    from mismatch_ext.adapters.verl.megatron import torch_optimizers
 
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.lr import LrControl
@@ -418,7 +418,7 @@ def chained(model: str, section: dict[str, Any]) -> list[list[float]]:
 def unsteered(optimizer: Any) -> dict[str, str]:
     """Return what is said of optimizers whose rate cannot be led."""
     from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
-    from mismatch_ext.adapters.verl.megatron.training_engine import torch_optimizers
+    from mismatch_ext.adapters.verl.megatron import torch_optimizers
 
     [part] = optimizer.chained_optimizers
     inner, found = part.optimizer, {}

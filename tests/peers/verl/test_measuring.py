@@ -69,6 +69,8 @@ def test_each_token_is_measured_by_its_version(run: Run) -> None:
         pytest.approx(5 / 9),
         pytest.approx(2 / 9),
     )
+    # An agent loop that hands on no extra_fields says nothing of versions.
+    assert found["nobody knows"]["unknown_version_frac"] == 1
     assert found["ahead"].startswith(
         "RecordError: a token was sampled by weights of version 7, and the batch is scored"
     )
@@ -83,7 +85,8 @@ def test_kl_and_baseline_do_not_depend_on_chunks(run: Run) -> None:
 
 
 def test_what_a_correction_discards_is_counted(run: Run) -> None:
-    plain, weighted = run(scenarios.discarded).expect()
+    plain, weighted, unknown = run(scenarios.discarded).expect()
+    assert unknown.startswith("RecordError: rollouts prompt_0_0 to prompt_2_0 have no loss_mask")
     sampled = plain[1]
     assert sampled[4] == 0 and all(count for row, count in enumerate(sampled) if row != 4)
     assert plain[0] == [0 if row == 1 else count for row, count in enumerate(sampled)]

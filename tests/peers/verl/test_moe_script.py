@@ -14,9 +14,9 @@ pytest.importorskip("verl")  # part of `make setup`
 
 import verl.trainer.ppo.v1.trainer_separate_async  # noqa: F401 - a driver may have imported it, and what is beside it in verl
 from hydra import compose, initialize_config_module
+from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl import plugin
-from mismatch_ext.adapters.verl.settings import prepare as settings
-from mismatch_ext.adapters.verl.settings.modes import MODES, trainer_of
+from mismatch_ext.adapters.verl.refusals import MODES, trainer_of
 
 from mismatch_ext import versions
 

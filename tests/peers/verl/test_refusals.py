@@ -14,10 +14,13 @@ pytest.importorskip("verl")  # part of `make setup`
 
 import ray
 import verl.utils.config
-from mismatch_ext.adapters.verl.settings.modes import unsupported
-from mismatch_ext.adapters.verl.settings.refusals import derives
+from hydra import compose
+from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.verl import config as settings
+from mismatch_ext.adapters.verl.refusals import derives, refuse
 
 from mismatch_ext import versions
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
 from tests.peers.verl.prepared import configured, prepared, prepared_megatron
 
@@ -56,9 +59,39 @@ def test_a_class_is_known_to_be_derived_from_ours_by_its_name() -> None:
 
 def test_asynchronous_modes_run_with_vllm_alone() -> None:
     sglang = "actor_rollout_ref.rollout.name=sglang"
-    found = unsupported(configured("trainer.v1.trainer_mode=colocate_async", sglang))
-    assert found is not None and found[:2] == ("actor_rollout_ref.rollout.name", "sglang")
-    assert unsupported(configured(sglang)) is None
+    with pytest.raises(ConfigError, match="rollout.name='sglang' with an asynchronous trainer_mode"):
+        refuse(configured("trainer.v1.trainer_mode=colocate_async", sglang), MismatchConfig())
+    refuse(configured(sglang), MismatchConfig())
+
+
+SECTIONS = {
+    "monitor": "{}", "monitor.weight_sync": "{weight_sync: warn}", "monitor.doctor": "{doctor: first_batch}",
+    "precision": "{dtype: float16}", "lr": "{}", "kl": "{coef: 0.1}", "correction": "{preset: decoupled_token_is}",
+    "sampling_mask": "{}", "routing.R2": "{mode: R2}", "routing.R3": "{mode: R3}",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("host", ["verl + vLLM", "verl + SGLang", "verl Megatron + vLLM"])
+def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sglang_is: Callable[[str], None]) -> None:
+    sglang_is("0.5.18")
+    table = compat.installed_environment()["hosts"][host]
+    assert table.keys() == SECTIONS.keys()
+    overrides = ["actor_rollout_ref.rollout.name=sglang"] if "SGLang" in host else []
+    if "Megatron" in host:
+        overrides += ["model_engine=megatron", "actor_rollout_ref.model.use_remove_padding=True"]
+    for feature, section in SECTIONS.items():
+        mine = [f"+mismatch.{feature.partition('.')[0]}={section}", "actor_rollout_ref.rollout.top_k=8"]
+        if feature == "monitor.doctor":
+            mine[0] = "+mismatch.monitor={doctor: first_batch, weight_sync: 'off'}"
+        elif feature != "monitor.weight_sync":
+            mine.append("++mismatch.monitor.weight_sync='off'")
+        config = compose("ppo_trainer", overrides=["algorithm.adv_estimator=grpo", *overrides, *mine])
+        try:
+            settings.prepare(config)
+        except ConfigError as error:
+            assert table[feature] is not None and table[feature].startswith("Refused by name: "), (feature, error)
+        else:
+            assert table[feature] is None, feature
 
 
 @pytest.mark.parametrize(
@@ -102,7 +135,7 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
             ),
             "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
         ),
-        (("+mismatch.precision.engine_weights=fp8_per_channel",), "allowed: 'fp8_per_channel'"),
+        (("+mismatch.precision.engine_weights=fp8_per_channel",), "rollout.quantization=None with mismatch.precision"),
         (
             (
                 "+mismatch.precision.engine_weights=fp8_per_channel",
@@ -115,25 +148,28 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
         *(
             (
                 ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),
-                f"mismatch.sampling_mask with {why}",
+                named,
             )
-            for overrides, why in (
-                (("actor_rollout_ref.model.use_fused_kernels=True",), "actor_rollout_ref.model.use_fused_kernels=True"),
+            for overrides, named in (
+                (
+                    ("actor_rollout_ref.model.use_fused_kernels=True",),
+                    "actor_rollout_ref.model.use_fused_kernels=True with mismatch.sampling_mask",
+                ),
                 (
                     ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs' with mismatch.sampling_mask",
                 ),
                 (
                     ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs'",
+                    "engine_kwargs.vllm.logprobs_mode='raw_logprobs' with mismatch.sampling_mask",
                 ),
                 (
                     ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
-                    "actor_rollout_ref.rollout.agent.agent_loop_manager_class='my.Manager'",
+                    "agent.agent_loop_manager_class='my.Manager' with mismatch.sampling_mask",
                 ),
                 (
                     ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
-                    "actor_rollout_ref.rollout.mtp.enable_rollout=True",
+                    "actor_rollout_ref.rollout.mtp.enable_rollout=True with mismatch.sampling_mask",
                 ),
                 (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
             )
@@ -175,7 +211,7 @@ def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
 
 def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> None:
     saved = "actor_rollout_ref.actor.checkpoint.async_save=True"
-    with pytest.raises(ConfigError, match=r"async_save=True .* the alarm 'k3_kl' stops .*action: warn"):
+    with pytest.raises(ConfigError, match=r"async_save=True with an alarm .*action: warn"):
         prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:stop}}")
     prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:warn}}")
     prepared_megatron("+mismatch.monitor.alarms={k3_kl:{action:stop}}")
@@ -253,11 +289,11 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
         ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
-        ("0.5.18", "+mismatch.sampling_mask={}", "mismatch.sampling_mask with actor_rollout_ref.rollout.name='sglang'"),
+        ("0.5.18", "+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.name='sglang' with mismatch.sampling_mask"),
         (
             "0.5.18",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
-            "a replica of 16 x 1 ranks .* has several nodes of 8",
+            "tensor_model_parallel_size=16 with SGLang",
         ),
     ],
 )

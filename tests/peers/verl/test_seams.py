@@ -14,10 +14,10 @@ import verl.trainer.ppo.v1.trainer_base as trainer_base
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import plugin, seams
 from mismatch_ext.adapters.verl.driver.modes import TRAINERS
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
 from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
-from mismatch_ext.adapters.verl.rollout.loops import MaskedLoops
-from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
-from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
+from mismatch_ext.adapters.verl.sampling_mask import MaskedLoops
+from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 
 from mismatch_ext.errors import SeamError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -15,7 +16,7 @@ pytest.importorskip("verl")  # part of `make setup`
 import verl.trainer.constants_ppo
 import verl.utils.config
 from mismatch_ext.adapters.verl import block, plugin
-from mismatch_ext.adapters.verl.settings import prepare as settings
+from mismatch_ext.adapters.verl import config as settings
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import LrConfig, MismatchConfig
@@ -73,6 +74,34 @@ def test_verl_imports_our_trainers_beside_a_users_own_modules(monkeypatch: pytes
     assert modules() == f"mine,other,{settings.TRAINERS}"
     given = "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_USE_EXTERNAL_MODULES:theirs}}"
     assert modules(given) == f"theirs,{settings.TRAINERS}"
+
+
+def test_a_variable_of_a_ray_job_that_nobody_may_change_has_our_trainers_or_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def submitted(modules: str) -> DictConfig:
+        job = {"runtime_env": {"env_vars": {"VERL_USE_EXTERNAL_MODULES": modules}}}
+        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+        return prepared("+mismatch={}")
+
+    with pytest.raises(
+        ConfigError, match=f"Ray job's own runtime_env has it.* allowed: a list with {settings.TRAINERS}"
+    ):
+        submitted("mine")
+    assert "env_vars" not in submitted(f"mine,{settings.TRAINERS}").ray_kwargs.ray_init.runtime_env
+
+
+@pytest.mark.parametrize("vendor", ["", "mismatch"])
+def test_no_vendor_and_ours_are_taken(vendor: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VERL_ENGINE_VENDOR", vendor)
+    assert block.handed_on(prepared("+mismatch={}"))
+
+
+def test_what_is_refused_is_not_handed_on() -> None:
+    config = configured("+mismatch={}", "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}")
+    with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR='acme'"):
+        settings.prepare(config)
+    assert not block.handed_on(config)
 
 
 def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:

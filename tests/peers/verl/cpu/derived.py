@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.rollout.loops import MaskedLoopManager
 from mismatch_ext.adapters.verl.rollout.vllm_extension import RolloutExtension
+from mismatch_ext.adapters.verl.sampling_mask import MaskedLoopManager
 from verl.trainer.ppo.checkpoint_callback import CheckpointCallback
 
 DERIVED = "VERL_CPU_DERIVED"

@@ -13,12 +13,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.verl.config import VERL_PRESETS, set_correction, set_kl
+from mismatch_ext.adapters.verl.loss import BASELINE, loss_term, make_loss
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
-from mismatch_ext.adapters.verl.settings.correction import VERL_PRESETS, set_correction
-from mismatch_ext.adapters.verl.settings.kl import set_kl
-from mismatch_ext.adapters.verl.worker.kl import BASELINE, loss_term
-from mismatch_ext.adapters.verl.worker.loss import make_loss
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig

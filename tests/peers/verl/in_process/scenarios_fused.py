@@ -7,10 +7,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.worker.actor import MismatchWorker
-from mismatch_ext.adapters.verl.worker.fused import checked
-from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked
+from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.worker import MismatchWorker
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested

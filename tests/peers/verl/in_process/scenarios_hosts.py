@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.adapters.verl.worker import state as worker_state
+from mismatch_ext.adapters.verl import engine as worker_state
 from omegaconf import OmegaConf
 
 from mismatch_ext.checkpoint import STATE_FILE

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.settings.correction import set_correction
-from mismatch_ext.adapters.verl.worker.kl import BASELINE, COEF
-from mismatch_ext.adapters.verl.worker.loss import make_loss
+from mismatch_ext.adapters.verl.config import set_correction
+from mismatch_ext.adapters.verl.loss import BASELINE, COEF, make_loss
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM

@@ -9,7 +9,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, fields_of, read
+from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, fields_of, read
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from tensordict import TensorDict
 from torch import Tensor

@@ -156,6 +156,11 @@ def by_version() -> dict[str, Any]:
         sums = measure.measure(keys, STEP, scoring, longest=9).drift
         assert sums is not None
         found[name] = drift_metrics(sums)
+    del given.rows["extra_fields"]
+    sums = measure.measure(keys, STEP, Scoring(version=7), longest=9).drift
+    assert sums is not None
+    found["nobody knows"] = drift_metrics(sums)
+    given.rows["extra_fields"] = extra
     found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), longest=9)
     return found
 
@@ -191,9 +196,12 @@ def discarded() -> list[Any]:
             given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["loss_mask"]]
             given.rows["rollout_is_weights"][0][:3] = 0.0
         measure.tq, measure.CHUNK = given, 3
-        kept, sampled = measure.left_by_correction(batch(given))
-        found.append([(kept & sampled).sum(1).tolist(), sampled.sum(1).tolist()])
-    return found
+        parts = list(measure.left_by_correction(batch(given)))
+        assert len(parts) == 3 and given.most == 3
+        kept = [(kept & sampled).sum(1).tolist() for kept, sampled in parts]
+        found.append([sum(kept, []), sum((sampled.sum(1).tolist() for _, sampled in parts), [])])
+    del given.rows["loss_mask"]
+    return [*found, refused(list, measure.left_by_correction(batch(given)))]
 
 
 def grouping() -> dict[str, Any]:

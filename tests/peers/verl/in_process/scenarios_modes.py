@@ -9,7 +9,7 @@ import torch
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.driver.steps import StepMetrics
 from mismatch_ext.adapters.verl.driver.trainer import waiting_of
-from mismatch_ext.adapters.verl.worker.detached import MismatchDetachWorker
+from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 

@@ -7,12 +7,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
-from mismatch_ext.adapters.verl.settings import prepare as settings
-from mismatch_ext.adapters.verl.settings.correction import settings_of
-from mismatch_ext.adapters.verl.worker.kl import BASELINE
-from mismatch_ext.adapters.verl.worker.loss import make_loss
+from mismatch_ext.adapters.verl.loss import BASELINE, make_loss
+from mismatch_ext.adapters.verl.refusals import settings_of
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor

@@ -32,7 +32,7 @@ class Workers:
         self.asked: list[str] = []
         own = {
             "lr": {"period": 1},
-            "loss": "mismatch_ext.adapters.verl.worker.loss",
+            "loss": "mismatch_ext.adapters.verl.loss",
             "readiness": "masters are rounded",
         }
         self.report = recorded("dense")["workers"][0] | own

@@ -6,10 +6,8 @@ import asyncio
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.rollout.client import following, versioned
-from mismatch_ext.adapters.verl.rollout.loops import add_masks
-from mismatch_ext.adapters.verl.rollout.masks import FIELD as MASKS
-from mismatch_ext.adapters.verl.rollout.masks import IDS, SIZES, UNKNOWN, support_of
+from mismatch_ext.adapters.verl.rollout.client import MASKS, following, versioned
+from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, UNKNOWN, add_masks, support_of
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
 from verl.workers.rollout.llm_server import LLMServerClient

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.worker.training_engine import register_engine
+from mismatch_ext.adapters.verl.engine import register_engine
 from tensordict import TensorDict
 from torch import Tensor
 from torch.distributed.tensor import DTensor

@@ -1,4 +1,4 @@
-"""verl's FSDP engine with the block: routing replay, loss scaling, learning-rate control and their state in checkpoints.
+"""verl's FSDP engine with the block, and what Megatron's has in common with it: rate, state in checkpoints, verl's registry.
 
 verl's registry looks engines up by device and vendor first, so that `VERL_ENGINE_VENDOR=mismatch` takes this one and
 `actor.strategy` stays as it is. Without a block the engine does what its parent does.
@@ -7,38 +7,150 @@ verl's registry looks engines up by device and vendor first, so that `VERL_ENGIN
 from __future__ import annotations
 
 import math
+import os
 import warnings
 from collections.abc import ItemsView, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.replay import EngineReplay
-from mismatch_ext.adapters.verl.worker.logprobs import LogprobsMixin
-from mismatch_ext.adapters.verl.worker.lr import REQUIRED, warmup_steps
-from mismatch_ext.adapters.verl.worker.masks import MaskMixin
-from mismatch_ext.adapters.verl.worker.scaler import (
-    check_precision,
-    refuse_disabled,
-    scaler_metrics,
-    scaler_report,
-)
-from mismatch_ext.adapters.verl.worker.steered import SteeredMixin, register
-from mismatch_ext.patches.verl.response_logprobs import RESPONSE_LOGPROBS
+from verl.utils import torch_functional
 from verl.utils.device import get_device_name
+from verl.utils.fs import copy_to_local
+from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext import checkpoint
+from mismatch_ext.checkpoint import STATE_FILE
+from mismatch_ext.config import MismatchConfig, PrecisionConfig
+from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.lr import LrControl, warn_of_short_training
-from mismatch_ext.patching import described
 from mismatch_ext.precision.scaler import LossScaler
+from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.verl.sampling_mask import EngineMasks
+    from verl.workers.engine import BaseEngine as _Host
+else:
+    _Host = object
 
-class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithLMHead):
+VENDOR = "mismatch"
+E = TypeVar("E", bound="SteeredEngine")
+
+
+class SteeredEngine(_Host):
+    """An engine of verl's whose rate the driver leads, and which is resumed with what this package keeps of it."""
+
+    run_block: ClassVar[MismatchConfig | None] = None
+    run_mode: ClassVar[RunMode] = RunMode()
+    _rate: LrControl | None = None
+
+    def _kept(self) -> dict[str, Any] | None:
+        """Return the state that lies beside verl's in a checkpoint; None where this engine has none."""
+        raise NotImplementedError
+
+    @property
+    def _resumes(self) -> bool:
+        """Whether the state that `_kept` returned is to be loaded together with verl's."""
+        raise NotImplementedError
+
+    def _resume(self, state: Mapping[str, Any], folder: str) -> None:
+        """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
+        raise NotImplementedError
+
+    def optimizer_step(self) -> Any:
+        """Step as the parent does, at the rate that the driver's statistics lead.
+
+        Raises:
+            ConfigError: The rate was to be led by statistics that nobody gave.
+        """
+        if self._rate is None:
+            return super().optimizer_step()
+        with self._rate.applied():
+            norm = super().optimizer_step()
+        self._rate.note_grad_norm(float(norm))
+        return norm
+
+    def mismatch_update_lr(self, *earlier: Mapping[str, float | None], **statistics: float | None) -> dict[str, float]:
+        """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
+
+        One of verl's updates is a step, however many mini-batches and epochs it has, and `period` and warm-up count updates too.
+        In `separate_async`, the local updates between two weight updates are one step.
+
+        Args:
+            *earlier: Statistics of batches that no step of the rule has counted yet.
+            **statistics: Of the batch, as `mismatch_ext.lr.Statistics` names them; none where `mismatch.lr` watches nothing.
+
+        Raises:
+            RecordError: The trigger's statistic is missing or not finite.
+        """
+        if self._rate is None:
+            return {}
+        for of_batch in (*earlier, statistics):
+            self._rate.collect(of_batch)
+        return self._rate.lead()
+
+    def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Save as the parent does, and beside it what this package keeps of the engine."""
+        if local_path is not None and (state := self._kept()) is not None:
+            with together(WORLD):
+                if WORLD.rank == 0:  # first: a checkpoint that verl has finished must not lack our part of it
+                    checkpoint.write_state(Path(local_path) / STATE_FILE, state)
+        super().save_checkpoint(local_path, *args, **kwargs)
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does, and what this package kept of the engine where its schedule is loaded too.
+
+        Raises:
+            RecordError: That state is damaged, of another rule, or of another update than the schedule.
+            PrecisionError: The scaler's state is damaged.
+        """
+        super().load_checkpoint(local_path, *args, **kwargs)
+        if local_path is not None and self._resumes:
+            self._resume(read_state(local_path) or {}, local_path)
+
+
+def read_state(folder: str) -> dict[str, Any] | None:
+    """Return what rank 0 finds of ours in a checkpoint, on all ranks, which must all call this; None where there is nothing.
+
+    Raises:
+        RecordError: The file is damaged, or of another version of this package.
+    """
+    state = None
+    with together(WORLD):
+        if WORLD.rank == 0:
+            path = str(Path(folder) / STATE_FILE) if "://" not in folder else f"{folder}/{STATE_FILE}"
+            state = checkpoint.read_state(Path(copy_to_local(path)))
+    return gathered(state)[0]  # type: ignore[no-any-return]
+
+
+def register(engine: type[E], block: MismatchConfig | None, mode: RunMode, *backends: str) -> type[E]:
+    """Let verl build an engine with a block in this process, from now on; another run's engine of the same kind is replaced.
+
+    Args:
+        engine: Our class.
+        block: The run's; None for an engine that does what its parent does.
+        mode: The trainer's mode.
+        *backends: verl's names of the strategies that the engine is for.
+
+    Returns:
+        The class that verl builds.
+    """
+    of_run = type(engine.__name__, (engine,), {"run_block": block, "run_mode": mode, "__module__": engine.__module__})
+    for backend in backends:
+        entries = EngineRegistry._engines.setdefault("language_model", {}).setdefault(backend, {})
+        for device in {"cuda", get_device_name(), os.environ.get("VERL_ENGINE_DEVICE") or "cuda"}:
+            entries[device, VENDOR] = of_run
+    os.environ["VERL_ENGINE_VENDOR"] = VENDOR
+    return of_run
+
+
+class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
 
     Raises:
@@ -47,6 +159,7 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
 
     scaler: Any
     replay: EngineReplay | None = None
+    masks: EngineMasks | None = None
     _adapter_off = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -98,31 +211,57 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
         block = self.block
         if self._looked_at and self._trains:
             with self.verdicts.checking("loss_scaler"):
-                refuse_disabled(self.scaler, get_device_name())
+                self._check_scaler()
         if block is None:
             return
         if block.precision is not None:
-            check_precision(block.precision, _name(self._autocast_dtype), "actor" if self._trains else "ref")
+            self._check_dtype(block.precision)
         if block.routing is not None and (self._trains or block.routing.reference):
             self.replay = EngineReplay(
                 block.routing, self.module, int(self.engine_config.seed), int(self.ulysses_sequence_parallel_size)
             )
             self.replay.takes_older = self._mode.asynchronous
+        if block.sampling_mask is not None:
+            from mismatch_ext.adapters.verl.sampling_mask import EngineMasks
+
+            self.masks = EngineMasks(int(self.model_config.hf_config.get_text_config().vocab_size))
         if not self._trains:
             return
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
+            optim = self.optimizer_config
+            warmup = optim.lr_warmup_steps
+            if warmup <= 0:
+                warmup = int(optim.lr_warmup_steps_ratio * optim.total_training_steps)
             self._rate = LrControl(
                 block.lr,
                 self.optimizer,
-                warmup=math.ceil(warmup_steps(self.optimizer_config) / self._mode.updates),
+                warmup=math.ceil(int(warmup) / self._mode.updates),
                 # Local updates between two weight updates are one step of the rule, even if some of them were skipped.
                 updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
                 required=REQUIRED,
             )
-            warn_of_short_training(block.lr, int(self.optimizer_config.total_training_steps))
+            warn_of_short_training(block.lr, int(optim.total_training_steps))
+
+    def _check_scaler(self) -> None:
+        """Refuse a scaler of verl's own that has disabled itself, as it does on a machine without CUDA."""
+        if self.scaler is not None and not self.scaler.is_enabled():
+            raise PrecisionError(
+                f"verl's {type(self.scaler).__name__} has disabled itself on device {get_device_name()!r}: float16 gradients "
+                "would be unscaled. Set mismatch.precision.dtype='float16', which makes one for this device, or train in "
+                "bfloat16 or float32."
+            )
+
+    def _check_dtype(self, precision: PrecisionConfig) -> None:
+        found, role = _name(self._autocast_dtype), "actor" if self._trains else "ref"
+        if found != precision.dtype:
+            raise ConfigError(
+                f"mismatch.precision.dtype={precision.dtype!r}, but verl's {role} engine computes in {found}; remove "
+                f"actor_rollout_ref.{role}.fsdp_config.mixed_precision, or set its param_dtype to {precision.dtype!r}."
+            )
 
     def _build_fsdp_module(self, module: Any) -> Any:
+        """Build as the parent does, with a loss scaler for the engine's real device."""
         precision = None if self.block is None else self.block.precision
         if precision is None:
             return super()._build_fsdp_module(module)
@@ -156,18 +295,22 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
             self._adapter_off = False
 
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
-        """Run a mini-batch as the parent does, under the routes that travel with its samples.
+        """Run a mini-batch as the parent does, under the routes and over the masks that travel with its samples.
 
         Raises:
-            RoutingError: A sample's routes are missing, malformed, or in an update of other tokens, on any rank; names it. No
-                forward pass has run then.
+            RoutingError, RecordError: A sample's routes or masks are missing, malformed, or in an update of other tokens, on any
+                rank; names it. No forward pass has run then.
             ReplayError: A forward pass did not obey them.
         """
-        if self.replay is None:
-            return super().forward_backward_batch(data, loss_function, forward_only)
-        reference = not self._trains or self._adapter_off
-        with self.replay.batch(data, rank=self.rank, forward_only=forward_only, reference=reference) as run:
-            return super().forward_backward_batch(run, loss_function, forward_only)
+        masks, replay = nullcontext(data), self.replay
+        if self.masks is not None:
+            masks = self.masks.batch(data, rank=self.rank, forward_only=forward_only)
+        with masks as run:
+            if replay is None:
+                return super().forward_backward_batch(run, loss_function, forward_only)
+            reference = not self._trains or self._adapter_off
+            with replay.batch(run, rank=self.rank, forward_only=forward_only, reference=reference) as run:
+                return super().forward_backward_batch(run, loss_function, forward_only)
 
     def forward_step(self, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch as the parent does, recorded or replayed."""
@@ -182,8 +325,16 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a pass's outputs as the parent does, with the routes that were recorded."""
+        """Prepare a pass's outputs as the parent does, in float32, over the masks, and with the routes that were recorded.
+
+        Raises:
+            ConfigError: A fused head has rounded the log-probabilities.
+        """
+        if self.block is not None and self.block.precision is not None:
+            _widen(output)
         found = super().prepare_model_outputs(output, output_args, micro_batch, *args, **kwargs)
+        if self.masks is not None:
+            self.masks.outputs(output, output_args, micro_batch, found)
         if self.replay is not None:
             self.replay.outputs(micro_batch, found)
         return found
@@ -211,7 +362,7 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
         """
         steps, self._steps = self._steps, 0
         self._updates += 1
-        if self._rate is None and not self._scales:
+        if self._rate is None and (self.block is None or self.scaler is None):
             return super().lr_scheduler_step()  # type: ignore[no-any-return]
         applied = float(self.lr_scheduler.get_last_lr()[0])
         if self._rate is not None:
@@ -223,10 +374,6 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
             skipped, taken = self._of_step
             self._behind, self._of_step = self._behind + (skipped if taken else 0), [0, 0]
         return applied
-
-    @property
-    def _scales(self) -> bool:
-        return self.block is not None and self.scaler is not None
 
     # Checkpoints
 
@@ -283,49 +430,79 @@ class MismatchFSDPEngine(MaskMixin, LogprobsMixin, SteeredMixin, FSDPEngineWithL
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        layout = None if self.replay is None else self.replay.layout
-        return {
-            "engine": type(self).__name__,
-            "rank": self.rank,
-            "strategy": self.engine_config.strategy,
-            "forward_only": not self._trains,
-            "autocast_dtype": _name(self._autocast_dtype),
-            "parameter_dtypes": sorted({_name(parameter.dtype) for parameter in self.module.parameters()}),
-            "scaler": scaler_report(self.scaler) if self._trains else None,
-            "routing": None if self.replay is None else self.replay.config.mode,
-            "sampling_mask": self._masking is not None,
-            "moe": None
-            if layout is None
-            else {
+        scaler, moe = self.scaler if self._trains else None, None
+        if self.replay is not None:
+            layout = self.replay.layout
+            moe = {
                 "family": layout.family,
                 "layers": list(layout.layers),
                 "num_experts": layout.num_experts,
                 "top_k": layout.top_k,
-            },
+            }
+        return {
+            "strategy": self.engine_config.strategy,
+            "autocast_dtype": _name(self._autocast_dtype),
+            "scaler": None
+            if scaler is None
+            else {"kind": type(scaler).__name__, "enabled": scaler.is_enabled(), "scale": float(scaler.get_scale())},
+            "routing": None if self.replay is None else self.replay.config.mode,
+            "sampling_mask": self.masks is not None,
+            "moe": moe,
             "lr": None if self._rate is None else self._rate.multiplier,
-            "remove_padding": bool(self.use_remove_padding),
-            "patches": described(RESPONSE_LOGPROBS) if self._masking is not None else [],
-            "versions": {name: installed(name) for name in ("torch", "transformers", "verl")},
         }
 
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what was measured since the last call, without prefix; all ranks must call this, after an update."""
         if self.block is None:
             return {}
-        found = {
-            **(scaler_metrics(self.scaler) if self._trains else {}),
-            **(self._rate.metrics() if self._rate else {}),
-        }
+        metrics: dict[str, float] = {}
         if self._trains:
-            found["skipped_steps"], self._skipped = float(self._skipped), 0
-        if self.replay is not None:
-            found |= self.replay.metrics()
-        return found | self.mask_metrics()
+            if isinstance(self.scaler, LossScaler):
+                metrics |= self.scaler.metrics()
+            elif self.scaler is not None:
+                metrics["loss_scale"] = float(self.scaler.get_scale())
+            metrics["skipped_steps"], self._skipped = float(self._skipped), 0
+        for part in (self._rate, self.replay, self.masks):
+            metrics |= {} if part is None else part.metrics()
+        return metrics
+
+
+REQUIRED = "use verl's trainer with this package's trainer_mode"
+"""Advice where the driver gave no statistics before an update; the update is refused."""
 
 
 def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[MismatchFSDPEngine]:
     """Let verl build this engine for an FSDP actor and reference of this process, with a block, and return its class."""
     return register(MismatchFSDPEngine, block, mode, "fsdp", "fsdp2")
+
+
+def _widen(output: Any) -> None:
+    """Give verl logits in float32 where it would take log-probabilities in their own half precision.
+
+    With flash-attention's cross-entropy verl's are float32. Without it they are rounded, in bfloat16 to steps of 1/32 from -4 to
+    -8, while the rollout engine's are float32: a gap from this rounding only.
+    """
+    rounds = not torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, torch.Tensor) and (rounds or os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"):
+        output.logits = logits.float()
+    if isinstance(logprobs := getattr(output, "log_probs", None), torch.Tensor):
+        checked(logprobs)
+
+
+def checked(logprobs: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of one of verl's fused heads, which returns no logits.
+
+    Raises:
+        ConfigError: They are rounded to half precision.
+    """
+    if logprobs.dtype not in (torch.float32, torch.float64):
+        raise ConfigError(
+            "actor_rollout_ref.model.fused_kernel_options.impl_backend: the fused head returns log-probabilities in "
+            f"{_name(logprobs.dtype)}; allowed: float32, in which the rollout has its own. Use impl_backend='torch', or "
+            "use_fused_kernels=False."
+        )
+    return logprobs
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -1,18 +1,33 @@
-"""The checks around the replay of verl's Megatron engine: of samples before a batch runs, and of every router while it does.
+"""verl's Megatron engine with the block (experimental): the rate, and checks around verl's own replay.
+
+verl's replay does the work of `routing`. It does not check expert ids, and lets a router without routes choose for itself. Here
+every sample's routes are checked before a batch runs, and a router that does not replay is an error. Only a worker of a Megatron
+actor imports this module.
 
 Shapes: T tokens of a sample or a forward pass, E experts, K experts per token.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
+from mismatch_ext.adapters.transformers import read_trainer
+from mismatch_ext.adapters.verl.block import RunMode
+from mismatch_ext.adapters.verl.engine import REQUIRED, SteeredEngine, register
 from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
+from torch import nn
+from torch.optim import Optimizer
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_name
 from verl.utils.megatron.router_replay_patch import RouterReplay, RouterReplayAction
 from verl.utils.megatron.router_replay_utils import (
     build_r3_replay_mask,
@@ -21,11 +36,17 @@ from verl.utils.megatron.router_replay_utils import (
     iter_model_routers,
 )
 from verl.utils.megatron_utils import unwrap_model
+from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHead
 
-from mismatch_ext.errors import ReplayError, RoutingError
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError, ReplayError, RoutingError
+from mismatch_ext.lr import LrControl
+from mismatch_ext.patching import Patch, apply, described, verify
 from mismatch_ext.ranks import WORLD, gathered, together
-from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing import OTHER_PASSES, RoutingTrace
 from mismatch_ext.routing.replay import Layers, RouteAgreement
+
+# Replay
 
 FLAG = "enable_routing_replay"
 """Entry that verl's worker writes into a batch: whether the actor's replay is to work on it."""
@@ -271,3 +292,163 @@ def _check_sample(
         top_k=config.moe_router_topk,
         last_row=True,
     )
+
+
+@cache
+def guarded() -> tuple[ReplayGuard, tuple[Patch, ...]]:
+    """Check verl's replay in this process from now on, and return the guard and its patches.
+
+    Raises:
+        PatchError: verl's code does not do what the patches need.
+    """
+    guard = ReplayGuard()
+    patches = (REPLAYED_BATCH.calling(guard), CLOSED_TOPK.calling(guard))
+    apply(*patches)
+    return guard, patches
+
+
+# The rate
+
+
+def torch_optimizers(optimizer: Any) -> list[Optimizer]:
+    """Return the torch optimizers inside Megatron's, in its order; a part of it without parameters has none.
+
+    Raises:
+        ConfigError: One is not torch's, steps on the CPU or is precision-aware, or there are none at all.
+    """
+    found = []
+    for part in _parts(optimizer):
+        if getattr(part, "is_stub_optimizer", False):
+            continue
+        inner = part.optimizer
+        if isinstance(inner, HybridDeviceOptimizer):
+            raise _refused(inner, "it steps optimizers of its own on the CPU", "without optimizer_cpu_offload")
+        if getattr(part.config, "use_precision_aware_optimizer", False):
+            why = "this release has not been tried with a precision-aware optimizer, which verl also makes for float16"
+            raise _refused(inner, why, "with use_precision_aware_optimizer=False, in bfloat16 or float32")
+        if not isinstance(inner, Optimizer):
+            raise _refused(
+                inner, "it is no torch.optim.Optimizer, whose step hooks set the rate", "with optimizer=adam"
+            )
+        found.append(inner)
+    if not found:
+        raise _refused(
+            optimizer, "this rank has no parameters that are trained", "in a layout in which every rank trains some"
+        )
+    return found
+
+
+def _parts(optimizer: Any) -> list[Any]:
+    chained = getattr(optimizer, "chained_optimizers", None)
+    return [optimizer] if chained is None else [part for link in chained for part in _parts(link)]
+
+
+def _refused(optimizer: Any, why: str, allowed: str) -> ConfigError:
+    return ConfigError(
+        f"mismatch.lr cannot lead the rate of {type(optimizer).__name__} in verl's Megatron engine: {why}. Train {allowed} "
+        "(actor.optim and actor.optim.override_optimizer_config), use actor.strategy=fsdp2, or take mismatch.lr out."
+    )
+
+
+class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
+    """verl's Megatron engine with the block."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.block = self.run_block
+        self.mismatch_routes: RouteAgreement | None = None
+
+    def initialize(self) -> None:
+        """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared.
+
+        Raises:
+            ConfigError: The optimizer cannot be steered.
+        """
+        super().initialize()
+        if self.block is None or self.engine_config.forward_only:
+            return
+        if self.block.lr is not None:
+            self._rate = self._controlled()
+        if self.block.routing is not None:
+            rank = parallel_state.get_tensor_model_parallel_rank()
+            twin = rank > 0 and not self.tf_config.sequence_parallel
+            self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
+            guarded()[0].agreement = self.mismatch_routes
+
+    def _controlled(self) -> LrControl:
+        assert self.block is not None and self.block.lr is not None
+        schedule: Any = self.lr_scheduler
+        return LrControl(
+            self.block.lr,
+            *torch_optimizers(self.optimizer),
+            warmup=max(int(schedule.lr_warmup_steps), 0),
+            updates=lambda: int(schedule.num_steps),
+            required=REQUIRED,
+        )
+
+    def lr_scheduler_step(self) -> Any:
+        """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
+        if self._rate is None:
+            return super().lr_scheduler_step()
+        applied = float(torch_optimizers(self.optimizer)[0].param_groups[0]["lr"]) * self._rate.last_multiplier
+        super().lr_scheduler_step()
+        return applied
+
+    def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
+        """Load as the parent does; the rate is not controlled meanwhile, as Megatron makes an optimizer's state by a step."""
+        if self._rate is not None and local_path is not None and self._resumes:
+            self._rate.close()
+        super().load_checkpoint(local_path, *args, **kwargs)
+
+    def _kept(self) -> dict[str, Any] | None:
+        """Return learning-rate control, and which batches' routes are compared."""
+        parts = {"lr": self._rate, "routing": self.mismatch_routes}
+        return {name: part.state_dict() for name, part in parts.items() if part is not None} or None
+
+    @property
+    def _resumes(self) -> bool:
+        ours = self._rate is not None or self.mismatch_routes is not None
+        return ours and bool(self.checkpoint_mananager.should_load_optimizer)
+
+    def _resume(self, state: Mapping[str, Any], folder: str) -> None:
+        if self._rate is not None:
+            self._rate = self._controlled()  # the checkpoint's schedule may have another warm-up
+            self._rate.load_state_dict(state.get("lr"))
+        if self.mismatch_routes is not None and state.get("routing") is not None:
+            self.mismatch_routes.load_state_dict(state["routing"])
+
+    def mismatch_metrics(self) -> dict[str, float]:
+        """Return what is to be logged of the last update, without prefix; all ranks must call this."""
+        found = {} if self._rate is None else self._rate.metrics()
+        if self.block is not None and self.block.routing is not None:
+            # A pass counts once, however many ranks share its tokens.
+            found[OTHER_PASSES] = float(max(gathered(guarded()[0].take_others())))
+            found |= {} if self.mismatch_routes is None else self.mismatch_routes.metrics()
+        return found
+
+    def mismatch_report(self) -> dict[str, Any]:
+        """Return what this engine runs with, as plain data, for the check before the first step."""
+        reading = read_trainer(nn.ModuleList(self.module), nullcontext, None, torch.device(get_device_name()))
+        optimizer = getattr(self, "optimizer", None)
+        if "float16" in reading.parameter_dtypes and optimizer is not None:
+            scale = {"class": type(optimizer).__name__, "enabled": True, "scale": float(optimizer.get_loss_scale())}
+            reading = replace(reading, scaler=scale)
+        mode = self.engine_config.router_replay.mode
+        return {
+            "strategy": self.engine_config.strategy,
+            "trainer": asdict(reading),
+            "routing": None if mode == "disabled" else mode,
+            "lr": None if self._rate is None else self._rate.multiplier,
+            "patches": described(*guarded()[1]) if guarded.cache_info().currsize else [],
+        }
+
+
+def register_megatron_engine(block: MismatchConfig, mode: RunMode) -> type[MismatchMegatronEngine]:
+    """Let verl build this engine for a Megatron actor of this process, with a block and its checks, and return its class.
+
+    Raises:
+        PatchError: verl's code does not do what the checks of `mismatch.routing` need.
+    """
+    if block.routing is not None:
+        verify(*guarded()[1])
+    return register(MismatchMegatronEngine, block, mode, "megatron")

@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import asdict
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
-from mismatch_ext.adapters.transformers.scoring import Autocast
-from mismatch_ext.adapters.verl.block import RunMode, block_of, mode_of
-from mismatch_ext.adapters.verl.megatron.settings import megatron_report, register_megatron_checks
-from mismatch_ext.adapters.verl.worker.fused import WithLogits, score_fused
-from mismatch_ext.adapters.verl.worker.loss import make_loss
-from mismatch_ext.adapters.verl.worker.training_engine import MismatchFSDPEngine, register_engine
+from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
+from mismatch_ext.adapters.verl.block import block_of, mode_of
+from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, register_engine
+from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.vllm.weights import is_comparable
-from torch import nn
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
@@ -34,7 +36,7 @@ from mismatch_ext.versions import installed
 from mismatch_ext.weights import fingerprint, sums_of
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.verl.megatron.training_engine import MismatchMegatronEngine
+    from mismatch_ext.adapters.verl.megatron import MismatchMegatronEngine
 
 F = TypeVar("F", bound=Callable[..., Any])
 # verl adds the members of Dispatch as it is imported.
@@ -85,8 +87,14 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
         self._verdicts = Verdicts(block.level)
-        kind = _megatron_engine if self._megatron else register_engine
-        expected = kind(block, mode_of(self.config))
+        expected: type[Any]
+        if self._megatron:
+            # megatron-core is imported here, where the actor needs it.
+            from mismatch_ext.adapters.verl.megatron import register_megatron_engine
+
+            expected = register_megatron_engine(block, mode_of(self.config))
+        else:
+            expected = register_engine(block, mode_of(self.config))
         super().init_model()
         if "actor" not in self.role:
             return
@@ -120,11 +128,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         Nothing here is collective: one rank may raise while others do not.
         """
         engine = self._engine
-        live = (
-            megatron_report(engine)
-            if self._megatron
-            else {"trainer": asdict(self._reading()), **self._fsdp.mismatch_report()}
-        )
+        live = {} if self._megatron else {"trainer": asdict(self._reading())}
         return {
             "pid": os.getpid(),
             "rank": self.rank,
@@ -134,6 +138,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             "versions": self._versions(),
             "readiness": self._readiness,
             **live,
+            **engine.mismatch_report(),
         }
 
     def _versions(self) -> dict[str, str | None]:
@@ -215,15 +220,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         return dict(self._engine.mismatch_metrics())
 
 
-def _megatron_engine(block: MismatchConfig, mode: RunMode) -> type[Any]:
-    """Prepare this process for a Megatron actor, and return the class that its engine will have."""
-    # megatron-core is imported here, where the actor needs it.
-    from mismatch_ext.adapters.verl.megatron.training_engine import register_megatron_engine
-
-    register_megatron_checks(block)
-    return register_megatron_engine(block, mode)
-
-
 class _Scoring:
     """The engine in evaluation, loaded where it is offloaded, under its own autocast, and left as it was found."""
 
@@ -252,3 +248,90 @@ class _Scoring:
         reshard(self._engine.module)
         set_ulysses_sequence_parallel_group(self._sequence_parallel)  # type: ignore[arg-type]
         self._mode.__exit__(*error)
+
+
+# Probes of an actor whose head is one of verl's fused kernels (`model.use_fused_kernels`): log-probabilities without logits
+
+
+def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
+    """Score fixed token sequences by the fused head itself, which the actor trains with, at temperature 1.
+
+    Args:
+        model: The actor's model.
+        token_ids: Tokens `[N, T]`, int64, on the model's device.
+        autocast: Returns the trainer's autocast context.
+
+    Returns:
+        Log-probabilities `[N, T-1]`, float64, on the CPU.
+    """
+    with torch.no_grad(), evaluating(model), autocast():
+        output = model(input_ids=token_ids, use_cache=False, return_dict=True, temperature=1.0)
+    # The last place is scored against the first token.
+    return checked(output.log_probs)[:, :-1].double().cpu()
+
+
+class WithLogits(nn.Module):
+    """A model with a fused head, whose output has logits: those of its output layer, on the same hidden states.
+
+    The output layer runs inside the model's own pass, where its weights are gathered.
+
+    Args:
+        model: The actor's model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self._causal = next(
+            module
+            for module in model.modules()
+            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
+        )
+
+    def forward(self, **inputs: Any) -> SimpleNamespace:
+        """Run the model, and return its logits `[N, T, V]`."""
+        head, found = self._causal.get_output_embeddings(), []
+
+        def look(module: nn.Module, args: Any, output: Any) -> None:
+            found.append(head(output[0]))
+
+        handle = self._causal.base_model.register_forward_hook(look)
+        try:
+            self.model(**inputs, return_dict=True)
+        finally:
+            handle.remove()
+        return SimpleNamespace(logits=found[-1])
+
+
+# separate_async
+
+
+class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
+    """verl's worker with the block, whose copies of the weights are real copies wherever the weights lie."""
+
+    @property
+    def copy_handler(self) -> Callable[..., Any]:
+        """Return the function that copies an engine's weights to the host.
+
+        verl 0.9.1 takes `tensor.cpu()` of FSDP2's shards, which is the tensor itself where parameters are on the host already
+        (`param_offload`, `offload_policy`, a CPU): the update then changes the copy, and π_old of the next mini-batch is the
+        present policy.
+        """
+        handler = super().copy_handler
+        if self.config.actor.strategy != "fsdp2" or self._verdicts.observes:
+            return handler
+
+        def copied(module: nn.Module) -> tuple[dict[str, tuple[Tensor, Any]], Any]:
+            shards, spec = handler(module)
+            # A rank without a piece of a tensor has no storage of it, on either side.
+            live = {_storage(parameter) for parameter in module.parameters()} - {0}
+            return {
+                name: (shard.clone() if _storage(shard) in live else shard, of) for name, (shard, of) in shards.items()
+            }, spec
+
+        return copied
+
+
+def _storage(tensor: Tensor) -> int:
+    """Return where a tensor's numbers lie, or a sharded one's own; 0 where there are none."""
+    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())

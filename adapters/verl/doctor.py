@@ -129,7 +129,8 @@ def _selected(config: Any, name: str) -> Any:
 
 def _settled(config: Any) -> MismatchConfig | None:
     """Set the precision that the block asks for, and return the part of the block that acts."""
-    from mismatch_ext.adapters.verl.settings.prepare import set_precision
+    from mismatch_ext.adapters.verl.config import set_precision
+    from mismatch_ext.adapters.verl.refusals import refuse
     from omegaconf import OmegaConf, open_dict
 
     given = config.get("mismatch")
@@ -137,8 +138,10 @@ def _settled(config: Any) -> MismatchConfig | None:
     block = MismatchConfig.parse(stated)
     if block is None:
         return None
-    with open_dict(config):
-        set_precision(config, block.acting)
+    if block.acting.precision is not None:
+        refuse(config, block.acting, "mismatch.precision")
+        with open_dict(config):
+            set_precision(config, block.acting)
     return block.acting
 
 

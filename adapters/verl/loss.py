@@ -6,28 +6,45 @@ denominators of the global batch, so that the gradient depends neither on ranks 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl.settings.correction import settings_of
-from mismatch_ext.adapters.verl.settings.own_loss import needs_own_loss
-from mismatch_ext.adapters.verl.worker.correction import without_drifted
-from mismatch_ext.adapters.verl.worker.kl import COEF, FIELDS, loss_term
+from mismatch_ext.adapters.verl.refusals import settings_of
 from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.core_algos import agg_loss
 from verl.utils import tensordict_utils
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.utils.losses import ppo_loss
-from verl.workers.utils.padding import no_padding_2_padding
+from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.config import KlConfig, MismatchConfig
+from mismatch_ext.correction import correct
+from mismatch_ext.errors import RecordError
+from mismatch_ext.kl import kl_terms
+from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
 
 BYPASS = "bypass_mode"
+COEF = "mismatch_kl_coef"
+"""Key of the batch's `extra_info` that carries the KL's coefficient from the driver."""
+BASELINE = "mismatch_kl_baseline"
+"""Field of the batch that holds the driver's baseline of each token, nats."""
+FIELDS = ("ref_log_prob", "loss_mask", "old_log_probs", "rollout_log_probs", BASELINE)
+"""Fields that the KL term reads from a micro-batch, if it has them."""
+
+
+def needs_own_loss(block: MismatchConfig) -> str | None:
+    """Return the first key of a block, without `mismatch.`, that verl's own loss cannot do; None if it can do all of them."""
+    if block.kl is not None and block.kl.in_loss:
+        return "kl"
+    settings = None if block.correction is None else settings_of(block.correction)
+    if settings is not None and settings.off_policy_threshold is not None:
+        return "correction.off_policy_threshold"
+    return "correction.mode='bypass'" if settings is not None and settings.mode == "bypass" else None
 
 
 def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
@@ -44,7 +61,6 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         # `replace` makes a new one of a configuration whose fields are frozen; the driver's copy still asks for the reference.
         config = replace(config, use_kl_loss=False, global_batch_info={})
     base: Callable[..., Any] = partial(ppo_loss, config=config)
-    masked = settings if settings is not None and settings.off_policy_threshold is not None else None
     # Bypass mode may also be set by the user in verl's own configuration, without the block.
     if needs_own_loss(block) is None and config.policy_loss.loss_mode != BYPASS:
         return base
@@ -55,7 +71,7 @@ def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
         kl=kl if kl is not None and kl.in_loss else None,
         # Each batch may carry another coefficient, which follows a target.
         coef=None if kl is None else kl.coef if kl.coef is not None else float(actor_config.kl_loss_coef),
-        off_policy=masked,
+        off_policy=None if settings is None else settings.off_policy_threshold,
     )
 
 
@@ -68,7 +84,7 @@ def mismatch_loss(
     config: Any,
     kl: KlConfig | None = None,
     coef: float | None = None,
-    off_policy: ResolvedCorrection | None = None,
+    off_policy: float | None = None,
     **logits: Any,
 ) -> Any:
     """Compute verl's loss of a micro-batch and add the block's terms.
@@ -81,7 +97,7 @@ def mismatch_loss(
         config: The actor's configuration that `base` runs with.
         kl: The `kl` section, where it has a part in the loss.
         coef: Its coefficient, unless the batch carries one.
-        off_policy: The `correction` section, where it has an off-policy mask.
+        off_policy: Threshold of the off-policy mask, nats; None without one.
         **logits: What verl's engine passes with the logits.
 
     Returns:
@@ -89,16 +105,15 @@ def mismatch_loss(
     """
     if model_output is None:
         return base(data=data, **logits)
-    extra: dict[str, Any] = {}
-    given = data
+    given, masked = data, {}
     if off_policy is not None:
-        given, extra = without_drifted(model_output, data, off_policy)
+        given, masked = without_drifted(model_output, data, off_policy)
     loss, metrics = _policy_part(base, config, model_output, given, dp_group)
-    metrics.update(extra)
+    metrics.update(masked)
     if kl is not None:
         value = kl_loss(config, kl, model_output, data)
-        found = tensordict_utils.get_non_tensor_data(data=data, key=COEF, default=None)
-        used = coef if found is None else float(found)
+        sent = tensordict_utils.get_non_tensor_data(data=data, key=COEF, default=None)
+        used = coef if sent is None else float(sent)
         assert used is not None
         loss = loss + used * value
         kind = metrics["actor/pg_loss"].aggregation if "actor/pg_loss" in metrics else AggregationType.SUM
@@ -118,6 +133,65 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
         **config.global_batch_info,
     )
     return share
+
+
+def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) -> Tensor:
+    """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1.
+
+    It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
+    responses because of what was sampled would change what is regularised.
+
+    Args:
+        logps: Current log-probabilities `[B, T]`, with their graph.
+        fields: Padded fields of the micro-batch `[B, T]`, of `FIELDS`.
+        section: The `kl` section.
+
+    Raises:
+        RecordError: A field is missing.
+    """
+    return kl_terms(
+        logps,
+        _field(fields, "ref_log_prob"),
+        _field(fields, "loss_mask").bool(),
+        section,
+        behavior=sampled_by(fields) if section.ratio != "none" else None,
+        coef=1.0,
+        baseline=_field(fields, BASELINE) if section.has_baseline else None,
+    ).loss
+
+
+def sampled_by(fields: Mapping[str, Tensor]) -> Tensor:
+    """Return log-probabilities under the policy that sampled `[B, T]`: the engine's where it reports them, else the old ones."""
+    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else _field(fields, "old_log_probs")
+
+
+def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in fields:
+        raise RecordError(
+            f"the micro-batch has no field {name!r}, which mismatch.kl needs; it has {sorted(fields)}. It is computed by the "
+            "trainer `mismatch` before the update."
+        )
+    return fields[name]
+
+
+def without_drifted(model_output: Any, data: Any, threshold: float) -> tuple[Any, dict[str, Any]]:
+    """Return the micro-batch with advantage 0 for sequences that DeepSeek-V3.2's mask drops, and the share of them."""
+    if "rollout_log_probs" not in data:
+        raise RecordError(
+            "the micro-batch has no rollout_log_probs, which mismatch.correction.off_policy_threshold needs."
+        )
+    logps = no_padding_2_padding(model_output["log_probs"], data).detach()
+    padded = data.select("rollout_log_probs", "advantages", "response_mask").to_padded_tensor()
+    mask, advantages = padded["response_mask"].bool(), padded["advantages"]
+    name, dropped = PREFIX + "off_policy_masked_fraction", 0.0
+    if bool(mask.any()):
+        rule = ResolvedCorrection(off_policy_threshold=threshold)
+        corrected = correct(padded["rollout_log_probs"], logps, mask, rule, advantages=advantages)
+        dropped = corrected.metrics["off_policy_masked_fraction"]
+        data = data.copy()
+        kept = torch.where(corrected.mask.any(-1, keepdim=True), advantages, 0.0)
+        data["advantages"] = response_to_nested(kept, data["response_mask"])
+    return data, {name: Metric(value=dropped, aggregation=AggregationType.MEAN)}
 
 
 def _policy_part(base: Callable[..., Any], config: Any, model_output: Any, data: Any, dp_group: Any) -> Any:
