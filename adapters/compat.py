@@ -57,11 +57,11 @@ def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
     return None
 
 
-def _load(adapter: str, module: str = "seams") -> ModuleType:
+def _load(adapter: str, file: str = "seams") -> ModuleType:
     """Load a module of an adapter without its package, because the package imports a peer."""
-    name = f"{__package__}.{adapter}.{module}"
+    name = f"{__package__}.{adapter}.{file}"
     if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, HERE / adapter / f"{module}.py")
+        spec = importlib.util.spec_from_file_location(name, HERE / adapter / f"{file}.py")
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         sys.modules[name] = module

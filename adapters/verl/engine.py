@@ -10,11 +10,12 @@ import math
 import os
 import warnings
 from collections.abc import ItemsView, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
+from mismatch_ext.adapters.verl.behavior import check_layout
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from verl.utils import torch_functional
@@ -225,18 +226,20 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
             from mismatch_ext.adapters.verl.sampling_mask import EngineMasks
 
             self.masks = EngineMasks(int(self.model_config.hf_config.get_text_config().vocab_size))
+        if self.replay is not None or self.masks is not None:
+            check_layout(super().prepare_model_inputs, bool(self.use_remove_padding), block)
         if not self._trains:
             return
         self.optimizer.register_step_post_hook(self._count_step)
         if block.lr is not None:
             optim = self.optimizer_config
-            warmup = optim.lr_warmup_steps
+            warmup = int(optim.lr_warmup_steps or 0)
             if warmup <= 0:
                 warmup = int(optim.lr_warmup_steps_ratio * optim.total_training_steps)
             self._rate = LrControl(
                 block.lr,
                 self.optimizer,
-                warmup=math.ceil(int(warmup) / self._mode.updates),
+                warmup=math.ceil(warmup / self._mode.updates),
                 # Local updates between two weight updates are one step of the rule, even if some of them were skipped.
                 updates=lambda: (int(self.lr_scheduler.last_epoch) + self._behind) // self._mode.updates,
                 required=REQUIRED,
@@ -302,7 +305,8 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 rank; names it. No forward pass has run then.
             ReplayError: A forward pass did not obey them.
         """
-        masks, replay = nullcontext(data), self.replay
+        masks: AbstractContextManager[Any] = nullcontext(data)
+        replay = self.replay
         if self.masks is not None:
             masks = self.masks.batch(data, rank=self.rank, forward_only=forward_only)
         with masks as run:

@@ -105,7 +105,8 @@ def mismatch_loss(
     """
     if model_output is None:
         return base(data=data, **logits)
-    given, masked = data, {}
+    given: Any = data
+    masked: dict[str, Any] = {}
     if off_policy is not None:
         given, masked = without_drifted(model_output, data, off_policy)
     loss, metrics = _policy_part(base, config, model_output, given, dp_group)

@@ -129,6 +129,17 @@ class Asked:
         return own or self.at(f"{CORRECTION}.loss_type", "ppo_clip") != "ppo_clip"
 
     @property
+    def clips(self) -> bool:
+        """Whether the `correction` section has weights, and bounds them instead of masking tokens."""
+        section = self.correction
+        return section is not None and section.level != "none" and section.bound in ("truncate", "clip")
+
+    @property
+    def engine_weights(self) -> str | None:
+        """What `mismatch.precision` says the engine's weights are quantized to."""
+        return None if self.block.precision is None else self.block.precision.engine_weights
+
+    @property
     def half(self) -> bool:
         """Whether `mismatch.precision` asks for another dtype than bfloat16, which verl sends in any case."""
         return self.block.precision is not None and self.block.precision.dtype != "bfloat16"
@@ -403,13 +414,13 @@ TABLE = (
         ),
         Setting(
             f"{KWARGS}.vllm.quantization",
-            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.block.precision.engine_weights,
+            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.engine_weights,
             *OTHER_FORMAT,
         ),
         Setting(
             f"{ROLLOUT}.quantization",
             lambda value, asked: not asked.at(f"{KWARGS}.{asked.engine}.quantization")
-            and (value or None) != asked.block.precision.engine_weights,
+            and (value or None) != asked.engine_weights,
             *OTHER_FORMAT,
         ),
         *(
@@ -454,7 +465,7 @@ TABLE = (
         ),
         Setting(
             "mismatch.correction.lower",
-            lambda value, asked: value is not None and asked.correction.level != "none" and asked.correction.bound != "mask",
+            lambda value, asked: value is not None and asked.clips,
             "none, or bound='mask'", "verl's rollout_correction has no setting for it", NAME_A_PRESET, _of_correction("lower"),
         ),
     )),

@@ -215,7 +215,7 @@ SEAMS = (
             exists(f"{_LOOPS}:AgentLoopOutput.as_dict"),
             exists("verl.trainer.ppo.v1.agent_loop_tq:AgentLoopManagerTQ"),
         ),
-        checked="the patch's probe computes two tokens, and a micro-batch that is scored elsewhere is refused",
+        checked="each pass compares a token with verl's own score, and samples that no pass has scored are refused",
         upstream=_SOURCE + "workers/rollout/vllm_rollout/vllm_async_server.py",
         where=("verl", "fsdp", "vllm"),
     ),

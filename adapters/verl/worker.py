@@ -14,9 +14,10 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
 from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
+from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.block import block_of, mode_of
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, register_engine
-from mismatch_ext.adapters.verl.loss import make_loss
+from mismatch_ext.adapters.verl.loss import make_loss, needs_own_loss
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
 from transformers import PreTrainedModel
@@ -106,7 +107,10 @@ class MismatchWorker(ActorRolloutRefWorker):
                     "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
                 )
         if not self._verdicts.observes:
-            self._actor.set_loss_fn(make_loss(self.loss_fn.keywords["config"], block))
+            config = self.loss_fn.keywords["config"]
+            if needs_own_loss(block) is not None:
+                check_loss(block, config.loss_agg_mode)
+            self._actor.set_loss_fn(make_loss(config, block))
         with self._verdicts.checking("readiness"):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 

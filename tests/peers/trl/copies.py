@@ -1,11 +1,11 @@
-"""Copies of the installed TRL, changed as a release would change it."""
+"""Copies of an installed package, changed as a release would change it; and the changes to TRL."""
 
 from __future__ import annotations
 
 import ast
 import importlib
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 TRAINER, ENGINE = "trl/trainer/grpo_trainer.py", "trl/generation/vllm_generation.py"
@@ -21,7 +21,9 @@ TOUCHED = {
 Change = Callable[[Path], None]
 
 
-def _replaced(file: str, *pairs: tuple[str, str]) -> Change:
+def replaced(file: str, *pairs: tuple[str, str]) -> Change:
+    """Return a change that replaces text in a file."""
+
     def change(root: Path) -> None:
         text = (root / file).read_text(encoding="utf-8")
         for old, new in pairs:
@@ -33,39 +35,49 @@ def _replaced(file: str, *pairs: tuple[str, str]) -> Change:
 
 
 def _methods(text: str, names: tuple[str, ...]) -> Iterator[ast.FunctionDef]:
-    """Yield the methods of these names, the last one of the file first, so that edits leave the others where they are."""
+    """Yield the functions of these names, the last one of the file first, so that edits leave the others where they are."""
     found = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef) and node.name in names]
     yield from sorted(found, key=lambda node: -node.lineno)
 
 
-def _documented(root: Path) -> None:
-    """Give each touched method a new docstring and a comment."""
-    for file, names in TOUCHED.items():
-        text = (root / file).read_text(encoding="utf-8")
-        for node in _methods(text, names):
-            lines, first = text.splitlines(keepends=True), node.body[0]
-            if ast.get_docstring(node) is not None:
-                del lines[first.lineno - 1 : first.end_lineno]
-            lines.insert(
-                first.lineno - 1, '        """Do what it did before."""\n        # A comment of a later release.\n'
-            )
-            text = "".join(lines)
-        (root / file).write_text(text, encoding="utf-8")
+def documented(touched: Mapping[str, tuple[str, ...]]) -> Change:
+    """Return a change that gives each function, by file, a new docstring and a comment."""
+
+    def change(root: Path) -> None:
+        for file, names in touched.items():
+            text = (root / file).read_text(encoding="utf-8")
+            for node in _methods(text, names):
+                lines, first = text.splitlines(keepends=True), node.body[0]
+                space = " " * first.col_offset
+                if ast.get_docstring(node) is not None:
+                    del lines[first.lineno - 1 : first.end_lineno]
+                added = f'{space}"""Do what it did before."""\n{space}# A comment of a later release.\n'
+                lines.insert(first.lineno - 1, added)
+                text = "".join(lines)
+            (root / file).write_text(text, encoding="utf-8")
+
+    return change
 
 
-def _with_argument(root: Path) -> None:
-    """Give each touched method one more keyword argument."""
-    for file, names in TOUCHED.items():
-        text = (root / file).read_text(encoding="utf-8")
-        for node in _methods(text, names):
-            lines = text.splitlines(keepends=True)
-            last = max((*node.args.args, *node.args.defaults), key=lambda part: (part.end_lineno, part.end_col_offset))
-            assert last.end_lineno is not None and last.end_col_offset is not None
-            line = lines[last.end_lineno - 1].encode()  # ast counts bytes
-            at = last.end_col_offset
-            lines[last.end_lineno - 1] = (line[:at] + b", of_a_later_release=None" + line[at:]).decode()
-            text = "".join(lines)
-        (root / file).write_text(text, encoding="utf-8")
+def with_argument(touched: Mapping[str, tuple[str, ...]]) -> Change:
+    """Return a change that gives each function, by file, one more keyword argument."""
+
+    def change(root: Path) -> None:
+        for file, names in touched.items():
+            text = (root / file).read_text(encoding="utf-8")
+            for node in _methods(text, names):
+                lines = text.splitlines(keepends=True)
+                last = max(
+                    (*node.args.args, *node.args.defaults), key=lambda part: (part.end_lineno, part.end_col_offset)
+                )
+                assert last.end_lineno is not None and last.end_col_offset is not None
+                line = lines[last.end_lineno - 1].encode()  # ast counts bytes
+                at = last.end_col_offset
+                lines[last.end_lineno - 1] = (line[:at] + b", of_a_later_release=None" + line[at:]).decode()
+                text = "".join(lines)
+            (root / file).write_text(text, encoding="utf-8")
+
+    return change
 
 
 def _moved(root: Path) -> None:
@@ -96,23 +108,23 @@ SYNC = "    def sync_weights(self):\n"
 RATIO = 'token_loss * inputs["importance_sampling_ratio"]'
 
 HARMLESS: dict[str, Change] = {
-    "docstrings and comments": _documented,
-    "a keyword argument in each method": _with_argument,
-    "a helper out of the loss": _replaced(
+    "docstrings and comments": documented(TOUCHED),
+    "a keyword argument in each method": with_argument(TOUCHED),
+    "a helper out of the loss": replaced(
         TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)
     ),
-    "metrics renamed": _replaced(
+    "metrics renamed": replaced(
         TRAINER,
         ('"clip_ratio/', '"clipped/'),
         ('"sampling/importance_sampling_ratio/', '"rollout/ratio/'),
         ('"entropy"]', '"policy_entropy"]'),
     ),
     "the loss in a base class": _moved,
-    "local names": _replaced(TRAINER, ("per_token_loss", "token_losses"), ("log_importance_weights", "log_weights")),
-    "one more output of a batch": _replaced(
+    "local names": replaced(TRAINER, ("per_token_loss", "token_losses"), ("log_importance_weights", "log_weights")),
+    "one more output of a batch": replaced(
         TRAINER, (OUTPUT, OUTPUT + '            "release": torch.zeros(len(prompt_ids)),\n')
     ),
-    "an update in two methods": _replaced(
+    "an update in two methods": replaced(
         ENGINE, (SYNC, f"{SYNC}        self._send_all()\n\n    def _send_all(self):\n")
     ),
 }
@@ -120,29 +132,29 @@ HARMLESS: dict[str, Change] = {
 
 HARMFUL: dict[str, tuple[Change, str]] = {
     "a new normalizer": (
-        _replaced(
+        replaced(
             TRAINER, ('normalizer = inputs["num_items_in_batch"]', 'normalizer = 2 * inputs["num_items_in_batch"]')
         ),
         "comes to",
     ),
     "a return through a normalizer of its own": (
-        _replaced(
+        replaced(
             TRAINER, (RETURN, "        return self._normalized(loss, completion_mask)\n"), (HEAD, NORMALIZED + HEAD)
         ),
         "comes to",
     ),
-    "a factor on the ratio": (_replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "comes to"),
-    "another input": (_replaced(TRAINER, (RATIO, 'token_loss * inputs["is_ratio"]')), "'is_ratio'"),
+    "a factor on the ratio": (replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "comes to"),
+    "another input": (replaced(TRAINER, (RATIO, 'token_loss * inputs["is_ratio"]')), "'is_ratio'"),
 }
 """What changes the loss, and what the refusal says of it."""
 
 
-def copied(root: Path, change: Change) -> Path:
-    """Return a folder with the installed TRL as version 1.18.2, changed."""
-    package = Path(importlib.import_module("trl").__file__ or "").parent
-    shutil.copytree(package, root / "trl", ignore=shutil.ignore_patterns("__pycache__"))
-    info = root / "trl-1.18.2.dist-info"
+def copied(root: Path, change: Change, name: str = "trl", version: str = "1.18.2") -> Path:
+    """Return a folder with an installed package under another version, changed."""
+    package = Path(importlib.import_module(name).__file__ or "").parent
+    shutil.copytree(package, root / name, ignore=shutil.ignore_patterns("__pycache__"))
+    info = root / f"{name}-{version}.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: trl\nVersion: 1.18.2\n", encoding="utf-8")
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", encoding="utf-8")
     change(root)
     return root

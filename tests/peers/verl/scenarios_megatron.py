@@ -17,8 +17,9 @@ os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_L
 os.environ.update(VERL_USE_EXTERNAL_MODULES="tests.peers.verl.cpu.platform")
 
 import torch
+from mismatch_ext.adapters.verl import megatron
+from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.loss import make_loss
-from mismatch_ext.adapters.verl.megatron import settings as megatron
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
@@ -28,7 +29,7 @@ from verl.workers.engine.megatron.transformer_impl import MegatronEngineWithLMHe
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
-from mismatch_ext.patching import described
+from mismatch_ext.patching import active_patches
 from tests.peers.megatron.cpu import (
     EXPERTS,
     RECOMPUTE,
@@ -289,18 +290,21 @@ def stock() -> dict[str, Any]:
 
 
 keep: dict[str, Any] = {}
+OFF = MismatchConfig.parse({"monitor": {"weight_sync": "off"}})
 R3 = MismatchConfig.parse({"routing": {"mode": "R3"}, "monitor": {"weight_sync": "off"}})
 R2 = MismatchConfig.parse({"routing": {"mode": "R2"}, "monitor": {"weight_sync": "off"}})
 
 
 def checked() -> dict[str, Any]:
     """Run the same with the checks."""
-    found: dict[str, Any] = {"nothing_without_routing": megatron.register_megatron_checks(MismatchConfig()) is None}
-    patches = megatron.register_megatron_checks(R3)
-    found["idempotent"] = patches is megatron.register_megatron_checks(R3)
-    found["names"] = [patch["name"] for patch in described(*patches)]
+    found: dict[str, Any] = {}
+    for block in (OFF, R3, R3):
+        megatron.register_megatron_engine(block, RunMode())
+        names = [patch["name"] for patch in active_patches() if "megatron" in patch["name"]]
+        found.setdefault("patched", []).append(names)
     engine = built("R3")
-    found["report"] = megatron.megatron_report(engine)
+    engine._rate = None
+    found["report"] = megatron.MismatchMegatronEngine.mismatch_report(engine)
     found["parameters"] = sum(parameter.numel() for parameter in engine.module[0].parameters())
     found["r3"] = alike(passed(engine, batch(routes()), forward_only=True), keep["r3"])
     found["without_last_row"] = alike(
@@ -371,7 +375,7 @@ def other_tokens() -> dict[str, Any]:
         tu.assign_non_tensor(flagged, enable_routing_replay=False)
         stock = passed(engine, flagged, forward_only=True)
         own["scored_natively"] = alike(passed(engine, changed, forward_only=True), stock)
-        own["scored_others"] = megatron.replayed_others()
+        own["scored_others"] = megatron.guarded()[0].take_others()
         found[mode] = own
     return found
 
@@ -411,52 +415,11 @@ def losses() -> dict[str, Any]:
     return found
 
 
-def settings() -> dict[str, Any]:
-    """Set and refuse settings of verl's own configuration for a Megatron actor."""
-    from hydra import compose, initialize_config_module
-
-    found: dict[str, Any] = {}
-    with initialize_config_module("verl.trainer.config", version_base=None):
-
-        def fresh(*overrides: str) -> Any:
-            return compose("ppo_megatron_trainer", overrides=list(overrides))
-
-        def read(config: Any) -> list[Any]:
-            group = config.actor_rollout_ref
-            return [group.actor.megatron.router_replay.mode, group.rollout.enable_rollout_routing_replay]
-
-        for name, block in (("R3", R3), ("R2", R2)):
-            config = fresh()
-            lines = megatron.megatron_settings(config, block)
-            found[name] = [*read(config), lines]
-        config = fresh()
-        found["off"] = [
-            megatron.megatron_settings(config, MismatchConfig.parse({"monitor": {"weight_sync": "off"}})),
-            *read(config),
-        ]
-        off = {"monitor": {"weight_sync": "off"}}
-        for name, section in (
-            ("precision", {"precision": {"dtype": "bfloat16"}, **off}),
-            ("weight_sync", {}),
-            ("reference", {"routing": {"mode": "R3", "reference": True}, **off}),
-        ):
-            found[name] = refused(megatron.megatron_settings, fresh(), MismatchConfig.parse(section))
-        for name, block, override in (
-            ("padding", R3, "actor_rollout_ref.model.use_remove_padding=False"),
-            ("mtp", R3, "actor_rollout_ref.model.mtp.enable=True"),
-            ("contradiction", R3, "actor_rollout_ref.actor.megatron.router_replay.mode=R2"),
-            ("rollouts_routes", R2, "actor_rollout_ref.rollout.enable_rollout_routing_replay=True"),
-        ):
-            found[name] = refused(megatron.megatron_settings, fresh(override), block)
-    return found
-
-
 def everything() -> dict[str, Any]:
     """Run all of it, in the order in which patches come."""
     start()
     with NamedCuda():
         return {
-            "settings": settings(),
             "losses": losses(),
             "stock": stock(),
             "checked": checked(),

@@ -275,7 +275,7 @@ def test_what_the_engine_cannot_do_is_refused_when_it_is_built(run: Run, dense: 
 def test_the_loss_scaler_has_the_settings_of_the_block_and_is_on(scaled: Result) -> None:
     assert scaled["report"]["scaler"] == {"kind": "LossScaler", "enabled": True, "scale": 1024.0}
     assert scaled["settings"] == {"init_scale": 1024.0, "growth_interval": 2}
-    assert (scaled["report"]["autocast_dtype"], scaled["report"]["parameter_dtypes"]) == ("float16", ["float32"])
+    assert (scaled["report"]["autocast_dtype"], scaled["parameter_dtypes"]) == ("float16", ["torch.float32"])
 
 
 @pytest.mark.numeric
@@ -514,6 +514,8 @@ def test_sampling_masks_lie_under_every_pass_of_the_engine(run: Run, moe: Path, 
     assert "RecordError: mismatch.sampling_mask: rollout 0 of rank 0's mini-batch" in wrong["moved"]
     assert "not among the 5 tokens of its sampling mask" in wrong["altered"]
     assert wrong["filled up"] == "nothing was refused"
+    assert "ReplayError: mismatch.sampling_mask: verl's engine gives the first token" in wrong["other logits"]
+    assert "scored 4 of 4 samples without its prepare_model_outputs" in wrong["overridden"]
 
 
 @pytest.mark.in_process

@@ -82,14 +82,14 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
     ),
 ]  # fmt: skip
 REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
-    ([f"{CORRECTION}.rollout_is=token"], "correction", {"preset": "tis"}, ["rollout_is='token'", "remove one"]),
+    ([f"{CORRECTION}.rollout_is=token"], "correction", {"preset": "tis"}, ["rollout_is='token'", "Remove one"]),
     ([f"{CORRECTION}.loss_type=reinforce"], "correction", {}, ["loss_type='reinforce'", "bypass_mode=True"]),
-    ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "correction", {}, ["loss_mode='bypass_mode'", "set both"]),
+    ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "correction", {}, ["loss_mode='bypass_mode'", "Set both"]),
     (
         [*BYPASS, f"{CORRECTION}.rollout_rs=token_k1", f"{ACTOR}.policy_loss.loss_mode=gspo"],
         "correction",
         {},
-        ["rollout_rs='token_k1'", "loss_mode='gspo'"],
+        ["loss_mode='gspo'", "bypass_mode=True"],
     ),
     (
         [
@@ -98,7 +98,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
         ],
         "correction",
         {},
-        ["rollout_is='token'", "'sequence'", "remove the latter"],
+        ["policy_loss.rollout_correction='set'", "Remove it"],
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),
     ([f"{ACTOR}.policy_loss.loss_mode=dro"], "correction", {"preset": "opsm"}, ["'dro'", "off_policy_threshold"]),

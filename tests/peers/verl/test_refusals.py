@@ -195,6 +195,10 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
     assert named in str(caught.value)
 
 
+ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_replay.mode")
+"""Of these settings, those that only replay minds."""
+
+
 @pytest.mark.parametrize(
     "refused",
     [
@@ -202,11 +206,17 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
         "mismatch.monitor.weight_sync=warn",
         "actor_rollout_ref.model.use_fused_kernels=True",
         "+mismatch.sampling_mask={max_support:8}",
+        "+mismatch.routing.reference=True",
+        "actor_rollout_ref.model.use_remove_padding=False",
+        "++actor_rollout_ref.model.mtp.enable=True",
+        "actor_rollout_ref.actor.megatron.router_replay.mode=R2",
     ],
 )
 def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
     with pytest.raises(ConfigError, match="strategy='megatron'"):
-        prepared_megatron(refused)
+        prepared_megatron(*(["+mismatch.routing.mode=R3"] if ROUTES.search(refused) else []), refused)
+    with pytest.raises(ConfigError, match="enable_rollout_routing_replay=True with mismatch.routing"):
+        prepared_megatron("+mismatch.routing.mode=R2", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
 
 
 def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> None:

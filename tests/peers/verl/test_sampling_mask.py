@@ -35,5 +35,5 @@ def test_every_pass_is_over_what_was_left_to_sample_from(moe: Path, tmp_path: Pa
     # At the first step the reference is the policy, over the same masks.
     assert 0 <= steps[0]["mismatch/kl_ref_k3"] <= FLOAT32_K3
     header = read_run(tmp_path / "checkpoints/mismatch").header
-    assert {"verl/response_logprobs", "vllm/top_logprobs"} <= {patch["name"] for patch in header["patches"]}
+    assert "vllm/top_logprobs" in {patch["name"] for patch in header["patches"]}
     assert torch.isfinite(torch.tensor([step["actor/grad_norm"] for step in steps])).all()

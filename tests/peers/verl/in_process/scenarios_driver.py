@@ -13,10 +13,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.config import VERL_PRESETS, set_correction, set_kl
+from mismatch_ext.adapters.verl.config import set_correction, set_kl
 from mismatch_ext.adapters.verl.loss import BASELINE, loss_term, make_loss
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
+from mismatch_ext.adapters.verl.refusals import VERL_PRESETS, refuse
 from omegaconf import DictConfig, OmegaConf
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
@@ -297,8 +298,10 @@ def set_up(overrides: list[str], section: str, given: dict[str, Any]) -> Any:
     """Return what a section sets in verl's configuration, or the error."""
     config = host_config(*overrides)
     before = OmegaConf.to_container(config, resolve=False)
-    part = getattr(block_of(**{section: given}), section) if given else None
+    block = block_of(**{section: given} if given else {})
+    part = getattr(block, section)
     try:
+        refuse(config, block)
         done = set_correction(config, part) if section == "correction" else set_kl(config, part)
     except MismatchError as error:
         return {"error": f"{type(error).__name__}: {error}"}

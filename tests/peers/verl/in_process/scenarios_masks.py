@@ -110,7 +110,14 @@ def _wrong(model: str, data: TensorDict, masks: list[TokenSupport], vocabulary: 
     )
     unsampled = data.clone()
     unsampled["loss_mask"] = nested([torch.zeros_like(one) for one in data["loss_mask"].unbind()])
+    kind, stock = type(built.engine), transformer_impl.FSDPEngineWithLMHead.prepare_model_outputs
+    with mock.patch.object(transformer_impl, "_scale_logits_by_temperature", lambda logits, *_, **__: 2 * logits):
+        scaled = refused(built.infer_batch, data)
+    with mock.patch.object(kind, "prepare_model_outputs", stock):
+        overridden = refused(built.infer_batch, data)
     return {
+        "other logits": scaled,
+        "overridden": overridden,
         "missing": refused(built.infer_batch, data.exclude(IDS, SIZES)),
         "moved": refused(built.infer_batch, with_fields(data, [masks[1], masks[0], *masks[2:]])),
         "altered": refused(built.infer_batch, altered),

@@ -44,6 +44,7 @@ def scaler(model: str) -> dict[str, Any]:
     built = worker(model, block, dtype="float16", optimizer={"lr_warmup_steps": 2, "lr_scheduler_type": "cosine"})
     engine = built.engine
     found: dict[str, Any] = {"report": engine.mismatch_report(), "settings": {}, "updates": []}
+    found["parameter_dtypes"] = sorted({str(parameter.dtype) for parameter in engine.module.parameters()})
     for name in settings:
         getter = getattr(engine.scaler, f"get_{name.replace('init_', '')}")
         found["settings"][name] = getter()

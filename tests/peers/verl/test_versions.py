@@ -1,0 +1,47 @@
+"""Versions of verl that nobody has run: what it does decides, and not its text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+from tests.peers.trl.copies import Change, copied
+from tests.peers.verl.copies import HARMFUL, HARMLESS
+
+if TYPE_CHECKING:
+    from tests.peers.verl.in_process import scenarios_versions as scenarios
+else:
+    scenarios = named("tests.peers.verl.in_process.scenarios_versions")
+
+
+def on_copy(run: Run, model: Path, folder: Path, change: Change) -> Any:
+    """Run the scenario on a copy of verl 0.9.1 that says it is 0.9.2."""
+    copy = copied(folder, change, "verl", "0.9.2")
+    found = run(scenarios.newer, fresh=True, env={"PYTHONPATH": str(copy)}, model=model, timeout=300).expect()
+    assert found["verl"].startswith(str(copy))
+    return found
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_newer_version_that_does_the_same_runs_with_one_warning_and_the_same_numbers(
+    run: Run, moe: Path, tmp_path: Path, name: str
+) -> None:
+    found = on_copy(run, moe, tmp_path / "copy", HARMLESS[name])
+    stock = run(scenarios.newer, model=moe).expect()
+    assert stock["untested"] == stock["refused"] == found["refused"] == []
+    assert len(found["untested"]) == 1 and "verl 0.9.2" in found["untested"][0]
+    assert (found["logprobs"], found["parameters"]) == (stock["logprobs"], stock["parameters"])
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_a_newer_version_that_does_something_else_is_refused_by_what_was_seen(
+    run: Run, moe: Path, tmp_path: Path, name: str
+) -> None:
+    change, section = HARMFUL[name]
+    refused = on_copy(run, moe, tmp_path / "copy", change)["refused"]
+    assert len(refused) == 1 and refused[0].startswith(section) and "pip install verl==0.9.1" in refused[0]
+    seen = "lays [3, 4," if "rows" in name else "loss_agg_mode='token-mean': on made-up rows the loss is off by"
+    assert seen in refused[0]
