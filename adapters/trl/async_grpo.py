@@ -12,10 +12,11 @@ import asyncio
 import itertools
 import random
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from copy import copy
 from dataclasses import asdict, dataclass
-from functools import partial
 from multiprocessing.context import get_spawning_popen
 from typing import Any, NamedTuple
 
@@ -26,8 +27,8 @@ import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
-from mismatch_ext.adapters.trl.host import TrainerRun
-from mismatch_ext.adapters.trl.overridden import overridden, shadowed
+from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
+from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import check_peers
 from mismatch_ext.adapters.trl.seams import REFUSALS
@@ -53,7 +54,7 @@ from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.seams import named
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import WeightVerifier, draw_probes
+from mismatch_ext.weights import WeightVerifier
 
 try:
     from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
@@ -215,11 +216,6 @@ class VersionedLoop(_AsyncRolloutLoop):
 
     vLLM's pause ends the running requests with the tokens that they have so far. When the new weights are there, each goes on as
     a new request whose prompt includes those tokens.
-
-    Args:
-        gate: Lets requests through.
-        owner: Prefix of the trainer's names of weight updates.
-        **kwargs: TRL's own arguments.
     """
 
     def __init__(self, *, gate: Gate, owner: str, **kwargs: Any) -> None:
@@ -371,14 +367,7 @@ def corrected(
 
 
 class CheckedTransfer:
-    """TRL's weight transfer, or a user's own, between a gate that holds requests back and a check of what has arrived.
-
-    Args:
-        inner: The transfer that is wrapped.
-        run: The trainer's side of the block.
-        gate: Lets the rollout worker's requests through.
-        alive: Raises if the rollout worker has failed, because its requests would never come back.
-    """
+    """TRL's weight transfer, or a user's own, between a gate that holds requests back and a check of what has arrived."""
 
     def __init__(self, inner: Any, run: AsyncRun, gate: Gate, alive: Callable[[], None]) -> None:
         self.inner, self.run, self.remote, self.gate = inner, run, run.remote, gate
@@ -454,10 +443,6 @@ class CheckedTransfer:
         self.inner.destroy()
 
 
-class _Reached(Exception):
-    """TRL's loss has come to the model and needs go no further; holds the model's answer."""
-
-
 class AsyncRun(TrainerRun):
     """The block's side of an AsyncGRPOTrainer, as `trainer.mm`."""
 
@@ -499,16 +484,8 @@ class AsyncRun(TrainerRun):
             if message is not None:
                 self.warn(name, message)
         if self.block.monitor.weight_sync != "off":
-            self.verifier = WeightVerifier(
-                self.trainer_side(),
-                self.remote,
-                self.block.monitor,
-                draw_probes(
-                    plain_vocabulary(trainer.processing_class, trainer.accelerator.device), self.remote.longest
-                ),
-                dtype=self.remote.reading().model_dtype,
-                trainer_dtype=self.compute_dtype,
-                event=self.of_update,
+            self.verifier = self.verifier_of(
+                self.remote, plain_vocabulary(trainer.processing_class, trainer.accelerator.device)
             )
         worker = trainer.rollout_worker
         if not isinstance(worker, AsyncRolloutWorker) or worker._loop_cls not in (_AsyncRolloutLoop, VersionedLoop):
@@ -536,12 +513,12 @@ class AsyncRun(TrainerRun):
     def loss(self, plain: Callable[..., Any], model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute TRL's loss from one forward pass, whose answer is measured and corrects the inputs before the loss is made.
 
-        TRL's `compute_loss` is called twice, and left by an exception the first time; the model runs once.
+        TRL's `compute_loss` is called twice, the first time on a copy of the trainer; the model runs once.
         """
         if not self.trainer.model.training:
             return plain(model, inputs, *args, **kwargs)
         begun = time.time()
-        outputs = self._outputs(plain, model, inputs)
+        outputs = self._outputs(model, inputs)
         self.trainer._step_forward_s += time.time() - begun
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
         self.log.observe("train", terms.logprobs, terms.rollout, terms.mask)
@@ -552,20 +529,19 @@ class AsyncRun(TrainerRun):
                 self.trainer._metrics["train"][PREFIX + name].append(value)
         return plain(lambda **_: outputs, inputs, *args, **kwargs)
 
-    def _outputs(self, plain: Callable[..., Any], model: Any, inputs: dict[str, Any]) -> Any:
-        """Return what the model answers to the arguments with which TRL's loss calls it."""
+    def _outputs(self, model: Any, inputs: dict[str, Any]) -> Any:
+        """Return what the model answers to the arguments with which TRL's loss calls it; that loss is dropped."""
+        answers: list[Any] = []
 
-        def reached(**asked: Any) -> Any:
-            raise _Reached(model(**asked))
+        def asked(**arguments: Any) -> Any:
+            answers.append(model(**arguments))
+            return answers[-1]
 
-        try:
-            plain(reached, inputs)
-        except _Reached as answer:
-            return answer.args[0]
-        raise ConfigError(
-            f"mismatch with {type(self.trainer).__name__}: its loss was computed without calling the model that it was given, so "
-            "that there is no gap to measure or correct. Let compute_loss call AsyncGRPOTrainer's."
-        )
+        stand_in, accelerator = copy(self.trainer), copy(self.trainer.accelerator)
+        accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
+        vars(stand_in).update(accelerator=accelerator, _metrics=defaultdict(lambda: defaultdict(list)))
+        AsyncGRPOTrainer.compute_loss(stand_in, asked, inputs)
+        return answers[0]
 
     def measure_fresh(self) -> None:
         """Measure numerics on a few answers of the weights that have just arrived, by the pass that trains.
@@ -593,7 +569,7 @@ class AsyncRun(TrainerRun):
         inputs = {name: value.to(trainer.accelerator.device) for name, value in inputs.items()}
         model = trainer.accelerator.unwrap_model(trainer.model)
         with torch.no_grad(), forked_rng(trainer.accelerator.device), self.autocast():
-            outputs = self._outputs(partial(AsyncGRPOTrainer.compute_loss, trainer), model, inputs)
+            outputs = self._outputs(model, inputs)
         terms = Terms.of(outputs.log_probs.flatten(), inputs)
         self.log.add_drift(drift_sums(*terms[:4], scoring=self.step, buffered=True))
 
@@ -612,7 +588,7 @@ class AsyncRun(TrainerRun):
         return self.sampling.ratio_bias()
 
 
-class MismatchAsyncGRPOTrainer(AsyncGRPOTrainer):
+class MismatchAsyncGRPOTrainer(MeasuredTrainer, AsyncGRPOTrainer):
     """Drop-in `AsyncGRPOTrainer` that takes a `MismatchAsyncGRPOConfig`; without a block every method passes straight on."""
 
     mm: AsyncRun | None = None
@@ -635,44 +611,18 @@ class MismatchAsyncGRPOTrainer(AsyncGRPOTrainer):
             super().__init__(model, *args, **kwargs)
         mm.begin(config)
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        super().create_accelerator_and_postprocess()
-        if self.mm is not None:
-            self.mm.accelerator_created()
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; the metrics file says how it ended."""
-        if self.mm is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        with self.mm.training(resume_from_checkpoint):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
     def get_train_dataloader(self) -> Any:
         """Return TRL's loader, whose batches also hold the versions of their tokens."""
-        mm = self.mm
-        if mm is None:
-            return super().get_train_dataloader()
-        prepared = self.accelerator.prepare
-
-        def prepare(loader: Any) -> Any:
-            loader.collate_fn = mm.collator = CarryingCollator(loader.collate_fn)
-            return prepared(loader)
-
-        with shadowed(self.accelerator, prepare=prepare):
-            return super().get_train_dataloader()
+        loader = super().get_train_dataloader()
+        if self.mm is not None:
+            rows: Any = loader.base_dataloader
+            rows.collate_fn = self.mm.collator = CarryingCollator(rows.collate_fn)
+        return loader
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss as TRL does, from a forward pass that is measured and corrected."""
         plain = super().compute_loss
         return plain(*args, **kwargs) if self.mm is None else self.mm.loss(plain, *args, **kwargs)
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self.mm is None:
-            super().log(logs, start_time)
-        else:
-            self.mm.logged(super().log, logs, start_time)
 
 
 @contextmanager

@@ -21,10 +21,10 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.engines import Colocated, Engine
+from mismatch_ext.adapters.trl.engines import Colocated
 from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
-from mismatch_ext.adapters.trl.served import Served
+from mismatch_ext.adapters.trl.served import Engine, Served
 from mismatch_ext.adapters.vllm.weights import Sending
 from torch import Tensor
 from trl import GRPOTrainer
@@ -35,7 +35,7 @@ from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.ranks import ONE_PROCESS, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.weights import SyncVerdict, TrainerLook, WeightVerifier, draw_probes
+from mismatch_ext.weights import SyncVerdict, TrainerLook, WeightVerifier
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 
@@ -144,15 +144,7 @@ class Attached(TrainerRun):
             self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
             return None
         vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
-        return WeightVerifier(
-            self.trainer_side(),
-            self.engine,
-            self.block.monitor,
-            draw_probes(vocabulary, self.engine.longest),
-            dtype=self.readings["engine"].model_dtype,
-            trainer_dtype=self.compute_dtype,
-            event=self.log.event,
-        )
+        return self.verifier_of(self.engine, vocabulary)
 
     def score_probes(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""

@@ -46,12 +46,7 @@ def own_options() -> dict[str, Any]:
 
 
 class CorrectionTerm:
-    """Computes the weights that TRL multiplies its per-token loss by.
-
-    Args:
-        settings: The resolved `correction` section; its off-policy mask is TRL's own.
-        ranks: The processes that each hold a part of the batch.
-    """
+    """Computes the weights that TRL multiplies its per-token loss by."""
 
     def __init__(self, settings: ResolvedCorrection, ranks: Ranks) -> None:
         self.settings = replace(settings, off_policy_threshold=None)

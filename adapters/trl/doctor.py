@@ -47,59 +47,56 @@ def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False)
         "top_k": args.top_k,
         "min_p": 0.0 if args.min_p is None else args.min_p,
     } | {key: value for key, value in given.items() if key not in ("n", "max_tokens", "logprobs")}
-    length = args.vllm_max_model_length
-    arguments = {
-        "tensor_parallel_size": args.vllm_tensor_parallel_size,
-        "gpu_memory_utilization": args.vllm_gpu_memory_utilization,
-        "max_model_len": with_room(length, name),
-        "max_num_seqs": args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
-        "model_impl": args.vllm_model_impl,
-        "max_num_batched_tokens": 4096,
-        "logprobs_mode": "processed_logprobs",
-        "trust_remote_code": args.trust_remote_code,
-        "generation_config": "auto",
+    # Each setting with its place: in the file, where nothing else is said.
+    arguments: dict[str, tuple[Any, str]] = {
+        "tensor_parallel_size": (args.vllm_tensor_parallel_size, ""),
+        "gpu_memory_utilization": (args.vllm_gpu_memory_utilization, ""),
+        "model_impl": (args.vllm_model_impl, ""),
+        "max_model_len": (
+            with_room(args.vllm_max_model_length, name),
+            f"{where}: vllm_max_model_length, and one token to score a whole response",
+        ),
+        "max_num_seqs": (
+            args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+            f"{where}: per_device_train_batch_size x vllm_tensor_parallel_size x steps_per_generation",
+        ),
+        "max_num_batched_tokens": (4096, "fixed in TRL"),
+        "logprobs_mode": ("processed_logprobs", "fixed in TRL"),
+        "trust_remote_code": (args.trust_remote_code, f"{where}: trust_remote_code"),
+        "generation_config": ("auto", "vLLM's default, which TRL leaves"),
     }
     routing = None if block is None else block.routing
-    sides: dict[str, Any] = dict(
-        model=name,
-        dtype=precision or auto_dtype(name),
-        trainer_dtype=autocast or weights,
-        trainer_weights=weights,
-        trainer_config={key: value for key, value in init.items() if key not in _LOADING},
-        replays=routing is not None and routing.mode == "R3",
-        layout="left",
-        head="float32" if args.cast_lm_head_to_fp32 else "",
-        temperature=args.temperature,
-        sampling=sampling,
-        arguments=arguments,
-    )
-    origin = {
-        "model": f"{where}: model_name_or_path",
-        "dtype": f"{where}: mismatch.precision.dtype"
-        if precision
-        else "vLLM's own choice for the checkpoint: TRL says none",
-        "trainer_dtype": f"{where}: {'fp16' if args.fp16 else 'bf16' if args.bf16 else 'dtype'}, as TRL settles it",
-        "trainer_weights": f"{where}: {'model_init_kwargs.dtype' if 'dtype' in init else 'dtype'}",
-        "trainer_config": f"{where}: model_init_kwargs",
-        "replays": f"{where}: mismatch.routing.mode",
-        "head": f"{where}: cast_lm_head_to_fp32",
-        "layout": "TRL's own: prompts padded on the left, no position_ids",
-        "temperature": f"{where}: temperature",
-        "max_tokens": f"{where}: max_completion_length",
-        **{f"sampling.{key}": f"{where}: {'generation_kwargs.' if key in given else ''}{key}" for key in sampling},
-        **{f"arguments.{key}": f"{where}: vllm_{key}, as TRL passes it on" for key in arguments},
-        "arguments.max_num_batched_tokens": "fixed in TRL",
-        "arguments.logprobs_mode": "fixed in TRL",
-        "arguments.max_model_len": f"{where}: vllm_max_model_length, and one token to score a whole response",
-        "arguments.max_num_seqs": f"{where}: per_device_train_batch_size x vllm_tensor_parallel_size x steps_per_generation",
-        "arguments.trust_remote_code": f"{where}: trust_remote_code",
-        "arguments.generation_config": "vLLM's default, which TRL leaves",
+    own_dtype = "vLLM's own choice for the checkpoint: TRL says none"
+    flag = "fp16" if args.fp16 else "bf16" if args.bf16 else "dtype"
+    of_weights = "model_init_kwargs.dtype" if "dtype" in init else "dtype"
+    sides: dict[str, tuple[Any, str]] = {
+        "model": (name, f"{where}: model_name_or_path"),
+        "dtype": (precision or auto_dtype(name), f"{where}: mismatch.precision.dtype" if precision else own_dtype),
+        "trainer_dtype": (autocast or weights, f"{where}: {flag}, as TRL settles it"),
+        "trainer_weights": (weights, f"{where}: {of_weights}"),
+        "trainer_config": (
+            {key: value for key, value in init.items() if key not in _LOADING},
+            f"{where}: model_init_kwargs",
+        ),
+        "replays": (routing is not None and routing.mode == "R3", f"{where}: mismatch.routing.mode"),
+        "layout": ("left", "TRL's own: prompts padded on the left, no position_ids"),
+        "head": ("float32" if args.cast_lm_head_to_fp32 else "", f"{where}: cast_lm_head_to_fp32"),
+        "temperature": (args.temperature, f"{where}: temperature"),
     }
+    values = {key: value for key, (value, _) in sides.items()}
     return HostRun(
-        sides=sides,
+        sides=values | {"sampling": sampling, "arguments": {key: value for key, (value, _) in arguments.items()}},
         max_tokens=int(given.get("max_tokens", args.max_completion_length)),
         dataset=_dataset(script, args),
-        origin=origin,
+        origin={
+            **{key: place for key, (_, place) in sides.items()},
+            "max_tokens": f"{where}: max_completion_length",
+            **{f"sampling.{key}": f"{where}: {'generation_kwargs.' if key in given else ''}{key}" for key in sampling},
+            **{
+                f"arguments.{key}": place or f"{where}: vllm_{key}, as TRL passes it on"
+                for key, (_, place) in arguments.items()
+            },
+        },
         left_out=_left_out(args, model, unknown),
     )
 

@@ -29,11 +29,7 @@ if TYPE_CHECKING:
 
 
 class Examiner:
-    """Examines batches of one trainer.
-
-    Args:
-        run: The run.
-    """
+    """Examines batches of one trainer."""
 
     def __init__(self, run: TrlRun) -> None:
         self.run, self.trainer = run, run.trainer

@@ -11,9 +11,9 @@ from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
-from mismatch_ext.adapters.trl.engines import Engine, Named
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.served import Engine
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
@@ -62,19 +62,6 @@ class TrainerSide:
 class CheckedGeneration:
     """Stands in for TRL's `VLLMGeneration` and passes everything on to it.
 
-    Args:
-        inner: TRL's own wrapper, with its engine running.
-        rollout: That engine.
-        trainer: The trainer's side.
-        monitor: The `monitor` section.
-        sampling: Settings that the engine samples with.
-        vocabulary: Token ids `[V]` that probes may use, int64, on the model's device.
-        patch_digest: Digest of the patches that are active.
-        layout: Routers of the trainer's model, when the engine is to record its routing; None records none.
-        verdicts: What becomes of checks that fail; None raises their errors.
-        masks: Says how many log-probabilities the engine is asked for, and makes sampling masks of them; None makes none.
-        base: The base model, where TRL merges adapters into it for each update; None leaves it to TRL.
-
     Attributes:
         sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
@@ -115,7 +102,7 @@ class CheckedGeneration:
         self._sending = engine.Sending()
         probes = draw_probes(vocabulary, rollout.longest)
         self.verifier = WeightVerifier(
-            trainer, Named(rollout, self._engine_failures_named), monitor, probes, dtype=self.reading.model_dtype,
+            trainer, rollout, monitor, probes, dtype=self.reading.model_dtype,
             trainer_dtype=trainer.compute_dtype, event=trainer.event,
         )  # fmt: skip
         self.verifies = False
@@ -199,7 +186,8 @@ class CheckedGeneration:
         if scores is not None:
             with alone(), self.verdicts.checking("weight_sync"), together(ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.trainer.fingerprint())
-                self.verifier.verify(self._sending.samples, look)
+                with self._engine_failures_named("verifying its weights"):
+                    self.verifier.verify(self._sending.samples, look)
 
     def _sent_by_trl(self) -> None:
         with self._to_the_end():
@@ -276,8 +264,7 @@ class CheckedGeneration:
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture = self.verdicts.around("records", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
-        ours = self.verdicts.around("engine", self.engine.generating())
-        with self._engine_failures_named("generating"), ours, capture as outputs:
+        with self._engine_failures_named("generating"), capture as outputs:
             with applied(*patches):
                 result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
         with self._refusing(), self.verdicts.checking("records"):

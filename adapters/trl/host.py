@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
@@ -48,6 +48,12 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
+from mismatch_ext.weights import WeightVerifier, draw_probes
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",
@@ -62,11 +68,6 @@ Gap = tuple[Tensor, Tensor, Tensor]
 
 class TrainerRun(ABC):
     """The block's side of one trainer, from construction to the end of its trainings.
-
-    Args:
-        trainer: TRL's trainer, whose constructor has not run yet.
-        block: The block, with the sections that act.
-        output_dir: The trainer's output folder.
 
     Attributes:
         sampling: Settings that the engine samples with.
@@ -241,6 +242,18 @@ class TrainerRun(ABC):
             compute_dtype=self.compute_dtype,
             ranks=self.ranks,
             examines=lambda: self.log.doctor is not None and self.log.doctor.due,
+        )
+
+    def verifier_of(self, engine: Any, vocabulary: Tensor) -> WeightVerifier:
+        """Return what verifies weight updates of an engine, by probes of some token ids `[V]`."""
+        return WeightVerifier(
+            self.trainer_side(),
+            engine,
+            self.block.monitor,
+            draw_probes(vocabulary, engine.longest),
+            dtype=self.readings["engine"].model_dtype,
+            trainer_dtype=self.compute_dtype,
+            event=self.of_update,
         )
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -441,6 +454,35 @@ class TrainerRun(ABC):
         """Say which settings have changed since the checkpoint that is resumed."""
         for message in filter(None, messages):
             self.warn("settings_changed", message)
+
+
+class MeasuredTrainer(_Host):
+    """Methods of every trainer with a block; without one they pass straight on.
+
+    Attributes:
+        mm: The block's side of this trainer; None without a block.
+    """
+
+    mm: Any = None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
+        super().create_accelerator_and_postprocess()
+        if self.mm is not None:
+            self.mm.accelerator_created()
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; the metrics file says how it ended."""
+        training = nullcontext() if self.mm is None else self.mm.training(resume_from_checkpoint)
+        with training:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self.mm is None:
+            super().log(logs, start_time)
+        else:
+            self.mm.logged(super().log, logs, start_time)
 
 
 class ResumeCallback(TrainerCallback):

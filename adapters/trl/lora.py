@@ -44,10 +44,6 @@ def check_base(model: nn.Module) -> None:
 class Base:
     """The base model of a policy that trains adapters.
 
-    Args:
-        model: The policy, a `PeftModel`.
-        engine_dtype: The engine's compute dtype.
-
     Attributes:
         rounding: What the engine's grid did to the adapters in the last update: the error of rounding W + BA divided by BA, both
             as Frobenius norms over all layers whose adapters are added to a weight. None before the first, and while BA is 0.

@@ -62,9 +62,6 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
 class Objective:
     """The block's terms in the loss and in the rewards of one trainer.
 
-    Args:
-        run: The run, which has the KL term and the correction.
-
     Attributes:
         sections: Sections that have no effect unless the loss that is stepped comes through `loss`.
         losses: Number of losses that came through it.
@@ -321,11 +318,7 @@ def _is_users(host: Loss) -> bool:
 
 
 class LossCallback(TrainerCallback):
-    """Refuses an optimizer step on losses none of which came through `Objective.loss`: a subclass may train by other methods.
-
-    Args:
-        objective: The objective of the trainer.
-    """
+    """Refuses an optimizer step on losses none of which came through `Objective.loss`: a subclass may train by other methods."""
 
     def __init__(self, objective: Objective) -> None:
         self._objective, self._stepped = objective, 0

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
+from mismatch_ext.adapters.trl.sampling_mask import RowMask
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
@@ -79,6 +80,7 @@ class RolloutPass:
         records: What the engine returned, in its order.
         routes: Routes of the rows: with R3 the sampler's; with R2 those of each scoring pass that was recorded, over any tokens;
             in a loss those that travelled with the micro-batch.
+        masks: Sampling masks of the rows, in a loss.
         scored: The host's scoring passes, where they are kept.
         policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
         joining: Whether turns are still being generated, so that records are of calls and not yet of completions.
@@ -90,6 +92,7 @@ class RolloutPass:
     generated: list[tuple[list[int], list[int]]] = field(default_factory=list)
     records: list[RolloutRecord] = field(default_factory=list)
     routes: list[list[RoutingTrace]] = field(default_factory=list)
+    masks: Sequence[RowMask] = ()
     scored: list[Scored] = field(default_factory=list)
     policy: Tensor | None = None
     joining: bool = False

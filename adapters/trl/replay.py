@@ -26,11 +26,6 @@ class ScoreReplay(RouteReplay):
     A rank that refuses routes raises by itself, because only one rank may have a pass over other tokens; the launcher then ends
     the other ranks.
 
-    Args:
-        config: The `routing` section.
-        model: The trainer's model.
-        seed: TRL's own, `args.seed`.
-
     Raises:
         ReplayError: The model's routing cannot be replayed.
     """

@@ -22,7 +22,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine, phantom
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
-from mismatch_ext.adapters.trl.engines import Colocated, Engine
+from mismatch_ext.adapters.trl.engines import Colocated
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun, of_agreement, prefixed
@@ -36,7 +36,7 @@ from mismatch_ext.adapters.trl.refusals import STITCHING, check_reference, check
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch
-from mismatch_ext.adapters.trl.served import Served
+from mismatch_ext.adapters.trl.served import Engine, Served
 from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.trl.turns import joined_turns
 from mismatch_ext.adapters.vllm.engine import asked_of
@@ -73,11 +73,6 @@ FORWARD_KEYS = (
 
 class TrlRun(TrainerRun):
     """The block's side of a `GRPOTrainer` or `RLOOTrainer`.
-
-    Args:
-        trainer: The trainer, whose constructor has not run yet.
-        block: The block, with the sections that act.
-        config: TRL's arguments with the block.
 
     Attributes:
         scoring: The passes of the trainer's model, under routes and over masks.

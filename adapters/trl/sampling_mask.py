@@ -70,12 +70,6 @@ def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length
 class MaskedPass:
     """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them.
 
-    Args:
-        masks: One per row.
-        tokens: Prompt and completion `[B, S]`.
-        attention_mask: 1 for tokens that are not padding `[B, S]`.
-        length: Completion positions per row, padding included.
-
     Attributes:
         done: How often all tokens were scored.
     """

@@ -33,17 +33,16 @@ ROUTES, MASKS = "routing", "sampling_mask"
 """Keys of TRL's inputs under which routes and masks travel."""
 Host = Callable[..., Any]
 _OTHER_TOKENS = (
-    "the routes {} are of other tokens than those that are trained on (mismatch.routing.mode={!r}): rows moved or tokens "
-    "changed between sampling and the loss without their routes. Move inputs['routing'] with the other inputs, and leave "
-    "prompt_ids, completion_ids and their masks as they were sampled."
+    "the {what} {when} are of other tokens than those that are trained on ({section}): rows moved or tokens changed between "
+    "sampling and the loss. Move inputs[{key!r}] with the other inputs, and leave prompt_ids, completion_ids and their masks as "
+    "they were sampled."
 )
+_IN_LOSS = "that travelled with the micro-batch"
+_OF_MASKS = {"what": "masks", "section": "mismatch.sampling_mask", "key": MASKS}
 
 
 class Scoring:
     """The passes of one trainer's model.
-
-    Args:
-        run: The run.
 
     Attributes:
         routing: What records and replays routes; None without the section.
@@ -60,10 +59,6 @@ class Scoring:
         self.rollouts: RolloutPass | None = None
         self.masked_passes = 0
         self.passes: list[Scored] | None = None
-        self._in_loss = False
-        self._micro_masks: Sequence[RowMask] | None = (
-            None  # of the micro-batch whose loss is computed; None outside of one
-        )
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -161,51 +156,51 @@ class Scoring:
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
-        routing, masking = self.routing, self.masking
-        micro_batch = self.rollouts
-        if routing is not None:
-            if ROUTES not in inputs:
-                raise _dropped(f"mismatch.routing.mode={routing.config.mode!r}", ROUTES)
-            if matching(inputs[ROUTES], *rows_of_batch(inputs)) is None:
-                raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
-            micro_batch = RolloutPass(fresh=False, routes=[inputs[ROUTES]])
-        masks = None
-        if masking is not None:
-            if MASKS not in inputs:
-                raise _dropped("mismatch.sampling_mask", MASKS)
-            masks = inputs[MASKS]
-            if not fit(masks, *rows_of_batch(inputs)):
-                raise RecordError(
-                    "mismatch.sampling_mask: the masks that travelled with the micro-batch are of other tokens than those that "
-                    f"are trained on: rows moved or tokens changed without their masks. Move inputs[{MASKS!r}] with the other "
-                    "inputs."
-                )
-        forwards, passes = 0 if routing is None else routing.forwards, self.masked_passes
-        with overridden(self, rollouts=micro_batch, _micro_masks=masks, _in_loss=True):
+        before = self._replayed()
+        if not before:
+            return host(model, inputs, *args, **kwargs)
+        with overridden(self, rollouts=self._micro_batch(inputs)):
             loss = host(model, inputs, *args, **kwargs)
-        if routing is not None and routing.forwards == forwards:
-            raise ReplayError(
-                f"mismatch.routing.mode={routing.config.mode!r}, but the loss was computed without a replayed forward pass: "
-                "something overrides _get_per_token_logps_and_entropies, or gives it other tokens than the micro-batch's. Remove "
-                "it, or mismatch.routing."
-            )
-        if masking is not None and self.masked_passes == passes:
-            raise ReplayError(
-                "mismatch.sampling_mask, but the loss was computed without a pass over the micro-batch's tokens and masks: "
-                "something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or "
-                "mismatch.sampling_mask."
-            )
+        for section, passes in self._replayed().items():
+            if passes == before[section]:
+                raise ReplayError(
+                    f"{section}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
+                    f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {section}."
+                )
         return loss
+
+    def _replayed(self) -> dict[str, int]:
+        """Return, for each section that is replayed in a loss, how many passes were."""
+        routing = {} if self.routing is None else {self._of_routes["section"]: self.routing.forwards}
+        return routing | ({} if self.masking is None else {"mismatch.sampling_mask": self.masked_passes})
+
+    @property
+    def _of_routes(self) -> dict[str, str]:
+        assert self.routing is not None
+        return {"what": "routes", "section": f"mismatch.routing.mode={self.routing.config.mode!r}", "key": ROUTES}
+
+    def _micro_batch(self, inputs: Mapping[str, Any]) -> RolloutPass:
+        """Return what travelled with a micro-batch."""
+        rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
+        if self.routing is not None:
+            found.routes = [_travelled(inputs, **self._of_routes)]
+            if matching(found.routes[0], *rows) is None:
+                raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
+        if self.masking is not None:
+            found.masks = _travelled(inputs, **_OF_MASKS)
+            if not fit(found.masks, *rows):
+                raise RecordError(_OTHER_TOKENS.format(when=_IN_LOSS, **_OF_MASKS))
+        return found
 
     def expect_micro_batch(self) -> None:
         """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks."""
-        if (self.routing is None and self.masking is None) or self._in_loss:
+        if not self._replayed() or (self.rollouts is not None and not self.rollouts.fresh):
             return
         if self.trainer.model.training and torch.is_grad_enabled():
             raise ReplayError(
                 f"mismatch.routing or mismatch.sampling_mask with {type(self.trainer).__name__}, which calls _compute_loss "
-                "without super().compute_loss(model, inputs): its passes would have neither routes nor masks. Call that, or "
-                "remove both."
+                "without super().compute_loss(model, inputs): neither routes nor masks would be replayed. Call that, or remove "
+                "both."
             )
 
     def routed(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
@@ -235,7 +230,7 @@ class Scoring:
             batch.policy = again()
             routes = batch.routes_of(*rows)
         if routes is None:
-            raise RoutingError(_OTHER_TOKENS.format("recorded while the batch was sampled", routing.config.mode))
+            raise RoutingError(_OTHER_TOKENS.format(when="recorded while the batch was sampled", **self._of_routes))
         if recorded:
             routing.others[self.run.split] += max(len(batch.routes) - 1, 0)
         return routes
@@ -244,10 +239,7 @@ class Scoring:
         """Return the masks of a batch that has been scored, one for each row."""
         masks = masks_of(batch.records_of(output))
         if not fit(masks, *rows_of_batch(output)):
-            raise RecordError(
-                "mismatch.sampling_mask: the tokens to be trained on are not those that the engine sampled, row by row, so that "
-                "their masks are not known. Leave prompt_ids, completion_ids and their masks as they were sampled."
-            )
+            raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 
     def _take_engines_routes(self, batch: RolloutPass) -> None:
@@ -264,12 +256,10 @@ class Scoring:
 
     def _masks_at_hand(self) -> Sequence[RowMask] | None:
         """Return the masks of the micro-batch, or of the batch that is being scored; None where there is neither."""
-        if self._micro_masks is not None:
-            return self._micro_masks
         batch = self.rollouts
-        if batch is None or batch.joining or not batch.fresh or not batch.records:
+        if batch is None or batch.joining or not (batch.masks or batch.records):
             return None
-        return masks_of(batch.records)
+        return batch.masks or masks_of(batch.records)
 
     def is_reference(self, model: Any) -> bool:
         """Tell whether a pass is the reference policy's: a model of its own, or the trained one without its adapter."""
@@ -291,11 +281,14 @@ class Scoring:
             )
 
 
-def _dropped(section: str, key: str) -> ReplayError:
-    return ReplayError(
-        f"{section}, but the micro-batch has no {key!r}: something between _generate_and_score_completions and compute_loss "
-        "dropped it. Pass it on with the other inputs."
-    )
+def _travelled(inputs: Mapping[str, Any], *, section: str, key: str, what: str) -> Any:
+    """Return the routes or masks of a micro-batch."""
+    if key not in inputs:
+        raise ReplayError(
+            f"{section}, but the micro-batch has no {what} ({key!r}): something between _generate_and_score_completions and "
+            "compute_loss dropped it. Pass it on with the other inputs."
+        )
+    return inputs[key]
 
 
 def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:

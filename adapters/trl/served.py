@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import requests
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
-from mismatch_ext.adapters.trl.engines import Weights
+from mismatch_ext.adapters.trl.engines import Colocated, Weights
 from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient
 from mismatch_ext.adapters.vllm.http import ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
@@ -28,12 +28,7 @@ Answer = TypeVar("Answer")
 
 
 class Served:
-    """A vLLM server as TRL's engine.
-
-    Args:
-        generation: TRL's `VLLMGeneration` in mode "server", built.
-        accelerator: The trainer's.
-    """
+    """A vLLM server as TRL's engine."""
 
     def __init__(self, generation: Any, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
@@ -135,13 +130,6 @@ class Served:
         """Whether this process names no updates: other ranks, and TRL's own client."""
         return not isinstance(self._client, CheckedClient)
 
-    @contextmanager
-    def generating(self) -> Iterator[None]:
-        """Hold the server to this trainer's last update, before and after it generates."""
-        self._everywhere(self._expect_own_weights)
-        yield
-        self._everywhere(self._expect_own_weights)
-
     def _expect_own_weights(self) -> None:
         if not self._unnamed:
             self._client.expect_own_weights()
@@ -150,8 +138,10 @@ class Served:
     def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:
         """Collect what the server answers to TRL's generations, as outputs of vLLM's; each rank gets those of its own prompts.
 
-        TRL resets the prefix cache after each update, and the client makes sure of it.
+        The server must hold this trainer's last update, before and after. TRL resets the prefix cache after each update, and the
+        client makes sure of it.
         """
+        self._everywhere(self._expect_own_weights)
         outputs: list[Any] = []
         if not self._unnamed:
             self._client.choices = []
@@ -162,6 +152,7 @@ class Served:
             size = len(everything) // self._accelerator.num_processes
             first = self._accelerator.process_index * size
             outputs += everything[first : first + size]
+            self._everywhere(self._expect_own_weights)
         finally:
             if not self._unnamed:
                 self._client.choices = None
@@ -183,3 +174,7 @@ def _received(choice: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(
         request_id=f"choice {choice['index']}", prompt_token_ids=choice.get("prompt_token_ids"), outputs=[completion]
     )
+
+
+Engine = Colocated | Served
+"""What stands behind TRL's wrapper; every rank asks it at the same time."""

@@ -99,11 +99,7 @@ class CheckedClient(_Base):
 
 
 class ClientOf:
-    """Makes the subclass, as the handler of a patch.
-
-    Args:
-        check: Refuses a server.
-    """
+    """Makes the subclass, as the handler of a patch."""
 
     def __init__(self, check: Callable[[RemoteEngine, str], None]) -> None:
         self.check = check

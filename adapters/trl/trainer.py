@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
+from mismatch_ext.adapters.trl.host import MeasuredTrainer
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, engine_refusals, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
@@ -18,13 +19,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.versions import installed, require
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as _Host
-else:
-    _Host = object
 
-
-class MismatchTrainerMixin(_Host):
+class MismatchTrainerMixin(MeasuredTrainer):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer)` puts the block's terms outside of your `_compute_loss`, and
@@ -59,19 +55,6 @@ class MismatchTrainerMixin(_Host):
             with mm.rewarding(config, args, kwargs) as (args, kwargs):
                 super().__init__(model, *args, **kwargs)
         mm.begin("none" if patches is None else digest_of(mm.patches))
-
-    def create_accelerator_and_postprocess(self) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        super().create_accelerator_and_postprocess()
-        if self.mm is not None:
-            self.mm.accelerator_created()
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; the metrics file says how it ended."""
-        if self.mm is None:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-        with self.mm.training(resume_from_checkpoint):
-            return super().train(resume_from_checkpoint, *args, **kwargs)
 
     # One rollout, in its order.
 
@@ -124,14 +107,7 @@ class MismatchTrainerMixin(_Host):
         scheduled = super()._get_learning_rate()
         return scheduled if self.mm is None or self.mm.lr is None else scheduled * self.mm.lr.applied
 
-    # Logs and checkpoints.
-
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self.mm is None:
-            super().log(logs, start_time)
-        else:
-            self.mm.logged(super().log, logs, start_time)
+    # Evaluations and checkpoints.
 
     def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""

@@ -12,6 +12,7 @@ from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, engine_masks
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
 from torch import Tensor
 from transformers import TrainerCallback
@@ -50,7 +51,7 @@ class Measured(MismatchGRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"].bool()
         engine, masks = output["sampling_per_token_logps"][mask], output["sampling_mask"]
-        with overridden(self.mm.scoring, _micro_masks=masks):
+        with overridden(self.mm.scoring, rollouts=RolloutPass(fresh=False, masks=masks)):
             replayed = self.mm.score_again(output)[mask]
         plain = self.mm.score_again(output)[mask]
         sizes = torch.cat([one.support.counts for one in masks]).double()
@@ -79,7 +80,7 @@ class Measured(MismatchGRPOTrainer):
                 dense[row, place, one.support.slice(place, place + 1).ids.long()] = True
         dense |= ~dense.any(-1, keepdim=True)
         theirs = logits.masked_fill(~dense, -math.inf).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        with overridden(self.mm.scoring, _micro_masks=output["sampling_mask"]):
+        with overridden(self.mm.scoring, rollouts=RolloutPass(fresh=False, masks=output["sampling_mask"])):
             ours, _, _ = self._get_per_token_logps_and_entropies(self.model, tokens, real, ids.size(1))
         a, b = (self._gradient((one * mask).sum() / mask.sum()) for one in (ours, theirs))
         return float((a - b).norm() / b.norm())
