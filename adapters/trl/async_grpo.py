@@ -504,9 +504,9 @@ class AsyncRun(TrainerRun):
     def read_engine(self) -> EngineReading:
         return self.remote.reading()
 
-    def score_probes(self, token_ids: Tensor) -> Tensor:
+    def score(self, token_ids: Tensor) -> Tensor:
         with plain_attention(self.trainer.accelerator.unwrap_model(self.trainer.model)):
-            return super().score_probes(token_ids)
+            return super().score(token_ids)
 
     # One micro-batch.
 

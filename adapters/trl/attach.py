@@ -146,10 +146,10 @@ class Attached(TrainerRun):
         vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
         return self.verifier_of(self.engine, vocabulary)
 
-    def score_probes(self, token_ids: Tensor) -> Tensor:
+    def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
         with forked_rng(self.trainer.accelerator.device):
-            return super().score_probes(token_ids)
+            return super().score(token_ids)
 
     def _parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends, noting what the engine should then hold."""

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
@@ -13,50 +12,17 @@ from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.served import Engine
 from torch import Tensor
 
-from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, MismatchError, RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
-from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, to_records
+from mismatch_ext.rollout import Provenance, RolloutRecord, to_records
 from mismatch_ext.routing import RoutingTrace
-from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weights import TrainerLook, WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import TrainerLook
 
-
-@dataclass(frozen=True, kw_only=True)
-class TrainerSide:
-    """What the wrapper needs to know of the trainer.
-
-    Args:
-        named_parameters: Yields names and what this rank holds of each parameter of the model being trained.
-        score: Maps probe tokens `[N, T]` to the trainer's log-probabilities `[N, T-1]`.
-        step: Returns the number of finished optimizer steps.
-        on_sent: Receives the dtypes of the tensors of each weight update.
-        event: Receives what is wrong with a weight update: level, name, message.
-        compute_dtype: Dtype that its matrix products come out in.
-        examines: Returns whether the next batch is examined in this process, so that what is sent has to be copied.
-        everywhere: Joins the digests of all ranks into one, where each rank holds a part of the weights.
-        prepared: Whether the model can score before training has begun, and scores as it does from then on.
-        ranks: The processes that train together.
-    """
-
-    named_parameters: Callable[[], Iterator[tuple[str, Tensor]]]
-    score: Callable[[Tensor], Tensor]
-    step: Callable[[], int]
-    on_sent: Callable[[frozenset[str]], None]
-    event: Callable[[str, str, str], None]
-    compute_dtype: str
-    examines: Callable[[], bool] = lambda: False
-    everywhere: Callable[[str], str] = str
-    prepared: bool = True
-    ranks: Ranks = ONE_PROCESS
-
-    def fingerprint(self) -> str:
-        """Return a digest of the present weights, the same on every rank."""
-        return self.everywhere(fingerprint(self.named_parameters()))
+if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.run import TrlRun
 
 
 class CheckedGeneration:
@@ -68,31 +34,21 @@ class CheckedGeneration:
 
     def __init__(
         self,
-        inner: Any,
-        rollout: Engine,
+        run: TrlRun,
         *,
-        trainer: TrainerSide,
-        monitor: MonitorConfig,
-        sampling: SamplingSettings,
-        vocabulary: Tensor,
+        vocabulary: Tensor,  # ids [V] that probes may use, on the model's device
         patch_digest: str,
-        layout: MoeLayout | None = None,
-        verdicts: Verdicts | None = None,
+        layout: MoeLayout | None = None,  # None records no routes
         masks: EngineMasks | None = None,
         base: Base | None = None,
     ) -> None:
-        self.engine = rollout
-        self.trainer = trainer
-        self.monitor = monitor
-        self.sampling = sampling
-        self.patch_digest = patch_digest
-        self.verdicts = Verdicts("enforce") if verdicts is None else verdicts
-        self.layout = layout
+        inner = run.trainer.vllm_generation
+        self.run, self.engine, self.verdicts = run, run.engine, run.verdicts
+        self.patch_digest, self.layout, self.masks, self.base = patch_digest, layout, masks, base
         if layout is not None:
-            rollout.record_routing()
+            self.engine.record_routing()
         self.weight_version = 0
-        self.reading = rollout.reading()
-        self.masks, self.base = masks, base
+        self.reading = self.engine.reading()
         self._kept: list[RolloutRecord] | None = None
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
@@ -100,13 +56,9 @@ class CheckedGeneration:
         self.inner = inner  # from here on, a name of TRL's is set on TRL's object
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         self._sending = engine.Sending()
-        probes = draw_probes(vocabulary, rollout.longest)
-        self.verifier = WeightVerifier(
-            trainer, rollout, monitor, probes, dtype=self.reading.model_dtype,
-            trainer_dtype=trainer.compute_dtype, event=trainer.event,
-        )  # fmt: skip
+        self.verifier = run.verifier_of(self.engine, vocabulary)
         self.verifies = False
-        self._begins_later = rollout.fresh and not trainer.prepared
+        self._begins_later = self.engine.fresh and not run.prepared
 
     def begin(self) -> None:
         """Take the place of TRL's wrapper, and note the gap before the first update; all ranks do so together."""
@@ -116,10 +68,10 @@ class CheckedGeneration:
             self.inner.logprobs = self.masks.asked
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         self.inner.sync_weights, self.inner._iter_named_params = self.sync_weights, self._sent_parameters
-        if self.monitor.weight_sync != "off":
+        if self.run.proves:
             with self.verdicts.checking("weight_sync"):
-                with together(self.trainer.ranks):
-                    if self.engine.fresh and self.trainer.prepared:
+                with together(self.run.ranks):
+                    if self.engine.fresh and self.run.prepared:
                         self.verifier.begin()
                 self.verifies = True  # on all ranks or none, because verifying takes all of them
 
@@ -155,37 +107,37 @@ class CheckedGeneration:
             raise
         except Exception as error:
             raise EngineError(
-                f"vLLM {self.reading.version} failed while {doing} at step {self.trainer.step()}: "
+                f"vLLM {self.reading.version} failed while {doing} at step {self.run.step}: "
                 f"{type(error).__name__}: {error}"
             ) from error
 
     def sync_weights(self) -> None:
         """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together."""
-        self._sync(self.trainer.ranks)
+        self._sync(self.run.ranks)
 
     def _sync(self, ranks: Ranks) -> None:
         self._begin_later(ranks)
         # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
-        alone = nullcontext if ranks is self.trainer.ranks else self._refusing
+        alone = nullcontext if ranks is self.run.ranks else self._refusing
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
         scores = None
         if self.verifies:
             with alone(), self.verdicts.checking("weight_sync"):
                 with together(ranks):
-                    found = self.trainer.score(self.verifier.probes)
+                    found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
         with together(ranks), self._engine_failures_named("updating weights"), self._to_the_end():
             self.engine.update(self._sent_by_trl, self._sent_parameters)
         self.weight_version += 1
-        self._sent_at = self.trainer.step()
+        self._sent_at = self.run.step
         with alone(), self.verdicts.checking("precision"), together(ranks):
-            self.trainer.on_sent(frozenset(self._sending.dtypes))
+            self.run.sent(frozenset(self._sending.dtypes))
         if scores is not None:
             with alone(), self.verdicts.checking("weight_sync"), together(ranks):
-                look = TrainerLook(logprobs=scores, fingerprint=self.trainer.fingerprint())
+                look = TrainerLook(logprobs=scores, fingerprint=self.run.fingerprint())
                 with self._engine_failures_named("verifying its weights"):
                     self.verifier.verify(self._sending.samples, look)
 
@@ -206,7 +158,7 @@ class CheckedGeneration:
 
     def _begin_later(self, ranks: Ranks) -> None:
         """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
-        begins, self._begins_later = self._begins_later and self.verifies and self.trainer.step() == 0, False
+        begins, self._begins_later = self._begins_later and self.verifies and self.run.step == 0, False
         if begins and not self.verifier.begun:
             with self.verdicts.checking("weight_sync"), together(ranks):
                 self.verifier.begin()
@@ -223,7 +175,7 @@ class CheckedGeneration:
         the same twice.
         """
         self._sending = engine.Sending()
-        self.sent = SentWeights() if self.trainer.examines() else None
+        self.sent = SentWeights() if self.run.examines else None
         with nullcontext() if self.base is None else self.base.kept():
             for name, parameter in self._plain_parameters():
                 with self.verdicts.checking("weight_sync"):
@@ -236,7 +188,7 @@ class CheckedGeneration:
         """Describe where a rollout made now comes from."""
         return engine.to_provenance(
             self.reading,
-            sampling=self.sampling,
+            sampling=self.run.sampling,
             weight_version=self.weight_version,
             patch_digest=self.patch_digest,
         )
@@ -248,15 +200,15 @@ class CheckedGeneration:
         """
         if self.verifies and not self.verdicts.observes and any(ranks.gather(self.verifier.moved())):
             self._sync(ranks)
-        self._sent_at = self.trainer.step()
+        self._sent_at = self.run.step
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records."""
         # A rank may generate by itself, also in a batch: with more turns than other ranks, or in a `rollout_func`.
         if self._kept is None:
             self.send_moved()
-        elif self._sent_at != self.trainer.step():
-            self.send_moved(self.trainer.ranks)  # a subclass generates without TRL's update
+        elif self._sent_at != self.run.step:
+            self.send_moved(self.run.ranks)  # a subclass generates without TRL's update
         if getattr(self.inner, "_llm_weights_sleeping", False):
             self._sync(ONE_PROCESS)  # TRL would in its own `generate`, where outputs are captured that are not probes'
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
@@ -299,8 +251,8 @@ class CheckedGeneration:
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
         """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused."""
-        if self._sent_at == self.trainer.step():
-            self.send_moved(self.trainer.ranks)  # otherwise TRL sends the weights before it generates
+        if self._sent_at == self.run.step:
+            self.send_moved(self.run.ranks)  # otherwise TRL sends the weights before it generates
         with overridden(self, _kept=records, _refused=None):
             yield
 
@@ -310,13 +262,13 @@ class CheckedGeneration:
         try:
             yield
         except Exception as error:
-            if self._kept is None or self.trainer.ranks.size == 1:
+            if self._kept is None or self.run.ranks.size == 1:
                 raise
             self._refused = self._refused or error
 
     def agree(self) -> None:
         """Raise on every rank if rollouts of one rank are refused; all ranks call it once they have generated."""
-        agree(self._refused, self.trainer.ranks)
+        agree(self._refused, self.run.ranks)
 
 
 def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[str] | None:

@@ -24,7 +24,6 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
-from mismatch_ext.adapters.trl.generation import TrainerSide
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.refusals import check_device
@@ -48,7 +47,7 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import WeightVerifier, draw_probes
+from mismatch_ext.weights import WeightVerifier, draw_probes, fingerprint
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -227,27 +226,26 @@ class TrainerRun(ABC):
 
     # Weight updates.
 
-    def trainer_side(self) -> TrainerSide:
-        """Return what the check of weight updates needs to know of this trainer."""
+    @property
+    def prepared(self) -> bool:
+        """Whether the model can score before training has begun, and scores as it does from then on."""
+        # DeepSpeed casts the model when training begins.
+        return not is_sharded(self.trainer.accelerator) and not self.trainer.is_deepspeed_enabled
+
+    @property
+    def examines(self) -> bool:
+        """Whether the next batch is examined in this process, so that what is sent has to be copied."""
+        return self.log.doctor is not None and self.log.doctor.due
+
+    def fingerprint(self) -> str:
+        """Return a digest of the present weights, the same on every rank, each of which may hold a part of them."""
         accelerator = self.trainer.accelerator
-        return TrainerSide(
-            named_parameters=lambda: held(accelerator.unwrap_model(self.trainer.model)),
-            everywhere=same_everywhere(accelerator),
-            # DeepSpeed casts the model when training begins.
-            prepared=not is_sharded(accelerator) and not self.trainer.is_deepspeed_enabled,
-            score=self.score_probes,
-            step=lambda: self.step,
-            on_sent=self.sent,
-            event=self.of_update,
-            compute_dtype=self.compute_dtype,
-            ranks=self.ranks,
-            examines=lambda: self.log.doctor is not None and self.log.doctor.due,
-        )
+        return same_everywhere(accelerator)(fingerprint(held(accelerator.unwrap_model(self.trainer.model))))
 
     def verifier_of(self, engine: Any, vocabulary: Tensor) -> WeightVerifier:
         """Return what verifies weight updates of an engine, by probes of some token ids `[V]`."""
         return WeightVerifier(
-            self.trainer_side(),
+            self,
             engine,
             self.block.monitor,
             draw_probes(vocabulary, engine.longest),
@@ -262,7 +260,7 @@ class TrainerRun(ABC):
         context: AbstractContextManager[Any] = accelerator.autocast() if accelerator.native_amp else nullcontext()
         return context
 
-    def score_probes(self, token_ids: Tensor) -> Tensor:
+    def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         scores = score_tokens(model, token_ids, self.autocast)

@@ -51,7 +51,7 @@ from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
-from mismatch_ext.config import MismatchConfig, MonitorConfig
+from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.names import PREFIX
@@ -272,7 +272,7 @@ class TrlRun(TrainerRun):
         found = sampling_settings(engine, trainer.args.generation_kwargs)
         if found == self.sampling:
             return
-        self.sampling = engine.sampling = found
+        self.sampling = found
         self.log.sampled_with(self.scored_sampling)
 
     def _find_engine(self) -> None:
@@ -291,15 +291,10 @@ class TrlRun(TrainerRun):
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
         routing = self.routing
         return CheckedGeneration(
-            self.trainer.vllm_generation,
-            self.engine,
-            trainer=self.trainer_side(),
-            monitor=self._verifiable(),
-            sampling=self.sampling,
+            self,
             vocabulary=vocabulary,
             patch_digest=patch_digest,
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
-            verdicts=self.verdicts,
             masks=self._engine_masks(),
             base=self._base(),
         )
@@ -326,13 +321,11 @@ class TrlRun(TrainerRun):
             )
         return EngineMasks(min(self.block.sampling_mask.asked(self.sampling), vocabulary), vocabulary)
 
-    def _verifiable(self) -> MonitorConfig:
-        """Return the `monitor` section, without the weight check where it is impossible (`enforce` has refused that before)."""
-        monitor = self.block.monitor
+    @property
+    def proves(self) -> bool:
+        """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
         fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        if fsdp is not None and fsdp.fsdp_version == 1:
-            return dataclasses.replace(monitor, weight_sync="off")
-        return monitor
+        return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
 
     def _note_vocabulary(self, vocabulary: Tensor) -> None:
         """Look at the model's vocabulary, now or once it runs."""
@@ -410,8 +403,7 @@ class TrlRun(TrainerRun):
         if joins:
             with self.verdicts.checking("records"), together(self.ranks):
                 metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
-                for name, value in metrics.items():
-                    trainer._metrics[self.mode][PREFIX + name].append(value)
+                self._note(**metrics)
         return output
 
     def rewarded(

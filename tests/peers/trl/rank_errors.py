@@ -82,14 +82,14 @@ def checked(**changes: Any) -> Any:
             pass
 
     trainer = SimpleNamespace(
-        score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=lambda: STEP, ranks=WORLD,
-        on_sent=lambda dtypes: None, examines=lambda: False,
+        score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=STEP, ranks=WORLD,
+        sent=lambda dtypes: None, examines=False,
     )  # fmt: skip
-    engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), generating=nullcontext)
+    engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]))
     found = object.__new__(generation.CheckedGeneration)
     vars(found).update(
         inner=SimpleNamespace(generate=lambda *_, **__: ([], [], [], None)), verdicts=Verdicts("enforce"), layout=None,
-        engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, trainer=trainer, _kept=None,
+        engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer, _kept=None,
         _refused=None, _sent_at=STEP, _begins_later=False, _plain_sync=lambda: None, _plain_parameters=parameters,
         reading=SimpleNamespace(version="0"), provenance=lambda: None, _sending=SimpleNamespace(dtypes=(), samples={}),
     )  # fmt: skip
@@ -245,12 +245,11 @@ def observed_begin(fails: bool) -> str:
     inner = SimpleNamespace(logprobs=0, sync_weights=None, _iter_named_params=None)
 
     def case(found: Any) -> None:
-        found.engine.fresh = found.trainer.prepared = True
+        found.engine.fresh = found.run.prepared = found.run.proves = True
         found.begin()
         found._sync(WORLD)
 
-    monitor = SimpleNamespace(weight_sync="error")
-    return observed(case, fails, inner=inner, verifier=verifier, verifies=False, monitor=monitor)
+    return observed(case, fails, inner=inner, verifier=verifier, verifies=False)
 
 
 def observed_score(fails: bool) -> str:
@@ -258,9 +257,9 @@ def observed_score(fails: bool) -> str:
 
     def case(found: Any) -> None:
         if fails:
-            found.trainer.score = fail(OSError("out of memory"))
+            found.run.score = fail(OSError("out of memory"))
         else:
-            found.trainer.score = lambda probes: 1
+            found.run.score = lambda probes: 1
         found._sync(WORLD)
 
     return observed(case, fails)
@@ -334,7 +333,7 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "turns": unequal_turns,
     "moved": moved_on_one,
     "update": broken_update,
-    "audit": lambda fails: broken_verdict(fails, PrecisionError("sent in bfloat16"), "trainer", "on_sent"),
+    "audit": lambda fails: broken_verdict(fails, PrecisionError("sent in bfloat16"), "run", "sent"),
     "stale": lambda fails: broken_verdict(fails, WeightSyncError("the engine is stale"), "verifier", "verify"),
     "engine": lambda fails: broken_verdict(fails, OSError("engine is gone"), "verifier", "verify"),
     "rollouts": refused_rollout,

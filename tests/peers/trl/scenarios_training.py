@@ -195,9 +195,9 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     )
     errors = watch_float32_error(trainer) if dtype == "float32" else []
     probes = trainer.vllm_generation.verifier.probes
-    before = trainer.mm.score_probes(probes)
+    before = trainer.mm.score(probes)
     trainer.train()
-    moved = float((trainer.mm.score_probes(probes) - before).abs().mean())
+    moved = float((trainer.mm.score(probes) - before).abs().mean())
     merged = [name for name, module in trainer.model.named_modules() if getattr(module, "merged", False)]
     return outcome(trainer, merged=merged, verdict=trainer.mm.verdict.status, moved=moved, float32_errors=errors)
 

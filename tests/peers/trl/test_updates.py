@@ -27,13 +27,13 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     )
     verifier = SimpleNamespace(verify=lambda sent, look: said.append(f"probed {look.logprobs}"), probes=None)
     trainer = SimpleNamespace(
-        on_sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=lambda: 3,
+        sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3, examines=False,
         ranks=ONE_PROCESS,
     )  # fmt: skip
     checked = object.__new__(generation.CheckedGeneration)
     vars(checked).update(
         inner=inner, engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, _begins_later=False,
-        trainer=trainer, _sending=SimpleNamespace(dtypes=(), samples={}), layout=None, _plain_sync=lambda: said.append("weights"),
+        run=trainer, _sending=SimpleNamespace(dtypes=(), samples={}), layout=None, _plain_sync=lambda: said.append("weights"),
         weight_version=0, masks=None, _kept=[], _refused=None, _sent_at=3, provenance=lambda: None,
     )  # fmt: skip
     checked.generate([])
@@ -63,7 +63,7 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
     assert logged == []
     trainer.temperature = trainer.vllm_generation.temperature = 0.7
     run.follow_sampling()
-    assert run.sampling == trainer.vllm_generation.sampling == logged[0] == SamplingSettings(temperature=0.7, top_p=0.9)
+    assert run.sampling == logged[0] == SamplingSettings(temperature=0.7, top_p=0.9)
     trainer.vllm_generation.temperature = 0.5
     with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
         run.follow_sampling()
