@@ -10,11 +10,9 @@ to train on; after each weight update both sides score probe tokens. A check tha
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
-import torch
 from accelerate import PartialState
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
@@ -24,6 +22,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.engines import Colocated
 from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
+from mismatch_ext.adapters.trl.scoring import scored_again
 from mismatch_ext.adapters.trl.served import Engine, Served
 from mismatch_ext.adapters.vllm.weights import Sending
 from torch import Tensor
@@ -202,22 +201,10 @@ class Attached(TrainerRun):
 
     def _score_batch(self, output: dict[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities `[B, T]` by a pass of our own, where TRL took none."""
-        trainer, args = self.trainer, self.trainer.args
-        known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
-        tokens, attention_mask = (
-            torch.cat([output[f"prompt_{part}"], output[f"completion_{part}"]], dim=1) for part in ("ids", "mask")
-        )
-        training = trainer.model.training
+        trainer, training = self.trainer, self.trainer.model.training
         # In evaluation mode there are neither dropout nor gradient checkpointing, and no module counts the pass.
-        with torch.no_grad(), evaluating(trainer.model), forked_rng(trainer.accelerator.device):
-            logprobs: Tensor = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                tokens,
-                attention_mask,
-                output["completion_ids"].size(1),
-                batch_size=args.per_device_train_batch_size if training else args.per_device_eval_batch_size,
-                **{name: output[name] for name in known if name in output},  # images
-            )[0]
+        with evaluating(trainer.model):
+            logprobs = scored_again(trainer, output, training=training)
         reshard(trainer.accelerator.unwrap_model(trainer.model))  # FSDP2 keeps whole weights for a backward pass
         forget_order(trainer.accelerator)
         return logprobs

@@ -35,7 +35,7 @@ from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.refusals import STITCHING, check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
-from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch
+from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.served import Engine, Served
 from mismatch_ext.adapters.trl.server_client import ClientOf
 from mismatch_ext.adapters.trl.turns import joined_turns
@@ -65,10 +65,6 @@ from mismatch_ext.weights import SyncVerdict
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 """TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
-FORWARD_KEYS = (
-    "pixel_values", "image_grid_thw", "num_images", "pixel_attention_mask", "spatial_shapes", "num_tiles",
-    "image_sizes", "token_type_ids", "mm_token_type_ids", "image_position_ids",
-)  # fmt: skip
 
 
 class TrlRun(TrainerRun):
@@ -526,7 +522,7 @@ class TrlRun(TrainerRun):
         return self.score_again(output) if batch is None or batch.policy is None else batch.policy
 
     def score_again(self, output: Mapping[str, Any]) -> Tensor:
-        return self.scoring.again(output, FORWARD_KEYS)
+        return scored_again(self.trainer, output, training=self.trainer.model.training)
 
     # Logs, and what a checkpoint holds.
 

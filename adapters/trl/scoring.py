@@ -7,6 +7,7 @@ same way, as `inputs["sampling_mask"]`. A pass is known by its tokens, never by 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
@@ -19,6 +20,7 @@ from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit, ma
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers.utils import is_peft_available
+from trl import GRPOTrainer
 
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError, RoutingError
@@ -134,25 +136,6 @@ class Scoring:
             routing.others[split] += 1
             return score(model, *given, **options)
         return routing.replay(score, model, *given, traces=routes, split=split, **options)
-
-    def again(self, output: Mapping[str, Any], forward_keys: Sequence[str]) -> Tensor:
-        """Return the trainer's log-probabilities `[B, T]` of a batch by a pass of our own."""
-        trainer, completion_ids = self.trainer, output["completion_ids"]
-        # TRL skips this forward when importance sampling is off; measuring must then not move its random numbers.
-        with torch.no_grad(), forked_rng(trainer.accelerator.device):
-            logps: Tensor = trainer._get_per_token_logps_and_entropies(
-                trainer.model,
-                *rows_of_batch(output)[:2],
-                completion_ids.size(1),
-                # The batch size of TRL's own pass, because another one can round differently.
-                batch_size=(
-                    trainer.args.per_device_train_batch_size
-                    if trainer.model.training
-                    else trainer.args.per_device_eval_batch_size
-                ),
-                **{key: output[key] for key in forward_keys if key in output},
-            )[0]
-        return logps
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
@@ -299,3 +282,16 @@ def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
         torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
         inputs["completion_ids"].size(1),
     )
+
+
+def scored_again(trainer: Any, output: Mapping[str, Any], *, training: bool) -> Tensor:
+    """Return the trainer's log-probabilities `[B, T]` of a batch by a pass of our own, which moves no random number of TRL's."""
+    known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
+    # The batch size of TRL's own pass, because another one can round differently.
+    size = trainer.args.per_device_train_batch_size if training else trainer.args.per_device_eval_batch_size
+    images = {name: output[name] for name in known if name in output}
+    with torch.no_grad(), forked_rng(trainer.accelerator.device):
+        logps: Tensor = trainer._get_per_token_logps_and_entropies(
+            trainer.model, *rows_of_batch(output), batch_size=size, **images
+        )[0]
+    return logps
