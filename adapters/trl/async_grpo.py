@@ -30,7 +30,7 @@ from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import sampling_settings
-from mismatch_ext.adapters.trl.refusals import check_peers
+from mismatch_ext.adapters.trl.refusals import Row, check_peers, refuse
 from mismatch_ext.adapters.trl.seams import REFUSALS
 from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
@@ -82,6 +82,28 @@ VERSIONS, INDEX, OLD, ADVANTAGES, SEGMENTS = (
 )  # fmt: skip
 """Keys of a micro-batch: ours, and those of TRL that a correction reads or changes."""
 
+ABSENT = (
+    *(
+        Row(
+            refusal.feature, f"{named([refusal.feature])} with AsyncGRPO", lambda s, b: True, refusal.why,
+            f"allowed: {refusal.instead}. Change or remove it",
+        )
+        for refusal in REFUSALS
+        if "AsyncGRPOTrainer" in refusal.where
+    ),
+    Row(
+        "correction", "mismatch.correction.normalize=True with AsyncGRPO", lambda s, b: resolve(b.correction).normalize,
+        "weights would be divided by the mean of a micro-batch, whose size depends on the lengths of its rollouts",
+        "set it to False",
+    ),
+)  # fmt: skip
+MASTER_WEIGHTS = (
+    Row(
+        "precision", "dtype={s!r} contradicts mismatch.precision", lambda s, b: s == "auto" or canonical(s) != "float32",
+        "the trainer's master weights stay float32 and autocast computes in the section's dtype", "remove the dtype",
+    ),
+)  # fmt: skip
+
 
 @dataclass
 class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # sleeps, which is GRPO's
@@ -99,26 +121,10 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
         super().__post_init__()
 
     def _follow_objective(self, block: MismatchConfig) -> None:
-        for refusal in REFUSALS:
-            if "AsyncGRPOTrainer" in refusal.where and refusal.feature in block.features:
-                raise ConfigError(
-                    f"{named([refusal.feature])} with AsyncGRPO: {refusal.why}; allowed: {refusal.instead}. Change or remove it."
-                )
-
-        if block.correction is not None and resolve(block.correction).normalize:
-            raise ConfigError(
-                "mismatch.correction.normalize=True with AsyncGRPO: weights would be divided by the mean of a micro-batch, whose "
-                "size depends on the lengths of its rollouts; set it to False."
-            )
+        refuse(ABSENT, self, block)
 
     def _check_settled(self, block: MismatchConfig) -> None:
-        kwargs: Any = self.model_init_kwargs or {}
-        dtype = str(kwargs.get("dtype") or self.dtype)
-        if block.precision is not None and (dtype == "auto" or canonical(dtype) != "float32"):
-            raise ConfigError(
-                f"dtype={dtype!r} contradicts mismatch.precision: the trainer's master weights stay float32 and autocast "
-                f"computes in {block.precision.dtype}; remove the dtype."
-            )
+        refuse(MASTER_WEIGHTS, str((self.model_init_kwargs or {}).get("dtype") or self.dtype), block)  # type: ignore[union-attr]
 
 
 # Each request, and so each token, is of one weight version.

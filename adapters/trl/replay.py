@@ -38,7 +38,8 @@ class ScoreReplay(RouteReplay):
         self, model: nn.Module, attention_mask: Tensor, length: int, traces: Sequence[RoutingTrace], split: str
     ) -> Iterator[None]:
         """Run the forward pass of a padded micro-batch under the routes of its rows."""
-        trace, recorded = _aligned(traces, attention_mask, length)
+        rows = zip(traces, attention_mask.cpu(), strict=True)
+        trace, recorded = align([fitted(trace, row, length) for trace, row in rows], attention_mask)
         with self.replaying(model, trace, recorded, real=attention_mask.bool().flatten(), split=split):
             yield
 
@@ -158,14 +159,10 @@ def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list
     return [row[mask].tolist() for row, mask in zip(prompts, real, strict=True)]
 
 
-def on_cpu(trace: RoutingTrace) -> RoutingTrace:
-    """Return a trace in the host's memory, because TRL keeps the traces of a whole generation batch for several updates."""
-    return trace.to("cpu")
-
-
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:
     """Cut the routes of a padded batch into one trace per row, padding left out."""
-    width, trace = attention_mask.size(1), on_cpu(trace)
+    # In the host's memory, because TRL keeps the traces of a whole generation batch for several updates.
+    width, trace = attention_mask.size(1), trace.to("cpu")
     traces = []
     for row, mask in enumerate(attention_mask.bool().cpu()):
         real = mask.nonzero()[:, 0]
@@ -179,12 +176,6 @@ def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
     if bool(mask[-length:].any()):
         return trace
     return trace.slice(0, max(int(mask.sum()) - trace.start, 0))
-
-
-def _aligned(traces: Sequence[RoutingTrace], attention_mask: Tensor, length: int) -> tuple[RoutingTrace, Tensor]:
-    """Return the routes of a padded batch, one row for each position, and a mask of the positions that have routes."""
-    fitting = [fitted(trace, row, length) for trace, row in zip(traces, attention_mask.cpu(), strict=True)]
-    return align(fitting, attention_mask)
 
 
 def _chunks(rows: int, batch_size: int | None) -> Iterator[slice]:
