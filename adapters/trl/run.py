@@ -37,7 +37,7 @@ from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.served import Engine, Served
-from mismatch_ext.adapters.trl.server_client import ClientOf
+from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.trl.turns import joined_turns
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
@@ -81,9 +81,7 @@ class TrlRun(TrainerRun):
     kl_reward: KlReward | None = None
     engine: Engine
     _unchecked: str | None = None  # what of a server cannot be checked
-    _vocabulary: Tensor | None = (
-        None  # ids that are still to be held against the vocabulary of a model that cannot run yet
-    )
+    _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
@@ -108,7 +106,7 @@ class TrlRun(TrainerRun):
         r3 = self.block.routing is not None and self.block.routing.mode == "R3"
         if config.use_vllm and config.vllm_mode == "server":
             # What a server computes in is in its own command, which is checked.
-            return [] if self.verdicts.observes else [SERVER_CLIENT.calling(ClientOf(ServerCheck(self.block)))]
+            return [] if self.verdicts.observes else [SERVER_CLIENT.calling(client_of(ServerCheck(self.block)))]
         if not config.use_vllm:
             return []
         arguments: dict[str, Any] = {}
@@ -231,7 +229,9 @@ class TrlRun(TrainerRun):
                     wrapped = self._wrapped_engine(patch_digest, vocabulary)
                 trainer.vllm_generation = wrapped  # on all ranks or none
                 wrapped.begin()
-                self._note_vocabulary(vocabulary)
+                self._vocabulary = vocabulary
+                if zero_stage(trainer.accelerator) != ZERO3:  # whose model runs when training has begun
+                    self._check_vocabulary()
         with self.verdicts.checking("banner"):
             self.log.announce()
 
@@ -323,14 +323,11 @@ class TrlRun(TrainerRun):
         fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
         return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
 
-    def _note_vocabulary(self, vocabulary: Tensor) -> None:
-        """Look at the model's vocabulary, now or once it runs."""
-        # A model of ZeRO-3 runs when training has begun.
-        self._vocabulary = vocabulary if zero_stage(self.trainer.accelerator) == ZERO3 else None
-        if self._vocabulary is None:
-            self._check_vocabulary(vocabulary)
-
-    def _check_vocabulary(self, vocabulary: Tensor) -> None:
+    def _check_vocabulary(self) -> None:
+        """Warn of ids that the model has and the tokenizer has not, once."""
+        vocabulary, self._vocabulary = self._vocabulary, None
+        if vocabulary is None:
+            return
         accelerator = self.trainer.accelerator
         model = accelerator.unwrap_model(self.trainer.model)
         surplus = vocabulary_surplus(model, len(self.trainer._tokenizer), vocabulary[None, :64], self.autocast)
@@ -350,9 +347,7 @@ class TrlRun(TrainerRun):
 
     def sent(self, dtypes: frozenset[str]) -> None:
         """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
-        if self._vocabulary is not None:
-            vocabulary, self._vocabulary = self._vocabulary, None
-            self._check_vocabulary(vocabulary)
+        self._check_vocabulary()
         super().sent(dtypes)
 
     @property

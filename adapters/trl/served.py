@@ -148,7 +148,9 @@ class Served:
         try:
             yield outputs
             # TRL has given each rank its part, in their order.
-            everything = self._everywhere(lambda: [_received(choice) for choice in self._choices])
+            everything = self._everywhere(
+                lambda: [_received(choice) for choice in getattr(self._client, "choices", None) or []]
+            )
             size = len(everything) // self._accelerator.num_processes
             first = self._accelerator.process_index * size
             outputs += everything[first : first + size]
@@ -156,11 +158,6 @@ class Served:
         finally:
             if not self._unnamed:
                 self._client.choices = None
-
-    @property
-    def _choices(self) -> list[dict[str, Any]]:
-        """What the server has answered; TRL's own client, under `observe`, keeps none of it."""
-        return [] if self._unnamed else self._client.choices or []
 
 
 def _received(choice: Mapping[str, Any]) -> SimpleNamespace:

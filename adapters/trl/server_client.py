@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
@@ -23,15 +23,12 @@ SILENCE = 240.0
 """Seconds that an engine may be silent where TRL was told none; TRL's own default."""
 
 
-class Check(Protocol):
-    """Refuses a server with which the run would not be what was asked for."""
-
-    def __call__(self, remote: RemoteEngine, device: str) -> None:
-        """Look at a server that is up, and that nothing was sent to; `device` is the type of the trainer's."""
+Check = Callable[[RemoteEngine, str], None]
+"""Refuses a server, that is up and that nothing was sent to, for a trainer on a type of device."""
 
 
 class CheckedClient(_Base):
-    """The methods that are overridden; `ClientOf` puts them before TRL's class."""
+    """The methods that are overridden; `client_of` puts them before TRL's class."""
 
     check_server_of: Check
     remote: RemoteEngine
@@ -98,12 +95,10 @@ class CheckedClient(_Base):
         self.stamps.expect_on(self.remote)
 
 
-class ClientOf:
-    """Makes the subclass, as the handler of a patch."""
+def client_of(check: Check) -> Callable[[type], type]:
+    """Return the handler of a patch, which puts our methods before those of TRL's class."""
 
-    def __init__(self, check: Callable[[RemoteEngine, str], None]) -> None:
-        self.check = check
+    def subclass(base: type) -> type:
+        return type(base.__name__, (CheckedClient, base), {"check_server_of": staticmethod(check)})
 
-    def __call__(self, base: type) -> type:
-        """Return TRL's class with our methods before its own."""
-        return type(base.__name__, (CheckedClient, base), {"check_server_of": staticmethod(self.check)})
+    return subclass

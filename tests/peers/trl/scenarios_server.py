@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import trl.generation.vllm_generation as generation
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
-from mismatch_ext.adapters.trl.server_client import ClientOf
+from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -66,7 +66,7 @@ def stock(model: str, out: str, url: str) -> dict[str, Any]:
     """
     found: dict[str, Any] = {}
     observed = {"mismatch": {"level": "observe", "precision": {"dtype": "float16"}}}
-    generation.VLLMClient = ClientOf(lambda remote, device: None)(generation.VLLMClient)  # type: ignore[misc]
+    generation.VLLMClient = client_of(lambda remote, device: None)(generation.VLLMClient)  # type: ignore[misc]
     for name, trainer_class, config_class, block in (
         ("stock", GRPOTrainer, GRPOConfig, {}),
         ("attached", GRPOTrainer, GRPOConfig, {}),
@@ -170,7 +170,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
 
     def overtake(trainer: Any) -> None:
         """Send weights as another trainer would."""
-        other: Any = ClientOf(lambda remote, device: None)(generation.VLLMClient)(base_url=url)
+        other: Any = client_of(lambda remote, device: None)(generation.VLLMClient)(base_url=url)
         other.init_communicator("cpu")
         weights = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
         other.update_model_params(weights)
@@ -200,7 +200,7 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
     found["cache"] = outcome(lambda: run(at_end_of_step=keep_the_cache))
     found["broken off"] = outcome(lambda: run(at_end_of_step=break_off))
     found["after it"] = outcome(run)
-    _Client = ClientOf(lambda remote, device: None)(generation.VLLMClient)
+    _Client = client_of(lambda remote, device: None)(generation.VLLMClient)
     client: Any = _Client(base_url=url)
     RemoteEngine(client.http).weight_version = "default"  # in truth no layer was touched
 
