@@ -18,6 +18,8 @@ from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
+Rows = tuple[Tensor, Tensor, int]
+"""Tokens, attention mask and completion positions of a scoring pass."""
 
 
 class ScoreReplay(RouteReplay):
@@ -44,49 +46,33 @@ class ScoreReplay(RouteReplay):
             yield
 
     def replay(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        batch_size: int | None,
-        *,
-        traces: Sequence[RoutingTrace],
-        split: str,
-        **options: Any,
-    ) -> Scores:
+        self, score: Score, model: nn.Module, rows: Rows, traces: Sequence[RoutingTrace], split: str,
+        batch_size: int | None = None, **options: Any,
+    ) -> Scores:  # fmt: skip
         """Run TRL's scoring pass, a chunk of rows at a time, each under the routes of its rows."""
         _refuse_multimodal(options)
-        if len(traces) != len(tokens):
-            raise RoutingError(f"{len(traces)} routing traces for {len(tokens)} completions; one of each is needed.")
+        tokens, attention_mask, length = rows
         parts = []
-        for rows in _chunks(len(tokens), batch_size):
-            with self.over_rows(model, attention_mask[rows], length, traces[rows], split):
-                parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
+        for part in _chunks(len(tokens), batch_size):
+            with self.over_rows(model, attention_mask[part], length, traces[part], split):
+                # TRL 1.14 takes the size only by keyword.
+                parts.append(score(model, tokens[part], attention_mask[part], length, batch_size=batch_size, **options))
         return _joined(parts)
 
     def record(
-        self,
-        score: Score,
-        model: nn.Module,
-        tokens: Tensor,
-        attention_mask: Tensor,
-        length: int,
-        batch_size: int | None,
-        *,
-        version: int,
-        **options: Any,
+        self, score: Score, model: nn.Module, rows: Rows, version: int, batch_size: int | None = None, **options: Any
     ) -> tuple[Scores, list[RoutingTrace]]:
         """Run TRL's scoring pass as `replay` does, and return its scores and the model's own routes of each row."""
         _refuse_multimodal(options)
+        tokens, attention_mask, length = rows
         parts: list[Scores] = []
         traces: list[RoutingTrace] = []
-        for rows in _chunks(len(tokens), batch_size):
+        for part in _chunks(len(tokens), batch_size):
+            ids, mask = tokens[part], attention_mask[part]
             with backend.record_routing(model, version=version) as recording:
-                parts.append(score(model, tokens[rows], attention_mask[rows], length, batch_size, **options))
-            traces += rows_of(_of_pass(recording.passes, tokens[rows], attention_mask[rows]), attention_mask[rows])
-        return _joined(parts), share(traces, prompts_of(tokens, attention_mask, length))
+                parts.append(score(model, ids, mask, length, batch_size=batch_size, **options))
+            traces += rows_of(_of_pass(recording.passes, ids, mask), mask)
+        return _joined(parts), share(traces, prompts_of(*rows))
 
 
 def matching(

@@ -10,12 +10,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, matching, share
+from mismatch_ext.adapters.trl.replay import Rows, ScoreReplay, Scores, matching, share
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit, masks_of
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
@@ -89,10 +89,10 @@ class Scoring:
         rows = (input_ids, attention_mask, logits_to_keep)
         masks = None if self.masking is None else self._masks_at_hand()
         if masks is None or not fit(masks, *rows):
-            return self._routed_score(host, model, *rows, *args, **options)
+            return self._routed_score(host, model, rows, *args, **options)
         masked = MaskedPass(masks, *rows)
         with scoring_with(masked):
-            scores = self._routed_score(host, model, *rows, *args, **options)
+            scores = self._routed_score(host, model, rows, *args, **options)
         if not masked.done and bool(attention_mask[:, -logits_to_keep:].any()):
             raise ReplayError(
                 f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
@@ -102,40 +102,30 @@ class Scoring:
         return scores
 
     def _routed_score(
-        self, host: Host, model: Any, tokens: Tensor, attention_mask: Tensor, length: int,
-        batch_size: int | None = None, **options: Any,
-    ) -> Scores:  # fmt: skip
-        routing, batch = self.routing, self.rollouts
-
-        def score(model: Any, ids: Tensor, mask: Tensor, length: int, size: int | None, **options: Any) -> Scores:
-            # TRL 1.14 takes the size only by keyword.
-            scores: Scores = host(model, ids, mask, length, batch_size=size, **options)
-            return scores
-
-        given = (tokens, attention_mask, length, batch_size)
+        self, host: Host, model: Any, rows: Rows, batch_size: int | None = None, **options: Any
+    ) -> Scores:
+        routing, batch, options = self.routing, self.rollouts, {"batch_size": batch_size, **options}
         reference = routing is not None and self.is_reference(model)
         if routing is None or batch is None or (reference and not routing.config.reference):
-            return score(
-                model, *given, **options
-            )  # without a batch it is somebody's own pass, over tokens without routes
+            # Without a batch it is somebody's own pass, over tokens without routes.
+            return cast("Scores", host(model, *rows, **options))
         self._take_engines_routes(batch)
-        version = self.run.step
-        routes = batch.routes_of(*given[:3])
+        routes = batch.routes_of(*rows)
         if routes is None and batch.fresh and routing.config.mode == "R2":
             if not reference:
-                scores, recorded = routing.record(score, model, *given, version=version, **options)
+                scores, recorded = routing.record(host, model, rows, self.run.step, **options)
                 batch.routes.append(recorded)
                 return scores
             self._refuse_early_reference(model)
-            with forked_rng(tokens.device):  # TRL takes no such pass
-                batch.routes.append(routing.record(score, self.trainer.model, *given, version=version, **options)[1])
-            routes = batch.routes_of(*given[:3])
+            with forked_rng(rows[0].device):  # TRL takes no such pass
+                batch.routes.append(routing.record(host, self.trainer.model, rows, self.run.step, **options)[1])
+            routes = batch.routes_of(*rows)
         split = REFERENCE if reference else self.run.split
         if routes is None:
             # Somebody's own pass over other tokens, which must not be given the experts of the batch's tokens.
             routing.others[split] += 1
-            return score(model, *given, **options)
-        return routing.replay(score, model, *given, traces=routes, split=split, **options)
+            return cast("Scores", host(model, *rows, **options))
+        return routing.replay(host, model, rows, routes, split, **options)
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
