@@ -7,13 +7,16 @@ import pickle
 import threading
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters.trl.async_grpo import (
+    AsyncRun,
     Carried,
     CarryingCollator,
     Gate,
@@ -218,6 +221,35 @@ def test_trls_loss_has_the_gradient_that_the_correction_says(stock: Any, block: 
         if parameter.grad is not None:
             assert torch.allclose(found[name], parameter.grad, atol=1e-5, rtol=1e-3), name
     assert any(bool(grad.abs().max() > 1e-4) for grad in found.values())
+
+
+def test_a_measured_loss_is_trls_own_from_one_pass_of_the_model(stock: Any) -> None:
+    inputs = CarryingCollator(DataCollatorForRollout(0))([[row(sample([1, 2, 3, 4, 5], 3, [0, 0], 0.7))]])
+    measured: list[Any] = []
+    passes: list[Any] = []
+    log = SimpleNamespace(observe=lambda *found: measured.append(found), add_drift=lambda sums: None)
+    run = object.__new__(AsyncRun)
+    vars(run).update(trainer=stock, correction=None, log=log)
+    stock.current_gradient_accumulation_steps = 1
+    model = stock.model.train()
+    plain = partial(AsyncGRPOTrainer.compute_loss, stock)
+    expected = plain(model, dict(inputs)).item()
+    logged = len(stock._metrics["train"]["ratio"])
+    hook = model.register_forward_hook(lambda *_: passes.append(None))
+    loss = run.loss(plain, model, dict(inputs))
+    hook.remove()
+    assert loss.item() == expected and loss.requires_grad
+    assert len(passes) == len(measured) == 1 and len(stock._metrics["train"]["ratio"]) == logged + 1
+
+
+def test_trls_loader_collates_versions_too(stock: Any) -> None:
+    stock.args.token_budget, stock.mm = 64, SimpleNamespace(collator=None)
+    try:
+        loader = stock.get_train_dataloader()
+        assert loader.base_dataloader.collate_fn is stock.mm.collator
+        assert type(stock.mm.collator.inner) is DataCollatorForRollout
+    finally:
+        stock.args.token_budget, stock.mm = None, None
 
 
 def _section(block: dict[str, Any]) -> Any:
