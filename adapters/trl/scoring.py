@@ -184,7 +184,7 @@ class Scoring:
             return nullcontext()
         assert self.rollouts is not None
         if (routes := self.rollouts.routes_of(tokens, attention_mask, length)) is None:
-            raise RoutingError(_OTHER_TOKENS.format("that travelled with the micro-batch", routing.config.mode))
+            raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
         split = REFERENCE if reference else self.run.split
         return routing.over_rows(model, attention_mask, length, routes, split)
 
