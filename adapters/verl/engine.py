@@ -226,7 +226,8 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
             from mismatch_ext.adapters.verl.sampling_mask import EngineMasks
 
             self.masks = EngineMasks(int(self.model_config.hf_config.get_text_config().vocab_size))
-        if self.replay is not None or self.masks is not None:
+        # Ranks that share a row have their group only while the engine runs; then each pass compares the tokens that it sees.
+        if (self.replay is not None or self.masks is not None) and not self.use_ulysses_sp:
             check_layout(super().prepare_model_inputs, bool(self.use_remove_padding), block)
         if not self._trains:
             return
