@@ -27,6 +27,22 @@ def evaluating(model: nn.Module, *, training: bool = False) -> Iterator[None]:
             module.training = training
 
 
+def active_dropout(model: nn.Module) -> list[str]:
+    """Return the dropouts that act while a model trains, such as `lora_dropout 0.05`, as its modules have them.
+
+    The configuration does not say it: an adapter brings its own, and a trainer may have switched modules off.
+    """
+    rates = set()
+    for path, module in model.named_modules():
+        if isinstance(module, nn.Dropout):
+            named = [part for part in path.split(".") if not part.isdigit()]
+            values = {next((part for part in reversed(named) if "drop" in part), named[-1]): module.p}
+        else:
+            values = {name: value for name, value in vars(module).items() if name.endswith(("dropout", "_pdrop"))}
+        rates |= {(name, value) for name, value in values.items() if isinstance(value, float) and value > 0}
+    return [f"{name} {value:g}" for name, value in sorted(rates)]
+
+
 def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
     """Return the logits `[N, T, V]` of a forward pass without gradients, dropout or cache.
 

@@ -24,6 +24,7 @@ from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
+from mismatch_ext.adapters.transformers.scoring import active_dropout
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.refusals import check_device
@@ -33,6 +34,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import ConfigError, RunDirectoryError
 from mismatch_ext.log import RunLog, run_folder, run_info
 from mismatch_ext.lr import gap_statistics, leading_sums
@@ -370,6 +372,12 @@ class TrainerRun(ABC):
                 # Otherwise the parent refuses, and the metrics that are there stay as they are.
                 self.log.begin(resumed)
         self.begin_anew()
+        if rates := active_dropout(self.trainer.model):
+            self.warn(
+                "dropout",
+                f"dropout is active ({', '.join(rates)}) where TRL scores and trains, and the engine has none: the gap holds it, "
+                f"at random. To switch it off: {remedy('dropout').trl}.",
+            )
         try:
             yield
         except BaseException as error:

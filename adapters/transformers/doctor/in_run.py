@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, dropouts, is_recurrent
+from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, is_recurrent
+from mismatch_ext.adapters.transformers.scoring import active_dropout
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
@@ -189,8 +190,7 @@ def _taken_apart(diagnosis: Diagnosis, scorer: Scorer, computed: np.ndarray, rep
         return scorer.in_layout(scorer.sample, layout, routes=routes)
 
     plain = scored("right")
-    active = dropouts(scorer.model)
-    if active:
+    if active := active_dropout(scorer.model):
         with forked_rng(next(scorer.model.parameters()).device):
             dropped = scorer.in_layout(scorer.sample, "right", routes=routes, training=True)
         moved, gap = float(np.abs(dropped - plain).mean()), float(np.abs(computed - plain).mean())

@@ -327,17 +327,6 @@ def vocabulary(model: nn.Module) -> int | None:
     return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
 
 
-def dropouts(model: nn.Module) -> list[str]:
-    """Return every setting of a model's configuration by which dropout acts while it trains."""
-    values = getattr(model, "config", None)
-    settings = {} if values is None else values.get_text_config().to_dict()
-    return [
-        f"{name} {value}"
-        for name, value in settings.items()
-        if name.endswith(("dropout", "_pdrop")) and isinstance(value, float) and value > 0
-    ]
-
-
 def is_recurrent(model: nn.Module) -> bool:
     """Tell whether layers carry a state along a row, so that packed sequences need boundaries, which only the host gives."""
     config = getattr(model, "config", None)

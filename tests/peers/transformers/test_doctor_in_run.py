@@ -7,8 +7,11 @@ import copy
 import pytest
 import torch
 from mismatch_ext.adapters.transformers.doctor.in_run import Computing, Rows, examine_batch
+from mismatch_ext.adapters.transformers.scoring import active_dropout
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
+from trl.trainer.utils import disable_dropout_in_model
 
 from mismatch_ext.doctor import Diagnosis, report
 
@@ -69,3 +72,12 @@ def test_a_runs_own_pass_is_taken_apart_by_trying(fault: str, named: list[str], 
     printed = report(found)
     assert [cause.key for cause in found.causes] == named and found.verdict == verdict, printed
     assert remedy in printed and "position_ids beside" not in printed and "use_remove_padding" not in printed
+
+
+def test_dropout_that_acts_is_named_as_the_modules_have_it() -> None:
+    adapted = get_peft_model(model(0.1), LoraConfig(lora_dropout=0.05, target_modules=["q_proj"]))
+    assert active_dropout(adapted) == ["attention_dropout 0.1", "lora_dropout 0.05"]
+    # TRL's `disable_dropout` reaches modules alone; the attention of this model asks its own attribute.
+    disable_dropout_in_model(adapted)
+    assert active_dropout(adapted) == ["attention_dropout 0.1"]
+    assert active_dropout(model()) == []
