@@ -23,6 +23,7 @@ class Why:
         name: The folder of doctor.json.
         folder: Its path.
         gap: What was measured, in words.
+        mean: The same as a mean |log-probability difference| in nats.
         parts: Name, share with its interval, and mean size in nats of each part of the gap.
         causes: Each named cause with its share, how sure it is, and the lines to change in each host.
         notes: Other observations.
@@ -35,6 +36,7 @@ class Why:
     name: str
     folder: Path
     gap: str
+    mean: float
     parts: tuple[tuple[str, str, str], ...]
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
@@ -94,6 +96,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         folder=folder,
         gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
         f"{data['responses']} responses",
+        mean=float(gap["logp_abs_diff_mean"]),
         parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data["parts"]),
         causes=tuple(
             (

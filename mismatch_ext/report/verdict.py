@@ -140,7 +140,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
     if known is not None and known.numerics is None:
         level = MIXED
     elif level in LEVELS:
-        level = _by_cause(level, found, penalty)
+        level = _by_cause(level, _mean(worst), found, penalty)
     return RunVerdict(
         run=name,
         level=level,
@@ -166,13 +166,15 @@ def _folder(run: RunData) -> Path:
     return run.path.parent if run.path.name == METRICS_FILE else run.path
 
 
-def _by_cause(level: str, found: Why | None, penalty: str | None) -> str:
-    """Return the level of a run whose gap has the size of `level`, by what is known besides the size."""
+def _by_cause(level: str, mean: float | None, found: Why | None, penalty: str | None) -> str:
+    """Return the level of a run with this gap, in nats, whose size alone has `level`, by what is known besides the size."""
     at_least = SAME
     if penalty is not None or (found is not None and found.confirmed):
         at_least = CAUSED
     elif found is not None and found.verdict == "clean":
-        return SMALL if level == ELEVATED else level
+        # The doctor looked at one batch: a gap that grew afterwards is none that it called clean.
+        as_it_saw = mean is not None and mean <= CLEAR_RATIO * found.mean
+        return SMALL if level == ELEVATED and as_it_saw else level
     elif found is not None and (found.rounding or 0.0) >= ROUNDINGS:
         at_least = ELEVATED
     return max(level, at_least, key=LEVELS.index)

@@ -77,9 +77,13 @@ def test_a_runs_report_has_the_section_and_its_verdict_names_the_cause(tmp_path:
     assert 'id="why"' in page and built.verdict != before
     assert "the doctor found that temperature is <0.9> (96%, confirmed); change the lines under" in built.verdict
     assert "15 times this model's own rounding, 0.023 on eval/unfamiliar) has a gap with a known cause" in built.verdict
-    write(tmp_path / "run", replace(found(), causes=(), verdict="clean", ratio=1.0))
+    sound = replace(found(), causes=(), verdict="clean", ratio=1.0, gap=found().gap | {"logp_abs_diff_mean": 0.02})
+    write(tmp_path / "run", sound)
     assert "1 times this model's own rounding" in (clean := build(tmp_path / "run").verdict)
     assert "has a small gap" in clean and "no correction is needed" in clean  # by its size alone it would be elevated
+    # What the doctor called clean was less than half of the worst split's gap.
+    write(tmp_path / "run", replace(sound, gap=found().gap))
+    assert "has a gap above what healthy runs report" in build(tmp_path / "run").verdict
     assert build_why(tmp_path / "run") == built.path and 'id="summary"' in built.path.read_text(encoding="utf-8")
 
 
