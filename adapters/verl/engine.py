@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import os
 import warnings
+from abc import ABCMeta, abstractmethod
 from collections.abc import ItemsView, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
@@ -44,25 +45,25 @@ VENDOR = "mismatch"
 E = TypeVar("E", bound="SteeredEngine")
 
 
-class SteeredEngine(_Host):
+class SteeredEngine(_Host, metaclass=ABCMeta):
     """An engine of verl's whose rate the driver leads, and which is resumed with what this package keeps of it."""
 
     run_block: ClassVar[MismatchConfig | None] = None
     run_mode: ClassVar[RunMode] = RunMode()
     _rate: LrControl | None = None
 
+    @abstractmethod
     def _kept(self) -> dict[str, Any] | None:
         """Return the state that lies beside verl's in a checkpoint; None where this engine has none."""
-        raise NotImplementedError
 
     @property
+    @abstractmethod
     def _resumes(self) -> bool:
         """Whether the state that `_kept` returned is to be loaded together with verl's."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
-        raise NotImplementedError
 
     def optimizer_step(self) -> Any:
         """Step as the parent does, at the rate that the driver's statistics lead.
