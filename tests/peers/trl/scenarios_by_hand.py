@@ -370,13 +370,14 @@ class Hand:
         self.in_rewards = self.kl is not None and self.kl.get("reward_path") == "rewards"
         self.baselines: list[dict[Any, dict[int, float]]] = []  # by generation; a replayed row may have one in each
         self.taken = 0  # micro-batches
-        self.coefs: dict[int, float] = {}  # by step
+        self.coefs: list[float] = []  # by generation
         self.batch_errors = {"old": 0.0, "ref": 0.0, "advantages": 0.0}
         coef, integral = 0.0 if self.kl is None else self.host.get("beta") or self.kl["coef"], 0.0
         initial = coef
-        for step, of_step in itertools.groupby(generated, lambda one: one.step):
-            self.coefs[step] = self.coef = coef
+        for _, of_step in itertools.groupby(generated, lambda one: one.step):
+            self.coef = coef
             measured = [self._of_batch(one) for one in of_step]
+            self.coefs += [coef] * len(measured)
             tokens = sum(len(d) for d in measured)
             if self.kl is not None and "target_kl" in self.kl and tokens:
                 mean = float(sum(d.sum() for d in measured)) / tokens
@@ -639,10 +640,10 @@ class Hand:
         self.policy.load_state_dict(step["before"], strict=False)
         if not self.lora:
             self.reference.load_state_dict(step["reference"], strict=False)
-        self.coef = self.coefs[max(begun for begun in self.coefs if begun <= number)]
         self.policy.zero_grad()
         for inputs in step["micro"]:
             self.taken += 1
+            self.coef = self.coefs[self.generations - 1]
             loss = self.total(inputs, step["accumulation"])
             if loss.requires_grad:
                 loss.backward()

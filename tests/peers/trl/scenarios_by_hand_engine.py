@@ -84,6 +84,8 @@ def draw_correction(seed: int) -> dict[str, Any]:
             host.pop(name, None)
         host["importance_sampling_level"] = "token"
         host["loss_type"] = "dr_grpo" if host["loss_type"] in ("cispo", "luspo") else host["loss_type"]
+    if user["change"] == "tool mask":  # TRL's own weights are made before a user's code in the first order
+        user["ours_first"] = False
     if settings.loss == "reinforce" or settings.off_policy_threshold is not None or user["change"] == "replayed":
         user["ours_first"] = False
     block |= {"correction": asked, "monitor": {"weight_sync": "off"}}
