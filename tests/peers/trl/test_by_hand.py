@@ -29,11 +29,11 @@ LOGPROBS, OTHERS = 5e-5, 5e-4
 """Largest difference of log-probabilities, and of advantages and weights, which divide by spreads and multiply over tokens."""
 
 
-def draws(in_test: int, in_all: int, at_once: int = 40) -> Iterator[Any]:
-    """Return the first and the last seed of each test: the first of them in `make test`, the others nightly."""
-    yield 0, in_test
+def draws(in_test: int, in_all: int, *kind: str, at_once: int = 40) -> Iterator[Any]:
+    """Return the kind, and the first and the last seed of each test: the first of them in `make test`, the others nightly."""
+    yield pytest.param(*kind, 0, in_test)
     for first in range(in_test, in_all, at_once):
-        yield pytest.param(first, min(first + at_once, in_all), marks=pytest.mark.nightly)
+        yield pytest.param(*kind, first, min(first + at_once, in_all), marks=pytest.mark.nightly)
 
 
 def refused(case: dict[str, Any]) -> bool:
@@ -64,7 +64,7 @@ def right(result: dict[str, Any]) -> bool:
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(20, 500))
+@pytest.mark.parametrize(("first", "last"), [*draws(20, 500)])
 def test_steps_are_the_hand_computed_ones_or_refused(
     run: Run, dense: Path, tmp_path: Path, first: int, last: int
 ) -> None:
@@ -80,32 +80,21 @@ def test_a_baseline_is_of_other_samples_of_the_prompt_wherever_rows_stand(
     check(run(scenarios.given, model=dense, out=tmp_path, cases=cases, timeout=300).expect())
 
 
+# A bfloat16 engine's rollouts are corrected, masks leave out what it could not sample, and experts are those that it chose.
+SAMPLED = (*draws(8, 168, "corrected", "dense"), *draws(4, 84, "masked", "dense"), *draws(8, 88, "routed", "moe"))
+
+
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(8, 168))
-def test_corrections_of_an_engine_in_other_precision(
-    run: Run, dense: Path, tmp_path: Path, first: int, last: int
+@pytest.mark.parametrize(("kind", "model", "first", "last"), SAMPLED)
+def test_steps_on_an_engines_rollouts(
+    run: Run, request: pytest.FixtureRequest, tmp_path: Path, kind: str, model: str, first: int, last: int
 ) -> None:
-    check(run(engine.corrected, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect())
+    scenario, folder = getattr(engine, kind), request.getfixturevalue(model)
+    check(run(scenario, model=folder, out=tmp_path, first=first, last=last, timeout=800).expect())
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(4, 84))
-def test_policies_over_the_tokens_that_were_left_to_sample_from(
-    run: Run, dense: Path, tmp_path: Path, first: int, last: int
-) -> None:
-    check(run(engine.masked, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect())
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(8, 88))
-def test_mixtures_of_experts_under_the_engines_routes(
-    run: Run, moe: Path, tmp_path: Path, first: int, last: int
-) -> None:
-    check(run(engine.routed, model=moe, out=tmp_path, first=first, last=last, timeout=800).expect())
-
-
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize(("first", "last"), draws(5, 85))
+@pytest.mark.parametrize(("first", "last"), [*draws(5, 85)])
 def test_a_block_that_observes_changes_no_bit(run: Run, dense: Path, tmp_path: Path, first: int, last: int) -> None:
     for result in run(scenarios.observed, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect():
         assert result["observed"] == result["stock"] and len(result["stock"]["logged"]) > 3, result["case"]
