@@ -45,7 +45,7 @@ REMEDIES = {
     ),
     "packed": Remedy(verl="actor_rollout_ref.model.use_remove_padding=false"),
     "dropout": Remedy(
-        trl="disable_dropout: true for adapters and modules, model_init_kwargs: {attention_dropout: 0.0} for attention",
+        trl="disable_dropout: true, and model_init_kwargs: {attention_dropout: 0.0}, which the first does not reach",
         verl="+actor_rollout_ref.model.override_config.attention_dropout=0",
     ),
     "head_dtype": Remedy(

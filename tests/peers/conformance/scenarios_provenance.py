@@ -35,7 +35,11 @@ def trl() -> dict[str, str]:
                 records += row
             run: Any = object.__new__(TrlRun)
             run.trainer = SimpleNamespace(vllm_generation=SimpleNamespace(weight_version=PRESENT))
-            rows = {"completion_ids": torch.tensor([[7, 8]] * len(records))}
+            rows = {
+                "prompt_ids": torch.tensor([[5, 6]] * len(records)),
+                "completion_ids": torch.tensor([[7, 8]] * len(records)),
+                **{f"{part}_mask": torch.ones(len(records), 2, dtype=torch.long) for part in ("prompt", "completion")},
+            }
             run.check_records(rows, RolloutPass(records=records))
 
         found[case] = refused(check)

@@ -25,6 +25,7 @@ def resumed(model: str, out: str, block: dict[str, Any], files: dict[str, str]) 
         state.global_step = 3
         state.save_to_json(str(checkpoint / "trainer_state.json"))
         trainer = build(model, str(folder), block, use_vllm=False, bf16=False, model_init_kwargs={"dtype": "float32"})
+        trainer.state = state  # as transformers sets it before it tells callbacks that training begins
         trainer.mm.log.begin(3)
         error = ""
         try:

@@ -11,7 +11,7 @@ from mismatch_ext.adapters.verl import config as settings
 from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.loss import BASELINE, make_loss
-from mismatch_ext.adapters.verl.refusals import settings_of
+from mismatch_ext.adapters.verl.refusals import TRAINER, settings_of
 from omegaconf import DictConfig, open_dict
 from tensordict import TensorDict
 from torch import Tensor
@@ -255,7 +255,7 @@ def monitor(label: str, config: DictConfig, block: MismatchConfig) -> dict[str, 
     if label == "alarms":
         raised = Watching(block.monitor, VERL).observe(1, {"actor/pg_loss": 1.0, "actor/loss": 1.0})
         return {"what": "the alarm on verl's own metric", "error": 0.0 if raised else 1.0, "effect": 1.0}
-    chosen = config.trainer.v1.trainer_mode == settings.TRAINER
+    chosen = config.trainer.v1.trainer_mode == TRAINER
     return {"what": "the trainer that verl's registry is asked for", "error": 0.0 if chosen else 1.0, "effect": 1.0}
 
 
