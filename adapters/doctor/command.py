@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.hosts import HostRun
-from mismatch_ext.adapters.doctor.options import asked_of
+from mismatch_ext.adapters.doctor.options import DTYPES, asked_of
 from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
@@ -40,6 +40,9 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rollouts is not None:
         logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
+        stated = logged.settings.get("dtype")
+        if arguments.dtype is None and stated in DTYPES:
+            sides = _in_dtype(sides, arguments, stated, host)
         diagnosis = examine_logged(sides, logged, **how)
     else:
         prompts = prompts_of(arguments, host, sides.model)
@@ -76,6 +79,11 @@ def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: 
             f"--dtype: {arguments.dtype}, and the server says that it computes in {dtype}; leave --dtype out, and give the "
             "trainer's by --trainer-dtype if that is another."
         )
+    return _in_dtype(sides, arguments, dtype, host)
+
+
+def _in_dtype(sides: Run, arguments: argparse.Namespace, dtype: str, host: HostRun | None) -> Run:
+    """Return the run with the dtype that its server or its log states, which is the trainer's too if nothing else is known."""
     others = dtype if host is None else sides.trainer_dtype
     return replace(sides, dtype=dtype, trainer_dtype=arguments.trainer_dtype or others)
 

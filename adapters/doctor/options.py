@@ -51,7 +51,7 @@ def configure_sides(parser: argparse.ArgumentParser) -> None:
                        help="overrides of verl's main_ppo, whose settings are taken over")  # fmt: skip
     parser.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
     parser.add_argument(
-        "--dtype", help="compute dtype of both sides (default: what the run or server says, or bfloat16)"
+        "--dtype", help="compute dtype of both sides (default: what the run, server or log says, or bfloat16)"
     )
     parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
     parser.add_argument("--trainer-layout", choices=LAYOUTS,

@@ -155,6 +155,12 @@ REMEDIES = {
         verl=f"{_ROLLOUT}logprobs_mode=processed_logprobs",
         vllm="--logprobs-mode processed_logprobs",
     ),
+    "mask": Remedy(
+        trl="build the mask of tool tokens from the same token ids that are trained on",
+        verl="set response_mask to 1 for the tokens of the policy alone, in your agent loop",
+        vllm="count the sampled tokens by the token_ids of the completion",
+        sglang="count the sampled tokens by output_ids",
+    ),
     "shifted": Remedy(
         trl="align the log-probabilities with the tokens that were sampled",
         vllm="take logprobs of the completion, token by token",

@@ -20,7 +20,7 @@ from mismatch_ext.doctor.causes import Cause, Remedy, remedy
 from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, SLOPES, Explained, Fit, Noise, Search
 from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
-from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_tokens
+from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.gap import k3
 
@@ -467,6 +467,9 @@ def diagnose(
         named.append(_by_router(scores.flips, parts.get(ROUTES)))
     if apart is not None:
         named.insert(0, _by_decode(apart, parts.get(DECODED)))
+    if late := judge_start(sample):
+        sentence = f"the mask starts {late} token{'s'[: late > 1]} late in every response: it leaves out what the engine sampled"
+        named.append(_measured("mask", "reporting", sentence, late, None))
 
     # If the tokens come from another distribution than both sides report, the pair is not clean, with or without a named cause.
     # Nor is it if the trainer errs more than rounding and that has no name.

@@ -34,6 +34,9 @@ CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
 # Factors on a token's odds: exp(bias).
 ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
 PADDING = (16.0, 64.0, 256.0, 1024.0)
+# How far a mask may be off, in tokens, and in words.
+LATE_BY = (1, 2, 3, -1, -2, -3)
+LATE_WORDS = tuple(f"{abs(x)} token{'s'[: abs(x) > 1]} {'late' if x > 0 else 'early'}" for x in LATE_BY)
 # In the choice of a token, larger errors than this many median errors count as this many.
 FAR = 8.0
 # The tokens that a penalty counts. SGLang's count only the response; when its batches overlap, from the prompt's last token to
@@ -149,6 +152,9 @@ def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
               predict=lambda _: table.chosen()),
         Cause(key="shifted", family="reporting", said="the engine's log-probabilities are those of the token {x}",
               predict=lambda x: _shifted(table, 1 - 2 * int(x)), grid=(0.0, 1.0), names=("after", "before")),
+        Cause(key="mask", family="reporting", grid=tuple(map(float, range(len(LATE_BY)))), names=LATE_WORDS,
+              said="the mask of tool turns comes {x}: tokens that a tool inserted, with log-probability 0, count as sampled",
+              predict=lambda x: _inserted(table, LATE_BY[int(x)]), needs=not all(map(all, table.sample.masks))),
         Cause(key="logit_bias", family="sampling", said=f"the engine multiplies the odds of token {token} by {{x}} (logit_bias)",
               remedy="bias", predict=lambda x: _biased(table, token, x), grid=ODDS, neutral=1.0, steps=10, needs=token >= 0),
         Cause(key="bad_words", family="sampling", said=f"the engine never samples token {token} (bad_words, allowed_token_ids)",
@@ -259,6 +265,21 @@ def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:
         return z.masked_fill(forbidden, -math.inf) / table.temperature
 
     return table.under(change)
+
+
+def _inserted(table: LogitTable, late: int) -> Floats:
+    """Return log-probabilities that are 0 for the tokens up to `late` places before a masked stretch, behind it if negative."""
+    masks, inserted = table.sample.masks, []
+    for mask in masks:
+        masked = ~np.array(mask)
+        near = np.zeros_like(masked)
+        for by in range(1, abs(late) + 1):
+            if late > 0:
+                near[:-by] |= masked[by:]
+            else:
+                near[by:] |= masked[:-by]
+        inserted.append(near[~masked])
+    return np.where(np.concatenate(inserted), 0.0, table.logprob)
 
 
 def _shifted(table: LogitTable, by: int) -> Floats:

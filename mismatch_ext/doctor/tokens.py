@@ -26,6 +26,10 @@ IMPLAUSIBLE = -16.0
 SURE = 5.0
 # Number of bisection steps between two listed values, in the search for the tightest truncation that a sample obeys.
 STEPS = 7
+# A mask that starts late skips so many tokens at most; more are left out on purpose, such as those of older weights.
+LATE = 3
+# Share of responses that are cut at the longest length, from which on it is told: rldoctor warns from here on.
+CUT = 0.05
 # Two truncations are told apart if their log-likelihoods of the tokens differ by this many nats.
 TOLD = 5.0
 
@@ -176,6 +180,18 @@ def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
     return _counted("min_p", p, np.where(known, beyond, 0.0), probability < least[:, 0] * (1 - MARGIN))
 
 
+def judge_start(sample: Sample) -> int:
+    """Return how many sampled tokens the mask skips at the start of every response; 0 if it skips none, or not the same number.
+
+    Only the engine gives log-probabilities, and only to tokens that it sampled; those of inserted tokens are 0 or missing.
+    """
+    skipped = {mask.index(True) for mask in sample.masks if any(mask)}
+    late = skipped.pop() if len(skipped) == 1 else 0
+    logprobs = [value or 0.0 for row in sample.logprobs for value in row[:late]]
+    sampled = sum(-math.inf < value < 0 for value in logprobs)
+    return late if 0 < late <= LATE and sampled > len(logprobs) / 2 else 0
+
+
 def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
     """Return sentences about responses that do not end by one of these tokens; log-probabilities cannot show this."""
     if not end_tokens:
@@ -189,6 +205,12 @@ def judge_ends(sample: Sample, end_tokens: Collection[int]) -> tuple[str, ...]:
     if on:
         sentences.append(f"{on} responses go on after an end: ignore_eos, or other end tokens in the engine")
     longest = max(map(len, sample.responses))
+    cut = sum(len(response) == longest and response[-1] not in ends for response in sample.responses)
+    if cut >= CUT * len(sample.responses):
+        share = cut / len(sample.responses)
+        sentences.append(
+            f"{cut} responses ({share:.0%}) are cut at {longest} tokens, the longest length, without an end"
+        )
     last = [response[-1] for response in sample.responses if response and len(response) < longest]
     others = [token for token in last if token not in ends]
     if others:

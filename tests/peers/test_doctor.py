@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import json
 import re
 import shutil
 from pathlib import Path
@@ -93,6 +94,18 @@ def test_what_cannot_be_examined_is_one_line(
     assert cli.main(["doctor", *plain, *given]) == 2
     err = capsys.readouterr().err.splitlines()[-1]
     assert err.startswith("error: ") and all(word in err for word in words), err
+
+
+def test_a_log_says_the_dtype_of_both_sides(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = {"prompt_ids": [3, 12, 4, 13], "response_ids": [5, 1], "rollout_logprobs": [-0.5, -0.01]}
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text(f"{json.dumps(line | {'provenance': {'dtype': 'float32'}})}\n" * 4, encoding="utf-8")
+    asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
+    assert cli.main(asked) in (1, 2)
+    run = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))["run"]
+    assert (run["dtype"], run["trainer_dtype"]) == ("float32", "float32")
+    assert cli.main([*asked, "--dtype", "bfloat16"]) == 2
+    assert "give --dtype float32" in capsys.readouterr().err
 
 
 def test_no_two_responses_draw_with_the_same_noise() -> None:

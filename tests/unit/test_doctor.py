@@ -175,8 +175,7 @@ def test_responses_that_end_otherwise_are_seen() -> None:
     kept = np.full(len(sample.tokens), True)
     rows = [list(row) for row in sample.responses]
     for row in rows:
-        row[:] = [token if token != 3 else 4 for token in row]
-    rows[0][-1] = rows[1][-1] = 3
+        row[:] = [*(token if token != 3 else 4 for token in row[:-1]), 3]
     sound = replace(sample, responses=tuple(map(tuple, rows)))
     assert judge_ends(sound, (3,)) == () and judge_ends(sample, ()) == ()
     rows[2][5] = 3
@@ -401,6 +400,47 @@ def test_masked_tokens_do_not_count() -> None:
     )
     found: Diagnosis = diagnose(replace(sample, masks=masks, logprobs=wrong), part)
     assert found.tokens == 26 * RESPONSES and found.verdict == "clean"
+
+
+@pytest.mark.parametrize(("late", "words"), [(1, "1 token late"), (2, "2 tokens late"), (-1, "1 token early")])
+def test_a_mask_of_tool_turns_that_is_off_is_named(late: int, words: str) -> None:
+    sample, scores = drawn()
+    tool = np.zeros((RESPONSES, LENGTH), dtype=bool)
+    tool[: RESPONSES // 2, 10:16] = True
+    logprobs = np.where(tool, 0.0, np.array(sample.logprobs))
+    for by, named in ((0, False), (late, True)):
+        mask = ~np.roll(tool, by, axis=1)
+        kept = mask.flatten()
+        part = replace(
+            scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+        )
+        logged = replace(sample, masks=tuple(map(tuple, mask)), logprobs=tuple(map(tuple, logprobs)))
+        found = diagnose(logged, part)
+        assert found.verdict == ("explained" if named else "clean"), report(found)
+        assert [words in cause.said for cause in found.causes] == [True] * named, report(found)
+
+
+@pytest.mark.parametrize(
+    ("skipped", "logged", "named"), [(1, True, True), (2, True, True), (1, False, False), (9, True, False)]
+)
+def test_a_mask_that_starts_late_in_every_response_is_named(skipped: int, logged: bool, named: bool) -> None:
+    sample, scores = drawn()
+    kept = np.tile(np.arange(LENGTH) >= skipped, RESPONSES)
+    logprobs = sample.logprobs if logged else tuple((None,) * skipped + row[skipped:] for row in sample.logprobs)
+    part = replace(
+        scores, trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+    )
+    masks = (((False,) * skipped + (True,) * (LENGTH - skipped)),) * RESPONSES
+    found = diagnose(replace(sample, masks=masks, logprobs=logprobs), part)
+    assert [cause.key for cause in found.causes] == ["mask"] * named, report(found)
+    assert found.verdict == ("explained" if named else "clean")
+
+
+def test_responses_that_are_cut_at_the_longest_length_are_counted() -> None:
+    sample, _ = drawn()
+    ended = tuple((*(4 if token == 3 else token for token in row[:-1]), 3) for row in sample.responses)
+    (said,) = judge_ends(replace(sample, responses=((*ended[0][:-1], 4),) * 20 + ended[20:]), (3,))
+    assert said.startswith("20 responses (25%) are cut at 30 tokens")
 
 
 def test_another_model_is_told_from_a_fault_of_this_one() -> None:
