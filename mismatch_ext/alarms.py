@@ -38,6 +38,8 @@ STALE_ABS_DIFF = 0.1
 """nat. slime's CI asserts at most this; TRL issue #5312 measured 0.201 with stale weights, 0.010 to 0.018 in healthy runs."""
 PHANTOM = 0.03
 """Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learnt late."""
+FEW_MOVED = 0.1
+"""Share of elements, a choice: if fewer move at a step, a change takes about ten steps and more to arrive in the engine."""
 PATIENCE = 3
 BACK = 0.8
 STALENESS = PREFIX + "staleness_max"
@@ -184,6 +186,13 @@ DEFAULTS = {
             source="A choice.",
             meaning="the trainer's routers would choose other experts than those that it replays",
             advice="see by layer whether one or all differ, and look at the weight-sync check and at dtypes",
+        ),
+        Rule(
+            metric=PREFIX + "engine_moved_frac",
+            below=FEW_MOVED,
+            source="A choice: a change then takes about ten steps and more to arrive (docs/fp16.md measures what follows).",
+            meaning="most of what the trainer learns does not reach the engine, which holds its weights in a coarser dtype",
+            advice="give both sides one dtype (mismatch.precision, or the autocast of your trainer), or train at a higher rate",
         ),
         Rule(
             metric=PREFIX + "overflow_streak",

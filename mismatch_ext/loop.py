@@ -45,6 +45,8 @@ from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
+from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
+from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
@@ -129,6 +131,7 @@ class Run:
         self._rate: LrControl | None = None
         self._replay: RouteReplay | None = None
         self._verifier: WeightVerifier | None = None
+        self._grid: GridWatch | None = None
         self._loss_parts: list[float] = []
         self._stepped = self._transfer_audited = self._started = self._ended = False
 
@@ -170,6 +173,7 @@ class Run:
                 readiness = check_readiness(self.trainer.named_parameters(), self.block.precision)
             self._begin_replay()
             self._log.sampled_with(self.rollout.sampling)
+            self._grid = GridWatch.of(self.trainer.reading(), self.rollout.reading())
             self._control_rate(0 if state is None else state["run"]["step"])
         if self.block.monitor.weight_sync != "off":
             with self._together(), self._verdicts.checking("weight_sync"):
@@ -487,6 +491,8 @@ class Run:
         norm = _grad_norm(optimizer, max_norm)
         if rate is not None and rate.config.trigger == "grad_norm":
             rate.collect({"grad_norm": norm})
+        if self._grid is not None:
+            self._grid.before(self.trainer.named_parameters())
         with nullcontext() if rate is None else rate.applied():
             if scaler is None:
                 optimizer.step()
@@ -496,6 +502,10 @@ class Run:
                 scaler.update()
                 taken = scaler.overflow_steps == overflows
         applied = float(optimizer.param_groups[0]["lr"]) * (1.0 if rate is None else rate.last_multiplier)
+        if self._grid is not None:
+            coarse = self._grid.after(self.trainer.named_parameters(), applied)
+            if coarse is not None and self.ranks.rank == 0:
+                self._warn(COARSE_ENGINE, coarse)
         if self.trainer.scheduler is not None and taken:
             self.trainer.scheduler.step()
         optimizer.zero_grad()
@@ -592,6 +602,8 @@ class Run:
             logged |= self._pending.take()
             logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
             parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
+            if self._grid is not None:
+                parts.append(self._grid.metrics(self.ranks))
             logged |= {PREFIX + name: value for part in parts for name, value in part.items()}
         by_layer: dict[str, float] = {}
         if self._replay is not None:

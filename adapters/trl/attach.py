@@ -20,7 +20,7 @@ from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.engines import Colocated
-from mismatch_ext.adapters.trl.host import TrainerRun
+from mismatch_ext.adapters.trl.host import TrainerRun, prefixed
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.scoring import scored_again
 from mismatch_ext.adapters.trl.served import Engine, Served
@@ -133,6 +133,8 @@ class Attached(TrainerRun):
         gaps = [gap for gap in self.ranks.gather(self.verdict and self.verdict.gap_mean) if gap is not None]
         if gaps and of_training:
             measured[f"{PREFIX}weight_sync_gap"] = max(gaps)
+        if self.grid is not None and of_training:
+            measured |= prefixed(self.grid.metrics(self.ranks))
         return measured, {}
 
     # A weight update.

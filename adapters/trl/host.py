@@ -41,6 +41,8 @@ from mismatch_ext.lr import gap_statistics, leading_sums
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
+from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error
@@ -98,6 +100,7 @@ class TrainerRun(ABC):
         )
         self.alarms = AlarmCallback(lambda: self.log)
         self.lr: LrCallback | None = None
+        self.grid: GridWatch | None = None
         self.sampling = SamplingSettings()
         self.readings: dict[str, Any] = {}
         self.patches: list[dict[str, Any]] = []
@@ -187,6 +190,11 @@ class TrainerRun(ABC):
         if engine is None:
             return
         self.readings["engine"] = engine
+        # Of DeepSpeed's weights, the masters are out of reach.
+        if self.grid is None and not self.trainer.is_deepspeed_enabled:
+            self.grid = GridWatch.of(trainer, engine)
+            if self.grid is not None:
+                self.trainer.add_callback(GridCallback(self, self.grid))
         if self.block.precision is None:
             return
         policy = PrecisionPolicy.of(self.block.precision)
@@ -242,7 +250,11 @@ class TrainerRun(ABC):
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same on every rank, each of which may hold a part of them."""
         accelerator = self.trainer.accelerator
-        return same_everywhere(accelerator)(fingerprint(held(accelerator.unwrap_model(self.trainer.model))))
+        return same_everywhere(accelerator)(fingerprint(self.held()))
+
+    def held(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield names and what this rank holds of each parameter."""
+        return held(self.trainer.accelerator.unwrap_model(self.trainer.model))
 
     def verifier_of(self, engine: Any, vocabulary: Tensor) -> WeightVerifier:
         """Return what verifies weight updates of an engine, by probes of some token ids `[V]`."""
@@ -352,6 +364,8 @@ class TrainerRun(ABC):
         metrics: dict[str, float] = {}
         if isinstance(self.trainer.accelerator.scaler, LossScaler):
             metrics |= self.trainer.accelerator.scaler.metrics()
+        if self.grid is not None:
+            metrics |= self.grid.metrics(self.ranks)
         metrics |= self.further_metrics()
         if self.lr is not None:
             metrics |= self.lr.metrics()
@@ -500,6 +514,24 @@ class ResumeCallback(TrainerCallback):
     def on_train_begin(self, *_: Any, **__: Any) -> None:
         """Load what the run is resumed from."""
         self._run.resume()
+
+
+class GridCallback(TrainerCallback):
+    """Lets a run count what each optimizer step changes in an engine of a coarser dtype."""
+
+    def __init__(self, run: TrainerRun, grid: GridWatch) -> None:
+        self._run, self._grid = run, grid
+
+    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+        """Keep a sample of the weights."""
+        self._grid.before(self._run.held())
+
+    def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
+        """Compare them with what the step made of them."""
+        rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
+        message = self._grid.after(self._run.held(), rate)
+        if message is not None and self._run.trainer.accelerator.is_main_process:
+            self._run.warn(COARSE_ENGINE, message)
 
 
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:

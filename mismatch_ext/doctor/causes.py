@@ -40,6 +40,12 @@ REMEDIES = {
         vllm="--dtype float16",
         sglang="--dtype float16",
     ),
+    "engine_grid": Remedy(
+        trl="bf16: true  # or mismatch: {precision: {dtype: float16}}",
+        verl="+mismatch.precision.dtype=bfloat16",
+        vllm="--dtype float32",
+        sglang="--dtype float32",
+    ),
     "layout": Remedy(
         trl="give the model position_ids beside the attention mask, or pad prompts on the right",
     ),

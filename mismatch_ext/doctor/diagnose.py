@@ -23,6 +23,7 @@ from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.gap import k3
+from mismatch_ext.precision.dtypes import is_finer
 
 SCHEMA = 1
 DOCTOR_FILE = "doctor.json"
@@ -773,6 +774,15 @@ def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
 
 def _by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
     """Return the cause that the trainer's own error shows; it was measured, not fitted."""
+    if is_finer(
+        scores.trainer_dtype, scores.engine_dtype
+    ):  # its error is what rounding its weights to the engine's dtype does
+        sentence = (
+            f"the trainer computes with weights that are finer than the engine's grid: rounding them to {scores.engine_dtype} "
+            f"moves log-probabilities by {part.mean:.1e} nats per token, {ratio:.1f} times what its arithmetic does. Updates "
+            "below the grid do not reach the engine (mismatch/engine_moved_frac)"
+        )
+        return _measured("engine_grid", "trainer", sentence, ratio, part)
     return NamedCause(
         key="trainer_dtype", family="trainer", parameter=ratio, status="fits", share=part.share,
         said=f"the trainer errs {ratio:.1f} times as much as the engine's dtype would: coarser dtype, other padding or positions",

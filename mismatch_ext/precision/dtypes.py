@@ -68,6 +68,12 @@ def coarser(first: str | torch.dtype, second: str | torch.dtype) -> str:
     return max(canonical(first), canonical(second), key=lambda name: float(limits(name).eps))
 
 
+def is_finer(first: object, second: object) -> bool:
+    """Tell whether a dtype has a smaller eps than another; False if either is none of the three compute dtypes."""
+    names = (spelled(first), spelled(second))
+    return set(names) <= set(NAMES) and limits(names[0]).eps < limits(names[1]).eps
+
+
 @dataclass(frozen=True)
 class PrecisionPolicy:
     """One dtype for both sides (arXiv 2510.26788, for float16), and what the engine quantizes on purpose."""

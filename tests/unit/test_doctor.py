@@ -288,6 +288,17 @@ def test_a_coarser_trainer_is_named_from_its_own_error() -> None:
     assert [cause.key for cause in found.causes] == ["trainer_dtype"] and 5 < found.trainer_ratio < 11
 
 
+def test_weights_finer_than_the_engines_grid_are_named_where_their_rounding_moves_more_than_arithmetic() -> None:
+    sample, scores = drawn(trainer_rounding=8 * ROUNDING)
+    found = diagnose(sample, replace(scores, trainer_dtype="float32", engine_dtype="bfloat16"))
+    assert [cause.key for cause in found.causes] == ["engine_grid"] and found.verdict == "explained", report(found)
+    assert "finer than the engine's grid: rounding them to bfloat16" in report(found)
+    # A checkpoint's own rounding is no larger than arithmetic's.
+    sample, scores = drawn()
+    clean = diagnose(sample, replace(scores, trainer_dtype="float32", engine_dtype="bfloat16"))
+    assert clean.verdict == "clean", report(clean)
+
+
 def test_a_half_precision_trainer_beside_a_float32_engine_is_not_clean() -> None:
     sample, scores = drawn(engine_rounding=0.0)
     tokens = torch.from_numpy(sample.tokens)[:, None]

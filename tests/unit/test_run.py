@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,23 @@ def test_a_run_measures_and_reports(tmp_path: Path) -> None:
         "completed"
     ]
     assert written.header["run"]["host"] == "your own loop" and written.header["engine"]["engine"] == "torch"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "rate", "told"), [("bfloat16", 1e-5, True), ("bfloat16", 0.05, False), ("float32", 1e-5, False)]
+)
+def test_a_run_tells_of_updates_that_do_not_reach_the_engine(
+    dtype: str, rate: float, told: bool, tmp_path: Path
+) -> None:
+    trainer, rollout = sides(rate=rate, dtype=dtype)
+    with warnings.catch_warnings(record=True) as warned, Run({}, trainer, rollout, tmp_path).start() as run:
+        warnings.simplefilter("always")
+        logs = learn(run, 4)
+    shares = [log.get("mismatch/engine_moved_frac") for log in logs]
+    assert shares == [None] * 4 if dtype == "float32" else all((share < 0.1) == told for share in shares if share)
+    assert any("change in the engine" in str(w.message) for w in warned) == told
+    raised = [e.step for e in read_run(tmp_path / "mismatch").events if "engine_moved_frac is" in e.message]
+    assert raised == [3] * told
 
 
 def leaving_out(verb: str) -> Callable[[Run], None]:
