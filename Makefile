@@ -55,7 +55,7 @@ stack: # builds an environment of its own, from the package index
 
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo --model $(or $(MODEL),both) --run-dir $(or $(RUN_DIR),runs/demo) $(if $(STEPS),--steps $(STEPS)) \
-		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(TRAIN),--train) $(if $(FULL),--full)
+		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(FULL),--full)
 
 bench: .venv/.installed
 	@$(BIN)/python -m benchmarks

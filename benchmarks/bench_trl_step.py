@@ -116,9 +116,9 @@ def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None
 
 def run(steps: int = 14, model: str | None = None) -> list[dict[str, Any]]:
     """Return the row of this benchmark; the ratio is the time of the stock step over that with everything on."""
-    from examples.arithmetic.pretrain import ensure_model
+    from examples.arithmetic.shipped import shipped_model
 
-    model = model or str(ensure_model("moe", Path(".cache/models")))
+    model = model or str(shipped_model("moe"))
     context = multiprocessing.get_context("spawn")
     pipes, children = {}, {}
     with tempfile.TemporaryDirectory() as folder:

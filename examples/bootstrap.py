@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
-# Resamples that are held at once: the drawn indices of 64 x 10,000 sequences are 5 MB.
+Values = Sequence[float] | Array
 CHUNK = 64
+"""Resamples that are held at once: the drawn indices of 64 x 10,000 sequences are 5 MB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Interval:
         value: The ratio over all sequences.
         low: Lower end of the interval.
         high: Upper end of the interval.
-        level: Confidence level: intended probability that the interval contains the true ratio, in (0, 1).
+        level: Confidence level, in (0, 1).
         sequences: Number of sequences that were drawn from; for two samples, the number in the smaller one.
     """
 
@@ -40,24 +40,9 @@ class Interval:
         """Return the ratio with its interval, each in the given format: `8.4 (8.2 to 8.6)`."""
         return f"{self.value:{digits}} ({self.low:{digits}} to {self.high:{digits}})"
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON-able data."""
-        return {
-            "value": self.value,
-            "low": self.low,
-            "high": self.high,
-            "level": self.level,
-            "sequences": self.sequences,
-        }
-
 
 def bootstrap_ratio(
-    numerator: Sequence[float] | Array,
-    denominator: Sequence[float] | Array,
-    *,
-    level: float = 0.95,
-    resamples: int = 2000,
-    seed: int = 0,
+    numerator: Values, denominator: Values, *, level: float = 0.95, resamples: int = 2000, seed: int = 0
 ) -> Interval:
     """Return sum(numerator) / sum(denominator) over the same sequences, for example a mean per token.
 
@@ -72,18 +57,14 @@ def bootstrap_ratio(
 
     Returns:
         The ratio, and the percentiles (1 - level) / 2 and (1 + level) / 2 of the resampled ratios.
-
-    Raises:
-        ValueError: Fewer than 2 sequences, lengths differ, a value is not finite, the denominator is not above 0, or an option
-            is out of range.
     """
-    top, bottom = _checked(numerator, denominator, level, resamples)
-    return _interval(_ratio(top, bottom), _resampled(top, bottom, resamples, seed), level, len(top))
+    ratio, drawn = _resampled(numerator, denominator, resamples, seed)
+    return _interval(ratio, drawn, level, len(numerator))
 
 
 def bootstrap_quotient(
-    first: tuple[Sequence[float] | Array, Sequence[float] | Array],
-    second: tuple[Sequence[float] | Array, Sequence[float] | Array],
+    first: tuple[Values, Values],
+    second: tuple[Values, Values],
     *,
     level: float = 0.95,
     resamples: int = 2000,
@@ -98,47 +79,18 @@ def bootstrap_quotient(
 
     Returns:
         (sum / tokens of the first) / (sum / tokens of the second), with its percentile interval.
-
-    Raises:
-        ValueError: As for `bootstrap_ratio`, or the second mean is 0.
     """
-    checked = [_checked(*sample, level, resamples) for sample in (first, second)]
-    if not checked[1][0].sum():
-        raise ValueError("the second mean is 0; there is no ratio to it.")
-    values = [_ratio(*sample) for sample in checked]
-    drawn = [_resampled(*sample, resamples, seed + at) for at, sample in enumerate(checked)]
+    (ratio, drawn), (other, other_drawn) = (
+        _resampled(*sample, resamples, seed + at) for at, sample in enumerate((first, second))
+    )
     with np.errstate(divide="ignore"):
-        ratios = drawn[0] / drawn[1]
-    return _interval(values[0] / values[1], ratios, level, min(len(sample[0]) for sample in checked))
+        return _interval(ratio / other, drawn / other_drawn, level, min(len(first[0]), len(second[0])))
 
 
-def _checked(numerator: Any, denominator: Any, level: float, resamples: int) -> tuple[Array, Array]:
-    top, bottom = (np.asarray(values, dtype=np.float64) for values in (numerator, denominator))
-    if top.ndim != 1 or top.shape != bottom.shape or len(top) < 2:
-        raise ValueError(
-            f"numerator {top.shape} and denominator {bottom.shape} must have one length: a value for each of 2 or more sequences."
-        )
-    for name, values in (("numerator", top), ("denominator", bottom)):
-        if not np.isfinite(values).all():
-            row = int(np.flatnonzero(~np.isfinite(values))[0])
-            raise ValueError(f"{name}[{row}] is {values[row]}; every value must be finite.")
-    if bottom.sum() <= 0:
-        raise ValueError(f"the denominator's sum is {bottom.sum()}; it must be above 0.")
-    if not 0 < level < 1:
-        raise ValueError(f"level={level} must lie between 0 and 1.")
-    if resamples < 100:
-        raise ValueError(f"resamples={resamples} must be at least 100.")
-    return top, bottom
-
-
-def _ratio(top: Array, bottom: Array) -> float:
-    return float(top.sum() / bottom.sum())
-
-
-def _resampled(top: Array, bottom: Array, resamples: int, seed: int) -> Array:
-    """Return the ratio of each resample: as many sequences as there are, drawn with replacement."""
-    generator, count = np.random.default_rng(seed), len(top)
-    both = np.stack([top, bottom], axis=1)
+def _resampled(numerator: Values, denominator: Values, resamples: int, seed: int) -> tuple[float, Array]:
+    """Return the ratio, and that of each resample: as many sequences as there are, drawn with replacement."""
+    both = np.stack([np.asarray(numerator, dtype=np.float64), np.asarray(denominator, dtype=np.float64)], axis=1)
+    generator, count = np.random.default_rng(seed), len(both)
     parts = []
     for first in range(0, resamples, CHUNK):
         rows = generator.integers(count, size=(min(CHUNK, resamples - first), count))
@@ -147,7 +99,8 @@ def _resampled(top: Array, bottom: Array, resamples: int, seed: int) -> Array:
     with np.errstate(divide="ignore", invalid="ignore"):
         # If a draw's denominator is 0, the draw says nothing about the ratio; infinity keeps it from lowering the upper end.
         ratios = np.where(sums[:, 1] > 0, sums[:, 0] / sums[:, 1], np.inf)
-    return np.asarray(ratios, dtype=np.float64)
+    top, bottom = both.sum(0)
+    return float(top / bottom), ratios
 
 
 def _interval(value: float, ratios: Array, level: float, sequences: int) -> Interval:

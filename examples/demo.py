@@ -18,8 +18,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +29,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 from rich.table import Table
 
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 from examples.bootstrap import Interval
 from examples.script import pooled
-from examples.sequences import MEASURES, Sums, left_by_replay, of_float32_rounding, read_sequences, times_larger
+from examples.sequences import MEASURES, Sums, left_by_replay, read_sequences, times_larger
 from mismatch_ext import read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
@@ -74,19 +74,20 @@ SETTINGS = {
     ),
 }
 # Runs whose gaps are compared, the coarser dtype first.
-COMPARED = {"dense": (("bf16", "fp16"),), "moe": (("bf16", "fp16-r3"), ("bf16-r3", "fp16-r3"))}
+COMPARED = {
+    "dense": (("bf16", "fp16"), ("bf16", "fp32")),
+    "moe": (("bf16", "fp16-r3"), ("bf16-r3", "fp16-r3"), ("bf16-r3", "fp32-r3")),
+}
 TITLES = {"dense": "dense model", "moe": "mixture of experts"}
-COLUMNS = (
-    ("mean|Δlogp|", ("logp_abs_diff_mean", "1e")),
-    ("max|Δlogp|", ("logp_abs_diff_max", "1e")),
-    ("k1", ("kl", "1e")),
-    ("k3", ("k3_kl", "1e")),
-    ("seq KL k1", ("seq_kl", "1e")),
-    ("seq KL k3", ("seq_k3_kl", "1e")),
-    ("F(1.1)", ("f_1.1", "1e")),
-    ("F(2)", ("f_2", "1e")),
-    ("ESS", ("ess_seq", "4f")),
-)
+COLUMNS = {
+    "mean|Δlogp|": "logp_abs_diff_mean",
+    "max|Δlogp|": "logp_abs_diff_max",
+    "k1": "kl",
+    "k3": "k3_kl",
+    "seq KL k3": "seq_k3_kl",
+    "F(1.1)": "f_1.1",
+    "F(2)": "f_2",
+}
 SPLITS = (
     ("eval/familiar", "trained distribution, same weights"),
     ("eval/unfamiliar", "unfamiliar and longer, same weights"),
@@ -101,15 +102,16 @@ PROMPTS = {False: 512, True: 2048}
 Intervals = dict[str, dict[str, dict[str, Interval]]]
 
 
-def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int) -> float:
-    """Run one setting in a process of its own and return its wall-clock seconds."""
+def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int, *more: str) -> float:
+    """Run one setting in a process of its own, with more arguments of TRL's where given; return its wall-clock seconds."""
     out = run_dir / setting.name
     shutil.rmtree(out, ignore_errors=True)
     command = [
         sys.executable, "-m", "examples.trl_grpo", "--config", CONFIG,
         "--model_name_or_path", str(model), "--output_dir", str(out), "--run_name", setting.name,
-        "--max_steps", str(steps), "--eval_prompts", str(prompts), "--float64", str("fp32" in setting.name),
+        "--max_steps", str(steps), "--eval_prompts", str(prompts),
         "--mismatch", json.dumps({**setting.block, "monitor": {"run_dir": str(out)}}),
+        *more,
     ]  # fmt: skip
     start = time.perf_counter()
     subprocess.run(command, check=True)
@@ -128,7 +130,7 @@ def summarised(runs: dict[str, Any]) -> list[dict[str, Any]]:
                     "run": name,
                     "split": split,
                     "steps": len([record for record in data.steps if record.split == split]),
-                    "values": {key: pooled(data, key, split) for _, (key, _) in COLUMNS},
+                    "values": {key: pooled(data, key, split) for key in COLUMNS.values()},
                     "reward_first": sum(rewards[:window]) / window,
                     "reward_last": sum(rewards[-window:]) / window,
                 }
@@ -136,52 +138,47 @@ def summarised(runs: dict[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
+def table_of(title: str, headings: Iterable[str]) -> Table:
+    """Return an empty table whose first two columns are the run and the set of prompts."""
+    table = Table(title=title)
+    for at, heading in enumerate(("run", "on", *headings)):
+        table.add_column(heading, justify="left" if at < 2 else "right", no_wrap=True)
+    return table
+
+
 def print_table(rows: list[dict[str, Any]], title: str, console: Console) -> None:
     """Print the rows for a person, evaluation sets first."""
-    table = Table(title=f"Gap between rollout engine (vLLM) and trainer (TRL), in nats: {title}")
-    for heading in ("run", "on", *(heading for heading, _ in COLUMNS), "reward"):
-        table.add_column(heading, justify="left" if heading in ("run", "on") else "right", no_wrap=True)
+    table = table_of(f"Gap between rollout engine (vLLM) and trainer (TRL), in nats: {title}", (*COLUMNS, "reward"))
     for split, label in SPLITS:
         of_split = [row for row in rows if row["split"] == split]
         for row in of_split:
             reward = f"{row['reward_last']:.2f}"
             if split == "train":
                 reward = f"{row['reward_first']:.2f} → {row['reward_last']:.2f} in {row['steps']} steps"
-            values = row["values"]
-            figures = ["-" if values[key] is None else f"{values[key]:.{digits}}" for _, (key, digits) in COLUMNS]
+            figures = [f"{row['values'][key]:.1e}" for key in COLUMNS.values()]
             table.add_row(row["run"], label, *figures, reward, end_section=row is of_split[-1])
     console.print(table)
 
 
 def compare(kind: str, sums: dict[str, Sums]) -> Intervals:
-    """Return the ratios that the demo is about, each with its interval over responses.
-
-    Args:
-        kind: "dense" or "moe".
-        sums: By run, what `examples.sequences` kept.
-    """
-
-    def intervals(measure: Callable[[str, str], Interval]) -> dict[str, dict[str, Interval]]:
-        return {split: {name: measure(split, name) for name in MEASURES} for split, _ in EVALUATED}
-
-    found = {
-        f"{coarse} over {fine}": intervals(functools.partial(times_larger, sums[coarse], sums[fine]))
+    """Return the ratios that the demo is about, each with its interval over responses, by what `examples.sequences` kept."""
+    ratios = {
+        f"{coarse} over {fine}": functools.partial(times_larger, sums[coarse], sums[fine])
         for coarse, fine in COMPARED[kind]
         if coarse in sums and fine in sums
     }
-    for run, kept in sums.items():
-        if run.startswith("fp32"):
-            found[f"{run} over float32's rounding"] = intervals(functools.partial(of_float32_rounding, kept))
-        if "native/k3" in kept[EVALUATED[0][0]]:
-            found[f"{run} left by replay"] = intervals(functools.partial(left_by_replay, kept))
-    return found
+    replayed = {run: kept for run, kept in sums.items() if "native/k3" in kept[EVALUATED[0][0]]}
+    ratios |= {f"{run} left by replay": functools.partial(left_by_replay, kept) for run, kept in replayed.items()}
+    return {
+        name: {split: {measure: ratio(split, measure) for measure in MEASURES} for split, _ in EVALUATED}
+        for name, ratio in ratios.items()
+    }
 
 
 def print_intervals(intervals: Intervals, console: Console) -> None:
     """Print each ratio with its interval."""
-    table = Table(title="Ratios of means over the same prompts, with 95 % intervals (bootstrap over responses)")
-    for heading in ("ratio", "on", *MEASURES.values()):
-        table.add_column(heading, justify="left" if heading in ("ratio", "on") else "right", no_wrap=True)
+    title = "Ratios of means over the same prompts, with 95 % intervals (bootstrap over responses)"
+    table = table_of(title, MEASURES.values())
     for name, splits in intervals.items():
         for split, label in EVALUATED:
             figures = [format(splits[split][measure], ".3g") for measure in MEASURES]
@@ -206,9 +203,8 @@ def print_replay(rows: list[dict[str, Any]], console: Console) -> None:
     """Print what replay changed on the same tokens."""
     if not rows:
         return
-    table = Table(title="The same tokens, routed by the trainer itself -> replayed")
-    for heading in ("run", "on", "mean|Δlogp|", "max|Δlogp|", "k3", "flips"):
-        table.add_column(heading, justify="left" if heading in ("run", "on") else "right", no_wrap=True)
+    title = "The same tokens, routed by the trainer itself -> replayed"
+    table = table_of(title, ("mean|Δlogp|", "max|Δlogp|", "k3", "flips"))
     for row in rows:
         figures = [
             f"{row[key][0]:.1e} → {row[key][1]:.1e}" for key in ("logp_abs_diff_mean", "logp_abs_diff_max", "k3_kl")
@@ -225,35 +221,17 @@ def measured_tokens(data: Any) -> dict[str, float]:
     return tokens
 
 
-class Progress:
-    """Says before each run which it is of how many, and how long the rest takes if all take as long as those before."""
-
-    def __init__(self, total: int, console: Console) -> None:
-        self.total, self.console, self.done, self.began = total, console, 0, time.perf_counter()
-
-    def say(self, what: str) -> None:
-        """Say which run begins."""
-        spent, left = time.perf_counter() - self.began, ""
-        if self.done:
-            left = f", about {spent / self.done * (self.total - self.done) / 60:.0f} min left"
-        self.done += 1
-        self.console.rule(f"[{self.done}/{self.total}] {what} ({spent / 60:.1f} min so far{left})")
-
-
-def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool, progress: Progress) -> None:
+def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool, console: Console) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
-    console = progress.console
-    model = ensure_model(kind, args.model_cache, anew=args.train)
+    model = shipped_model(kind)
     console.print(f"{TITLES[kind]}: {model}", soft_wrap=True)
     run_dir.mkdir(parents=True, exist_ok=True)
     seconds, chosen, runs = dict[str, float](), settings(kind, args.full), dict[str, Any]()
-    for setting in chosen:
-        progress.say(f"{TITLES[kind]}, {setting.name}: {setting.title}")
+    for number, setting in enumerate(chosen, 1):
+        console.rule(f"[{number}/{len(chosen)}] {TITLES[kind]}, {setting.name}: {setting.title}")
         steps = (setting.steps if args.steps is None else args.steps) if trains else 0
         seconds[setting.name] = train(setting, model, run_dir, steps, args.prompts)
         runs[setting.name] = read_run(run_dir / setting.name)
-        if setting is not chosen[-1]:
-            print_table(summarised(runs), f"{TITLES[kind]}, so far", console)
     rows, replay = summarised(runs), replay_rows(runs)
     intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in chosen})
     header = runs[chosen[0].name].header
@@ -265,7 +243,7 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
         "seconds": seconds,
         "replay": replay,
         "intervals": {
-            name: {split: {key: found.to_dict() for key, found in by.items()} for split, by in splits.items()}
+            name: {split: {key: asdict(interval) for key, interval in by.items()} for split, by in splits.items()}
             for name, splits in intervals.items()
         },
         "tokens": {name: measured_tokens(data) for name, data in runs.items()},
@@ -292,21 +270,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=("dense", "moe", "both"), default="both")
     parser.add_argument("--run-dir", type=Path, default=Path("runs/demo"))
-    parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
-    parser.add_argument("--train", action="store_true", help="train the model here instead of taking the shipped one")
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps of every setting (default: each its own)")
     parser.add_argument("--full", action="store_true", help="train as well, with more prompts and settings")
     parser.add_argument("--prompts", type=int, help="prompts per evaluation set (default: 512, or 2048 with --full)")
     args = parser.parse_args()
     args.prompts = args.prompts or PROMPTS[args.full]
     kinds = ("dense", "moe") if args.model == "both" else (args.model,)
-    progress = Progress(sum(len(settings(kind, args.full)) for kind in kinds), Console(width=180))
+    console = Console(width=180)
     for kind in kinds:
         beside = len(kinds) > 1 and kind == "moe"
         run_dir = args.run_dir / "moe" if beside else args.run_dir
-        demonstrate(kind, run_dir, args, args.full and not beside, progress)
+        demonstrate(kind, run_dir, args, args.full and not beside, console)
     if not args.full:
-        progress.console.print("make demo FULL=1 trains too, with four times as many prompts: 14 minutes.")
+        console.print("make demo FULL=1 trains too, with four times as many prompts: 14 minutes.")
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,19 +11,9 @@ INSIDE = 0.98
 """Part of a cell that noise fills, because a value on the border may be rounded into the next cell."""
 
 
-class Cells(Protocol):
-    """A grid: the cell of a stored value contains all master weights that the engine stores as that value."""
-
-    def held(self, weight: Tensor) -> Tensor:
-        """Return the values that an engine stores for master weights, in the masters' dtype."""
-
-    def width(self, weight: Tensor) -> Tensor:
-        """Return twice the distance from each stored value to the nearer border of its cell; 0 if the weight must not change."""
-
-
 @dataclass(frozen=True)
 class FloatCells:
-    """The values of a float dtype.
+    """The grid of a float dtype: the cell of a stored value contains all master weights that the engine stores as that value.
 
     Args:
         dtype: Dtype in which the engine stores weights.
@@ -33,9 +22,11 @@ class FloatCells:
     dtype: torch.dtype
 
     def held(self, weight: Tensor) -> Tensor:
+        """Return the values that an engine stores for master weights, in the masters' dtype."""
         return weight.to(self.dtype).to(weight.dtype)
 
     def width(self, weight: Tensor) -> Tensor:
+        """Return twice the distance from each stored value to the nearer border of its cell; 0 where a weight must not change."""
         info = torch.finfo(self.dtype)
         mantissa, exponent = torch.frexp(weight.to(torch.float64))
         width = torch.ldexp(torch.full_like(mantissa, info.eps), exponent - 1).clamp(min=info.tiny * info.eps)
@@ -46,7 +37,7 @@ class FloatCells:
 
 @dataclass(frozen=True)
 class IntegerCells:
-    """Signed integers with one scale per row, which the row's largest entry determines.
+    """The grid of signed integers with one scale per row, which the row's largest entry determines.
 
     Args:
         bits: Bits of an integer.
@@ -55,24 +46,25 @@ class IntegerCells:
     bits: int
 
     def held(self, weight: Tensor) -> Tensor:
-        return (weight / self._step(weight)).round() * self._step(weight)
+        """As `FloatCells.held`."""
+        return (weight / self.step(weight)).round() * self.step(weight)
 
     def width(self, weight: Tensor) -> Tensor:
-        # The largest entry must stay, because it determines the scale of its whole row.
+        """As `FloatCells.width`; the largest entry must stay, because it determines the scale of its whole row."""
         largest = weight.abs() >= weight.abs().amax(-1, keepdim=True) * (1 - 1e-3)
-        return self._step(weight).expand_as(weight).masked_fill(largest, 0.0)
+        return self.step(weight).expand_as(weight).masked_fill(largest, 0.0)
 
-    def _step(self, weight: Tensor) -> Tensor:
+    def step(self, weight: Tensor) -> Tensor:
+        """Return the distance of two neighbours on the grid, per row."""
         step: Tensor = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (self.bits - 1) - 1)
         return step
 
 
-def dither(weight: Tensor, cells: Cells, generator: torch.Generator | None = None) -> Tensor:
+def dither(weight: Tensor, cells: FloatCells | IntegerCells, generator: torch.Generator | None = None) -> Tensor:
     """Return master weights spread evenly inside their cells; the engine stores the same weights as before, to the last bit.
 
-    A checkpoint that was published in an engine's storage format lies on the engine's grid. Then updates of less than half a
-    grid step change none of the engine's weights, while the trainer's own policy changes, and a clip on pi_trainer / pi_engine
-    stops the tokens that the updates reinforce. After spreading, master weights cross the borders of their cells one after
+    A checkpoint that was published in an engine's storage format lies on the engine's grid. Updates of less than half a grid
+    step then change none of the engine's weights. After spreading, master weights cross the borders of their cells one after
     another, like those of a checkpoint that was never rounded (docs/stability.md).
 
     Args:

@@ -33,7 +33,7 @@ from mismatch_ext.adapters.transformers import TrainedModel
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer, get_constant_schedule_with_warmup
 
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, make_dataset, reward
 from mismatch_ext import MismatchConfig, Run, SamplingSettings
 
@@ -72,14 +72,11 @@ def main() -> None:
     parser.add_argument("--mismatch", type=json.loads, help="Another block, as JSON.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/loop"))
     parser.add_argument("--model_name_or_path", help="Folder of another model.")
-    parser.add_argument(
-        "--model-cache", type=Path, default=Path(".cache/models"), help="Where trained models are kept."
-    )
     options = parser.parse_args()
     block = MismatchConfig.parse(
         BLOCK | {"precision": {"dtype": options.dtype}} if options.mismatch is None else options.mismatch
     )
-    path = options.model_name_or_path or str(ensure_model("moe", options.model_cache))
+    path = options.model_name_or_path or str(shipped_model("moe"))
     tokenizer = AutoTokenizer.from_pretrained(path)
     engine = importlib.import_module(f"mismatch_ext.adapters.{options.engine}")
     limits = {"max_new_tokens": 112, "n": SAMPLES, "stop_token_ids": [tokenizer.eos_token_id]}

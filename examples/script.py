@@ -24,7 +24,7 @@ from mismatch_ext.adapters.vllm import shutdown
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from trl import TrlParser
 
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, UNFAMILIAR_DIGITS, make_dataset
 
 # On two CPU cores, a run of these models takes a minute or two.
@@ -39,7 +39,6 @@ class ScriptArguments:
     model_name_or_path: str = field(
         default="dense", metadata={"help": "'dense' or 'moe' (examples/arithmetic/models), or a model's name or path."}
     )
-    model_cache: str = field(default=".cache/models", metadata={"help": "Where trained models are kept."})
 
 
 def parse(
@@ -66,9 +65,9 @@ def parse(
 
 
 def model_path(options: ScriptArguments) -> str:
-    """Return the model to train: a small one, the shipped one if its recipe is unchanged, or what was named."""
+    """Return the path or name of the model to train."""
     name = options.model_name_or_path
-    return str(ensure_model(name, Path(options.model_cache))) if name in SMALL_MODELS else name
+    return str(shipped_model(name)) if name in SMALL_MODELS else name
 
 
 def problems(count: int = 1024, digits: tuple[int, int] = FAMILIAR_DIGITS, seed: int = 1000) -> Dataset:

@@ -5,18 +5,13 @@ float16`), and the trainer, which takes TRL's arguments, on other GPUs:
 
     CUDA_VISIBLE_DEVICES=1 python examples/trl_async.py --model_name_or_path Qwen/Qwen3-0.6B --max_steps 20 \
         --vllm_server_base_url http://127.0.0.1:8000 --mismatch '{"precision": {"dtype": "float16"}}'
-
-Without a GPU, give the server TRANSFER=mismatch_http, and the trainer `--use_cpu`.
 """
 
 from __future__ import annotations
 
 import sys
-from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 # When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,7 +21,6 @@ import examples.script as shared  # first, because it sets what vLLM reads when 
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl.async_grpo import MismatchAsyncGRPOConfig, MismatchAsyncGRPOTrainer
-from torch import Tensor
 from transformers import AutoTokenizer
 from trl import TrlParser
 
@@ -37,7 +31,7 @@ SMALL = {
     "max_steps": 4, "learning_rate": 1e-4, "report_to": "none", "save_strategy": "no", "gradient_checkpointing": False,
     "mismatch": '{"precision": {"dtype": "float32"}}',
 }  # fmt: skip
-"""Arguments for a small model and two CPU cores; the command line overrides them."""
+"""Arguments for a small model; the command line overrides them."""
 
 
 def reward(completions: list[Any], a: list[int], b: list[int], **_: object) -> list[float]:
@@ -64,32 +58,6 @@ def tokenizer_of(path: str) -> Any:
     return tokenizer
 
 
-def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, ends_q: Tensor, ends_k: Tensor, *_: Any, softmax_scale: float, **__: Any
-) -> Tensor:
-    """Attend within each segment of a packed row, as flash-attn's function does; queries stand at the end of their keys."""
-    groups, parts = query.shape[1] // key.shape[1], []
-    for first, last, start, end in zip(
-        ends_q[:-1].tolist(), ends_q[1:].tolist(), ends_k[:-1].tolist(), ends_k[1:].tolist(), strict=True
-    ):
-        q, k, v = (part.transpose(0, 1) for part in (query[first:last], key[start:end], value[start:end]))
-        k, v = k.repeat_interleave(groups, 0), v.repeat_interleave(groups, 0)
-        seen = torch.arange(end - start)[None] <= torch.arange(last - first)[:, None] + (end - start) - (last - first)
-        attended = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=softmax_scale)
-        parts.append(attended.transpose(0, 1))
-    return torch.cat(parts)
-
-
-def on_cpu() -> AbstractContextManager[Any]:
-    """Return a context in which TRL's AsyncGRPO runs without CUDA, although it uses a CUDA kernel and asks CUDA for its speed."""
-    home = "trl.experimental.async_grpo"
-    stack = ExitStack()
-    attention = SimpleNamespace(flash_attn_varlen_func=varlen_attention)
-    stack.enter_context(mock.patch(f"{home}.packing._flash_attn", lambda: attention))
-    stack.enter_context(mock.patch(f"{home}.async_grpo_trainer.get_peak_flops_per_device", lambda *_: None))
-    return stack
-
-
 def main() -> None:
     """Train."""
     kinds: Any = (shared.ScriptArguments, MismatchAsyncGRPOConfig)
@@ -97,15 +65,14 @@ def main() -> None:
     parser.set_defaults_with_config(**SMALL, use_cpu=not torch.cuda.is_available())
     script, config = parser.parse_args_and_config()
     path = shared.model_path(script)
-    with on_cpu() if config.use_cpu else ExitStack():
-        trainer = MismatchAsyncGRPOTrainer(
-            model=path,
-            reward_funcs=reward,
-            args=config,
-            train_dataset=problems(64, seed=1000 + config.seed),
-            processing_class=tokenizer_of(path),
-        )
-        trainer.train()
+    trainer = MismatchAsyncGRPOTrainer(
+        model=path,
+        reward_funcs=reward,
+        args=config,
+        train_dataset=problems(64, seed=1000 + config.seed),
+        processing_class=tokenizer_of(path),
+    )
+    trainer.train()
 
 
 if __name__ == "__main__":

@@ -34,9 +34,6 @@ class ScriptArguments(shared.ScriptArguments):
     eval_when: Literal["before", "after"] = field(
         default="before", metadata={"help": "Whether the gap is measured before training or after it."}
     )
-    float64: bool = field(
-        default=False, metadata={"help": "Also score each evaluated token in float64; the block must ask for float32."}
-    )
     save_model: bool = field(default=False, metadata={"help": "Save the trained model in the output folder."})
 
 
@@ -54,7 +51,7 @@ def main() -> None:
         eval_dataset=evaluation,
     )
     shared.show_progress(trainer)
-    sums = SequenceSums(trainer, float64=script.float64)
+    sums = SequenceSums(trainer)
     if evaluation is not None and script.eval_when == "before":
         trainer.evaluate()
     if config.max_steps > 0:

@@ -26,7 +26,7 @@ from mismatch_ext.adapters.vllm import Rollout
 from torch.nn.functional import cross_entropy
 from transformers import AutoModelForCausalLM
 
-from examples.arithmetic.packing import IGNORED, draw_demonstrations, pack
+from examples.arithmetic.pretrain import IGNORED, draw_demonstrations, pack
 from examples.arithmetic.recipe import RECIPES
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset

@@ -51,7 +51,7 @@ from torchtitan.models.qwen3.state_dict_adapter import Qwen3StateDictAdapter
 from tqdm import tqdm
 from transformers import AutoTokenizer
 
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 from examples.arithmetic.task import FAMILIAR_DIGITS, Row, make_dataset, reward
 from mismatch_ext import MismatchConfig, Run, SamplingSettings
 
@@ -211,10 +211,9 @@ def main() -> None:
     parser.add_argument("--mismatch", type=json.loads, default=BLOCK, help="Another block, as JSON.")
     parser.add_argument("--output_dir", type=Path, default=Path("runs/torchtitan"))
     parser.add_argument("--model_name_or_path", type=Path, help="Folder of another dense Qwen3.")
-    parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"), help="Where models are kept.")
     options = parser.parse_args()
     block = MismatchConfig.parse(options.mismatch)
-    path = options.model_name_or_path or ensure_model("dense", options.model_cache)
+    path = options.model_name_or_path or shipped_model("dense")
     tokenizer = AutoTokenizer.from_pretrained(path)
     engine = importlib.import_module(f"mismatch_ext.adapters.{options.engine}")
     limits = {"max_new_tokens": 112, "n": SAMPLES, "stop_token_ids": [tokenizer.eos_token_id]}

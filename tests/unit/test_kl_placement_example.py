@@ -17,7 +17,6 @@ from examples.kl_placement import (
     Toy,
     optimum,
     print_table,
-    ranking,
     run,
 )
 
@@ -59,21 +58,20 @@ def test_the_optimum_is_one(best: Optimum) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["K1 reward", "K1 reward, leave-one-out", "K1 reward, rewards path", "K1 both", "K3 both"]
+    "name", ["k1 reward", "k1 reward, leave-one-out", "k1 reward, rewards path", "k1 both", "k3 both"]
 )
 def test_unbiased_configurations_reach_the_optimum(name: str, results: dict[str, Result], best: Optimum) -> None:
-    assert 0 <= best.j - results[name].final_j < 0.01
-    assert results[name].final_kl == pytest.approx(best.kl, rel=0.15)
+    assert 0 <= best.j - results[name].j.mean() < 0.01
+    assert float(results[name].kl.mean()) == pytest.approx(best.kl, rel=0.15)
 
 
-def test_k1_in_the_loss_regularises_nothing(results: dict[str, Result]) -> None:
-    assert results["K1 loss"].final_j == pytest.approx(results["none"].final_j, abs=0.02)
-    assert results["K1 loss"].final_kl == pytest.approx(results["none"].final_kl, rel=0.02)
+def test_k1_in_the_loss_regularizes_nothing(results: dict[str, Result]) -> None:
+    assert float(results["k1 loss"].j.mean()) == pytest.approx(float(results["none"].j.mean()), abs=0.02)
+    assert float(results["k1 loss"].kl.mean()) == pytest.approx(float(results["none"].kl.mean()), rel=0.02)
 
 
-def test_the_table_and_the_ranking_name_every_configuration(results: dict[str, Result], best: Optimum) -> None:
+def test_the_table_names_every_configuration(results: dict[str, Result], best: Optimum) -> None:
     console = Console(width=120, file=io.StringIO(), record=True)
-    print_table(list(results.values()), best, BETA, console)
+    print_table(list(results.values()), best, "all", console)
     text = console.export_text()
     assert all(name in text for name in [*results, "optimum"]) and "…" not in text
-    assert all(name in ranking(list(results.values()), best) for name in results)

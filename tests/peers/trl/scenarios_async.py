@@ -21,9 +21,10 @@ from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from mismatch_ext.adapters.vllm.stamps import UNFINISHED, Stamps
 
 from examples import trl_async
-from examples.trl_async import on_cpu, problems, tokenizer_of
+from examples.trl_async import problems, tokenizer_of
 from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.log_reading import read_run
+from tests.peers.trl.async_on_cpu import on_cpu
 from tests.peers.trl.scenarios_server import At, outcome
 
 KEPT = ("loss", "grad_norm", "entropy", "ratio", "kl", "learning_rate", "completions/mean_length")
@@ -228,6 +229,7 @@ def example(model: str, out: str, url: str) -> dict[str, Any]:
         " --learning_rate 2e-3 --max_completion_length 200 --queue_maxsize 0 --max_inflight_tasks 8 --token_budget 0"
     )
     with (
+        on_cpu(),
         mock.patch.object(sys, "argv", ["trl_async.py", *asked.split(), "--mismatch", json.dumps(block)]),
         mock.patch.object(trl_async, "reward", even_digits),
         mock.patch.object(trl_async, "MismatchAsyncGRPOTrainer", noted),

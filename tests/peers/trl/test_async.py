@@ -41,12 +41,13 @@ from trl.experimental.async_grpo.async_rollout_worker import (
 from trl.experimental.async_grpo.packing import TreeRow
 from trl.experimental.async_grpo.weight_transfer import WeightTransferClient
 
-from examples.trl_async import on_cpu, problems, tokenizer_of
+from examples.trl_async import problems, tokenizer_of
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.drift import UNKNOWN
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.presets import resolve
+from tests.peers.trl.async_on_cpu import on_cpu
 from tests.peers.trl.failing import fail
 
 

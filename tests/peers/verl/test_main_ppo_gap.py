@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 from examples.arithmetic.task import UNFAMILIAR_DIGITS
 from tests.models import tiny_model
 from tests.peers.verl.cpu.assets import write_prompts
@@ -45,7 +45,7 @@ def test_stock_mixture_of_experts_in_float32(moe: Path, tmp_path: Path) -> None:
 
 def test_replay_halves_the_gap_of_bfloat16_at_least(tmp_path: Path) -> None:
     """In verl, replay leaves less than half of bfloat16's k3 on prompts that a mixture of experts was not trained on."""
-    model = ensure_model("moe", ROOT / ".cache/models", progress=False)
+    model = shipped_model("moe")
     # The gap is made by few tokens, so that many are needed; and on prompts that the model was not trained on routers are
     # undecided more often.
     many = (
@@ -91,7 +91,7 @@ def test_float16_with_replay_trains_experts(moe: Path, tmp_path: Path) -> None:
 
 def test_the_example_trains_in_float16(tmp_path: Path) -> None:
     """examples/verl_grpo.sh trains a trained model in float16, from its default loss scale, with less than an eighth of k3."""
-    model = ensure_model("dense", ROOT / ".cache/models", progress=False)
+    model = shipped_model("dense")
     stock = run_verl(tmp_path / "stock", dtypes("bfloat16"), model=model, plugin=False).expect()
     work = tmp_path / "example"
     work.mkdir()
