@@ -1,32 +1,40 @@
-"""Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all, `python -m benchmarks kl_full` one."""
+"""Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all, `python -m benchmarks kl_full` one.
+
+`--record FILE` also writes what was printed with machine, versions, date and commit.
+"""
 
 from __future__ import annotations
 
+import argparse
 import importlib
 import json
 import sys
+from pathlib import Path
 
 from tqdm import tqdm
 
-NAMES = (
-    "metrics",
-    "precision",
-    "correction",
-    "kl_full",
-    "routing",
-    "sampling_mask",
-    "replay",
-    "report",
-    "doctor",
-    "verl_scale",
-    "trl_server",
-    "trl_step",
-)
+from benchmarks.harness import measured_on
 
-if __name__ == "__main__":
-    if unknown := set(sys.argv[1:]) - set(NAMES):
-        raise SystemExit(f"no benchmark {sorted(unknown)}; there are {', '.join(NAMES)}")
+NAMES = ("precision", "correction", "kl_full", "routing", "doctor", "verl_scale", "trl_server", "trl_step")
+
+
+def main() -> None:
+    """Run what was named."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument("--record", type=Path)
+    given = parser.parse_args()
+    names, rows = given.names or NAMES, []
     # The progress bar goes to standard error, so that standard output holds only JSON lines.
-    for name in tqdm(sys.argv[1:] or NAMES, desc="benchmarks", file=sys.stderr):
+    for name in tqdm(names, desc="benchmarks", file=sys.stderr):
         for row in importlib.import_module(f"benchmarks.bench_{name}").run():
             print(json.dumps(row), flush=True)
+            rows.append(row)
+    if given.record:
+        command = " ".join(("python -m benchmarks", *names))
+        record = {"command": command, **measured_on(), "figures": rows}
+        given.record.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import tracemalloc
 import warnings
 from typing import Any
 
@@ -27,25 +26,6 @@ def data() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     difference = 0.02 * torch.randn(BATCH, LENGTH, generator=generator)
     difference[torch.rand(BATCH, LENGTH, generator=generator) < 1e-3] *= 50
     return old - difference, old, mask.long()
-
-
-def peak_buffers(rollout: torch.Tensor, old: torch.Tensor, mask: torch.Tensor) -> float:
-    """Return our peak memory beyond inputs and results, in `[B, T]` float32 tensors."""
-    from torch.profiler import ProfilerActivity, profile
-
-    settings = PRESETS["decoupled_geo_rs_token_tis"]
-    tracemalloc.start()
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = correct(rollout, old, mask, settings)
-    numpy_peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    held, torch_peak = 0, 0
-    for event in recorded.profiler.kineto_results.events():  # type: ignore[union-attr]
-        if event.name() == "[memory]":
-            held += event.nbytes()
-            torch_peak = max(torch_peak, held)
-    results = result.weights.nbytes + result.mask.nbytes
-    return (torch_peak + numpy_peak - results) / (BATCH * LENGTH * 4)
 
 
 def run() -> list[dict[str, Any]]:
@@ -72,21 +52,12 @@ def run() -> list[dict[str, Any]]:
     assert not missing, missing
     for name, value in names.items():
         assert abs(mine.metrics[name] - value) <= TOLERANCE * max(abs(value), 1e-2), (name, mine.metrics[name], value)
-    row = paired(
-        f"token TIS, seq_mean_k1 rejection and {len(names)} metrics of [{BATCH}, {LENGTH}], {int(mask.sum())} tokens, vs verl",
-        ours,
-        theirs,
-        equal=f"the mask exactly, weights to 1e-5, all {len(names)} metrics to {TOLERANCE:.0e}",
-        repeats=9,
-    )
-    memory = peak_buffers(rollout, old, mask)
     return [
-        row,
-        {
-            "name": "the same: our peak memory beyond inputs and results, in [B, T] float32 tensors; allowed: 3",
-            "ours": memory,
-            "theirs": 3.0,
-            "ratio": 3.0 / memory,
-            "equal": "not compared: a limit",
-        },
+        paired(
+            f"token TIS, seq_mean_k1 rejection, {len(names)} metrics of [{BATCH}, {LENGTH}], {int(mask.sum())} tokens, vs verl",
+            ours,
+            theirs,
+            equal=f"the mask exactly, weights to 1e-5, all {len(names)} metrics to {TOLERANCE:.0e}",
+            repeats=9,
+        )
     ]

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from benchmarks.harness import paired
-from mismatch_ext.routing import RoutingTrace, align, align_packed
+from mismatch_ext.routing import RoutingTrace, align_packed
 
 SEQUENCES, PROMPT, LAYERS, EXPERTS, TOP_K = 512, 64, 48, 128, 8
 """Qwen3-30B-A3B's routers; responses are short so that both sides' copies fit a small machine."""
@@ -82,23 +82,11 @@ def ingested(row: int, array: Ids, tokens: int) -> RoutingTrace:
     )
 
 
-def ours(ids: list[Ids], tokens: list[int], attention: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Return the same from checked traces: packed, or padded if an attention mask is given."""
+def ours(ids: list[Ids], tokens: list[int]) -> tuple[Tensor, Tensor]:
+    """Return the same from checked traces."""
     traces = [ingested(row, array, count) for row, (array, count) in enumerate(zip(ids, tokens, strict=True))]
-    trace, mask = align_packed(traces, tokens) if attention is None else align(traces, attention)
+    trace, mask = align_packed(traces, tokens)
     return trace.parts[0], mask
-
-
-def padded_as_verl(ids: list[Ids], attention: Tensor) -> Tensor:
-    """The operations of verl's older worker (`_agent_loop_postprocess`, `_postprocess`), which needs a tokenizer to be called."""
-    rows = []
-    for array, real in zip(ids, attention, strict=True):
-        experts = torch.from_numpy(array).to(torch.int16)
-        padded = torch.zeros(1, len(real), LAYERS, TOP_K, dtype=experts.dtype)
-        first = int(real.argmax())
-        padded[:, first : first + len(experts)] = experts.unsqueeze(0)
-        rows.append(padded)
-    return torch.cat(rows, dim=0)
 
 
 def sizes() -> list[dict[str, Any]]:
@@ -141,28 +129,11 @@ def run() -> list[dict[str, Any]]:
         torch.nested.as_nested_tensor([f["response_mask"] for f in fields], layout=torch.jagged)
         return ours(ids, tokens)
 
-    rows = [
-        paired(
-            f"routes checked, stored and packed vs verl 0.9.1 unchecked, its own functions; {what}",
-            ours_with_rollouts,
-            lambda: verl.prepare(ids, tokens),
-            equal="every recorded expert id and the whole mask",
-            repeats=7,
-        )
-    ]
-    width = max(tokens)
-    attention = torch.arange(width) >= width - torch.tensor(tokens)[:, None]
-    attention = attention.to(torch.int64)
-    experts, mask = ours(ids, tokens, attention)
-    assert torch.equal(experts[mask].to(torch.int16), padded_as_verl(ids, attention).flatten(0, 1)[mask])
-    del experts
-    rows.append(
-        paired(
-            f"routes checked, stored and padded vs the operations of verl 0.9.1's padding worker, unchecked; {what}",
-            lambda: ours(ids, tokens, attention),
-            lambda: padded_as_verl(ids, attention),
-            equal="every recorded expert id",
-            repeats=7,
-        )
+    row = paired(
+        f"routes checked, stored and packed vs verl 0.9.1 unchecked, its own functions; {what}",
+        ours_with_rollouts,
+        lambda: verl.prepare(ids, tokens),
+        equal="every recorded expert id and the whole mask",
+        repeats=7,
     )
-    return [*rows, *sizes()]
+    return [row, *sizes()]

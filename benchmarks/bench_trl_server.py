@@ -1,20 +1,16 @@
 """A step of TRL's GRPO with a `vllm serve` and every update and rollout checked, against stock TRL's, step by step in turn.
 
-Two trainers have a server each, and take turns by single steps, so that a machine that slows down slows both and nothing runs
-beside a step that is timed. TRL's own client reaches no server on a CPU: the stock one sends weights in the same requests as
-ours, and asks nothing. What the block does here changes no number, so that both sample the same tokens and learn the same, which
-is checked. Two ratios are printed: of the clock, and of the processor time of trainer and server together, which other programs
-do not lengthen.
+TRL's own client reaches no server on a CPU: the stock one sends weights in the same requests as ours, and asks nothing. What the
+block does here changes no number, so that both sample the same tokens and learn the same, which is checked. Two ratios are
+printed: of the clock, and of the processor time of trainer and server together, which other programs do not lengthen.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -24,17 +20,17 @@ from statistics import median
 from typing import Any
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, TrainerCallback
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from benchmarks.harness import be_quiet
 from benchmarks.stability.miniature import END
+from benchmarks.turns import Step, TakesTurns, take_turns, tokens_per_step
 from tests.peers.engines.vllm_server import processes, serving
 
 BLOCK: dict[str, Any] = {"precision": {"dtype": "float32"}, "monitor": {}}
 """Changes no number of stock TRL's: the audit, names and verification of updates, records, and the gap."""
 FLAGS = ("--dtype", "float32", "--logprobs-mode", "processed_logprobs", "--max-model-len", "512")
 TRANSFER = ("--weight-transfer-config", '{"backend": "mismatch_http"}')
-WARM_UP = 2
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
@@ -69,7 +65,7 @@ TOY = Shape(name="a toy's step", vocabulary=64, hidden=64, layers=2, prompts=2, 
 
 def save(shape: Shape, folder: Path) -> int:
     """Write a model with random weights and its tokenizer; return its number of parameters."""
-    from benchmarks.stability.real_run import tokenizer
+    from benchmarks.stability.real import tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -87,32 +83,6 @@ def save(shape: Shape, folder: Path) -> int:
 def reward(completions: list[str], **_: Any) -> list[float]:
     """Return the share of even tokens."""
     return [sum(word[-1] in "02468" for word in text.split()) / max(len(text.split()), 1) for text in completions]
-
-
-class TakesTurns(TrainerCallback):
-    """Waits for its turn before each step, and reports what the step took, logging and checks included."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self.began: tuple[float, float] | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the step before, and wait."""
-        self._report(state)
-        self.pipe.recv()
-        self.began = time.perf_counter(), time.process_time()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the last step."""
-        self._report(state)
-
-    def _report(self, state: Any) -> None:
-        clock, processor = self.began or (0.0, 0.0)
-        logs = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
-        kept = {name: logs.get(name) for name in ("num_tokens", "reward", "loss", "grad_norm")}
-        gap = logs.get("sampling/sampling_logp_difference/mean")
-        spent = {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
-        self.pipe.send({**spent, "learnt": kept, "gap": gap})
 
 
 def transport(base: type) -> type:
@@ -152,12 +122,11 @@ def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, p
         "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False, "seed": 0, "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"}, "generation_kwargs": {"seed": 1},
     }  # fmt: skip
-    turns = TakesTurns(pipe)
     rest: dict[str, Any] = {
         "model": model,
         "reward_funcs": reward,
         "train_dataset": Dataset.from_list(rows),
-        "callbacks": [turns],
+        "callbacks": [TakesTurns(pipe)],
     }
     if kind == "ours":
         trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**given, mismatch=BLOCK), **rest)
@@ -178,39 +147,19 @@ def processor_of(url: str) -> float:
     return spent / TICKS
 
 
-def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[dict[str, Any], dict[str, Any]]]]:
+def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[Step, Step]]]:
     """Return the model's number of parameters, and what the steps of ours and of stock took, pair by pair."""
-    context = multiprocessing.get_context("spawn")
-    pipes: dict[str, Connection] = {}
     urls: dict[str, str] = {}
-    found: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
     with tempfile.TemporaryDirectory() as name, ExitStack() as standing:
         folder = Path(name)
         size = save(shape, folder / "model")
-        for kind in found:
+        for kind in ("theirs", "ours"):
             (folder / f"server-{kind}").mkdir()
             urls[kind] = standing.enter_context(
                 serving(folder / "model", folder / f"server-{kind}", *FLAGS, *TRANSFER, development=True)
             )
-            here, there = context.Pipe()
-            given = (kind, shape, str(folder / "model"), str(folder / kind), urls[kind], steps, there)
-            child = context.Process(target=train, args=given, daemon=True)
-            child.start()
-            there.close()
-            pipes[kind] = here
-            standing.callback(here.close)  # a process whose partner has failed would wait for ever
-            try:
-                here.recv()  # it is built and waits for its first turn
-            except EOFError:
-                raise RuntimeError((folder / kind / "log.txt").read_text(encoding="utf-8")[-3000:]) from None
-        for step in range(steps):
-            for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
-                before = processor_of(urls[kind])
-                pipes[kind].send("go")
-                told = pipes[kind].recv()
-                told["processor"] += processor_of(urls[kind]) - before
-                found[kind].append(told)
-    return size, list(zip(found["ours"], found["theirs"], strict=True))[WARM_UP:]
+        given = {kind: (kind, shape, str(folder / "model"), str(folder / kind), urls[kind], steps) for kind in urls}
+        return size, take_turns(steps, train, given, beside=lambda kind: processor_of(urls[kind]))
 
 
 def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
@@ -219,9 +168,8 @@ def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
     same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
     assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
-    tokens = (pairs[-1][0]["learnt"]["num_tokens"] - pairs[0][0]["learnt"]["num_tokens"]) / (len(pairs) - 1)
     equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"
-    what = f"{shape.name} of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens:.0f} tokens"
+    what = f"{shape.name} of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens_per_step(pairs):.0f} tokens"
     found: list[dict[str, Any]] = []
     for unit in ("clock", "processor"):
         name = f"{what}: every update and rollout checked vs stock, {unit} time"

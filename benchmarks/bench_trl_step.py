@@ -1,28 +1,23 @@
 """A training step of the real TRL with vLLM and every section on, against stock TRL's, step by step in turn.
 
-Two processes hold a trainer and an engine each. They take turns by single steps, so that a machine that slows down slows
-both, and nothing runs beside a step that is timed. A rate of 0 leaves both with the same weights: they sample the
-same tokens, which is checked, and so do the same work; the optimizer does all of its own all the same. On a CPU the time is
-that of the processor, which other programs do not lengthen as they do a clock's; with a GPU it is the clock's.
+A rate of 0 leaves both with the same weights: they sample the same tokens, which is checked, and so do the same work; the
+optimizer does all of its own all the same. On a CPU the time is that of the processor, which other programs do not lengthen as
+they do a clock's; with a GPU it is the clock's.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import multiprocessing
 import os
-import socket
 import tempfile
-import time
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from transformers import TrainerCallback
-
-from benchmarks.harness import interval
+from benchmarks.harness import be_quiet, interval
+from benchmarks.turns import TakesTurns, take_turns, tokens_per_step
 
 EVERYTHING: dict[str, Any] = {
     "precision": {"dtype": "bfloat16"},
@@ -32,45 +27,12 @@ EVERYTHING: dict[str, Any] = {
     "lr": {},
     "monitor": {},
 }
-WARM_UP = 2
-
-
-def now() -> float:
-    """Return seconds: this process's processor time on a CPU, or the clock's time if there is a GPU."""
-    import torch
-
-    return time.perf_counter() if torch.cuda.is_available() else time.process_time()
-
-
-class TakesTurns(TrainerCallback):
-    """Waits for its turn before each step, and reports what the step took, logging and checks included."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self.pipe = pipe
-        self.began: float | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the step before, and wait."""
-        self._report(state)
-        self.pipe.recv()
-        self.began = now()
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Report the last step."""
-        self._report(state)
-
-    def _report(self, state: Any) -> None:
-        seconds = None if self.began is None else now() - self.began
-        logs = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
-        self.pipe.send({"seconds": seconds, "tokens": logs.get("num_tokens"), "reward": logs.get("reward")})
 
 
 def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None:
     """Train in its own process, one step each time it is told to."""
-    os.dup2(2, 1)  # standard output is for the result
-    with socket.socket() as free:  # accelerate would take the same port for all
-        free.bind(("127.0.0.1", 0))
-        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = "127.0.0.1", str(free.getsockname()[1])
+    Path(out).mkdir()
+    be_quiet(Path(out))
     os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     import torch
@@ -116,42 +78,25 @@ def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None
 
 def run(steps: int = 14, model: str | None = None) -> list[dict[str, Any]]:
     """Return the row of this benchmark; the ratio is the time of the stock step over that with everything on."""
+    import torch
+
     from examples.arithmetic.shipped import shipped_model
 
     model = model or str(shipped_model("moe"))
-    context = multiprocessing.get_context("spawn")
-    pipes, children = {}, {}
     with tempfile.TemporaryDirectory() as folder:
-        found: dict[str, list[dict[str, Any]]] = {"theirs": [], "ours": []}
-        try:
-            for kind in found:
-                here, there = context.Pipe()
-                child = context.Process(target=train, args=(kind, model, f"{folder}/{kind}", steps, there))
-                child.start()
-                there.close()
-                pipes[kind], children[kind] = here, child
-                here.recv()  # it is built and waits for its first turn
-            for step in range(steps):
-                for kind in ("ours", "theirs") if step % 2 else ("theirs", "ours"):
-                    pipes[kind].send("go")
-                    found[kind].append(pipes[kind].recv())
-        finally:
-            for kind, child in children.items():
-                pipes[kind].close()  # a process whose partner has failed would wait for ever
-                child.join(60)
-                if child.is_alive():
-                    child.terminate()
-    pairs = list(zip(found["ours"], found["theirs"], strict=True))[WARM_UP:]
-    assert all(ours["tokens"] == theirs["tokens"] for ours, theirs in pairs), "the two sampled other tokens"
-    assert all(ours["reward"] == theirs["reward"] for ours, theirs in pairs), "the two sampled other tokens"
-    times = [ours["seconds"] / theirs["seconds"] for ours, theirs in pairs]
-    tokens = (pairs[-1][0]["tokens"] - pairs[0][0]["tokens"]) / (len(pairs) - 1)
+        given = {kind: (kind, model, f"{folder}/{kind}", steps) for kind in ("ours", "theirs")}
+        pairs = take_turns(steps, train, given)
+    same = [[side["learnt"][name] for name in ("num_tokens", "reward")] for pair in pairs for side in pair]
+    assert same[::2] == same[1::2], "the two sampled other tokens"
+    unit = "clock" if torch.cuda.is_available() else "processor"
+    seconds = [(ours[unit], theirs[unit]) for ours, theirs in pairs]
+    times = [ours / theirs for ours, theirs in seconds]
     return [
         {
-            "name": f"a training step of TRL with vLLM, {tokens:.0f} tokens: every section on, R3 and monitor included, vs stock",
-            "ours": median(ours["seconds"] for ours, _ in pairs),
-            "theirs": median(theirs["seconds"] for _, theirs in pairs),
-            "ratio": median(theirs["seconds"] / ours["seconds"] for ours, theirs in pairs),
+            "name": f"a training step of TRL with vLLM, {tokens_per_step(pairs):.0f} tokens: every section on vs stock",
+            "ours": median(ours for ours, _ in seconds),
+            "theirs": median(theirs for _, theirs in seconds),
+            "ratio": median(theirs / ours for ours, theirs in seconds),
             "times stock": median(times),
             "95 % of it": interval(times),
             "equal": f"reward and number of tokens of each of {len(pairs)} steps",

@@ -11,13 +11,9 @@ from __future__ import annotations
 
 import argparse
 import copy
-import datetime
 import json
 import math
-import os
-import platform
 import shlex
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -34,7 +30,7 @@ from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeC
 
 from benchmarks.bench_kl_full import FORMS
 from benchmarks.bench_precision import trained
-from benchmarks.harness import paired
+from benchmarks.harness import measured_on, paired
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.routing import RoutingTrace, agreement, agreement_metrics, align
@@ -323,20 +319,10 @@ def _generator(given: argparse.Namespace, offset: int) -> torch.Generator:
 
 def record_of(given: argparse.Namespace, command: str, parts: dict[str, list[Row]]) -> dict[str, Any]:
     """Return the figures with command, device, versions, commit and date."""
-    commit = subprocess.run(
-        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
-    )
-    cuda = given.device.startswith("cuda")
-    return {
-        "command": command,
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": commit.stdout.strip() or None,
-        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
-        "cores": os.cpu_count(),
-        "versions": {"python": platform.python_version(), "cuda": torch.version.cuda}
-        | {name: installed(name) for name in ("mismatch-ext", "torch", "transformers", "triton")},
-        "figures": parts,
-    }
+    on = measured_on()
+    device = torch.cuda.get_device_name() if given.device.startswith("cuda") else on["cpu"][0]
+    versions = on["versions"] | {"cuda": torch.version.cuda, "triton": installed("triton")}
+    return {"command": command, "device": device, **on, "versions": versions, "figures": parts}
 
 
 def page_of(record: dict[str, Any]) -> str:

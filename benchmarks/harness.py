@@ -1,16 +1,26 @@
-"""What the benchmarks share: paired timing, peak memory, and runs that keep what they print."""
+"""What the benchmarks share: paired timing, intervals, peak memory, what was measured on, runs that keep what they print."""
 
 from __future__ import annotations
 
+import datetime
 import math
 import os
+import platform
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import median
+from statistics import fmean, median, stdev
 from typing import Any
+
+from mismatch_ext.versions import installed
+
+KERNELS = {"amx_bf16", "amx_fp16", "avx512_fp16", "avx512_bf16", "avx512f"}
+"""Instruction sets by which kernels of bfloat16 and float16 differ on CPUs of one name."""
+T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
+"""97.5 % points of Student's t by degrees of freedom; with more than listed the last one is a little wide."""
 
 
 def paired(
@@ -61,6 +71,30 @@ def interval(values: Sequence[float], outside: float = 0.05) -> tuple[float, flo
     left_out = sum(1 for share in below if 2 * share <= outside)
     first = max(left_out - 1, 0)
     return ordered[first], ordered[count - 1 - first]
+
+
+def of_the_mean(values: Sequence[float]) -> tuple[float, float]:
+    """Return mean and half width of Student's 95 % interval; NaN with one value."""
+    if len(values) < 2:
+        return fmean(values), math.nan
+    return fmean(values), T_975[min(len(values) - 2, len(T_975) - 1)] * stdev(values) / math.sqrt(len(values))
+
+
+def measured_on() -> dict[str, Any]:
+    """Return machine, versions, date and commit, as a record has them."""
+    lines = [line.partition(":") for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()]
+    cpu = {name.strip(): value.strip() for name, _, value in lines}
+    commit = subprocess.run(
+        ["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True, check=False
+    )
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": commit.stdout.strip() or None,
+        "cpu": [cpu.get("model name", platform.machine()), *sorted(KERNELS & {*cpu.get("flags", "").split()})],
+        "cores": os.cpu_count(),
+        "versions": {"python": platform.python_version()}
+        | {name: installed(name) for name in ("torch", "transformers", "trl", "vllm", "verl")},
+    }
 
 
 def peak() -> float:

@@ -21,7 +21,7 @@ from typing import Any
 from tqdm import tqdm
 
 from benchmarks.lr_gap.tables import RATES, report
-from examples.arithmetic.pretrain import ensure_model
+from examples.arithmetic.shipped import shipped_model
 
 ENGINES = ("bf16", "fp8_kv", "trainer")
 MULTIPLIERS = (1.0, 0.5, 0.25, 0.125, 0.1)
@@ -53,11 +53,9 @@ def run_all(args: argparse.Namespace, model: Path) -> None:
     """Run what is not finished, each run in a process of its own."""
     from benchmarks.lr_gap import run  # not before it is needed: it imports vLLM
 
-    # What is imported once is there in every run, which forking from a server keeps apart from all others.
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.lr_gap.run"])
     jobs = list(itertools.product(range(args.seeds), args.engines, args.rates))
     bar = tqdm(jobs, desc="runs", unit="run")
+    context = multiprocessing.get_context("spawn")
     for seed, engine, rate in bar:
         out = args.out / f"{engine}-{rate}-seed{seed}"
         bar.set_postfix_str(out.name)
@@ -90,9 +88,8 @@ def main() -> None:
         "--rates", nargs="+", choices=RATES, default=RATES, help="off, on, or flat: constant at the mean rate of on"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/lr_gap"))
-    parser.add_argument("--model-cache", type=Path, default=Path(".cache/models"))
     args = parser.parse_args()
-    run_all(args, ensure_model("dense", args.model_cache))
+    run_all(args, shipped_model("dense"))
     print(report(args.out, args.engines, args.rates, args.seeds, args.steps))
 
 

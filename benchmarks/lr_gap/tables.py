@@ -8,6 +8,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from benchmarks.harness import of_the_mean
 from mismatch_ext.config import LrConfig
 from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.lr import LrState, lr_step
@@ -24,19 +25,9 @@ METRICS = {
     "accuracy": "",  # of the trainer's own policy after the last step; `reward` is of the policy that sampled
     "length": "completions/mean_length",
 }
-# 97.5 % points of Student's t by degrees of freedom; with more than listed the last one is a little wide.
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 Runs = dict[tuple[str, str], list[RunData]]
 """By engine and rate, a run per seed."""
 BySeed = list[float]
-
-
-def interval(values: Sequence[float]) -> tuple[float, float]:
-    """Return mean and half width of Student's 95 % interval; NaN with one value."""
-    mean = statistics.fmean(values)
-    if len(values) < 2:
-        return mean, math.nan
-    return mean, T_975[min(len(values) - 2, len(T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def series(data: RunData, key: str) -> list[tuple[int, float]]:
@@ -51,7 +42,7 @@ def last_third(points: Sequence[tuple[int, float]], steps: int) -> float:
 
 
 def surge_step(data: RunData, config: LrConfig) -> int | None:
-    """Return the step at which a rule that waits for a surge would have found one in a run without learning-rate control."""
+    """Return the step at which the rule would have found a surge of response length in a run without it."""
     state = LrState(trigger=config.trigger)
     for record in data.steps:
         if record.split != "train" or record.metrics.get("reward") is None:
@@ -60,8 +51,6 @@ def surge_step(data: RunData, config: LrConfig) -> int | None:
             "response_length": record.metrics.get(METRICS["length"]),
             "truncated_fraction": record.metrics.get("completions/clipped_ratio"),
         }
-        if config.trigger == "mismatch_kl":
-            given = {"mismatch_kl": record.metrics.get(METRICS["k3"])}
         # The log numbers a step by the steps taken after it. Joining at the first keeps resumed records readable.
         state, _ = lr_step(state, given, config, step=max(record.step - 1, 0))
         if state.surge_step is not None:
@@ -78,7 +67,7 @@ def number(value: float) -> str:
 
 def estimate(values: BySeed) -> str:
     """Write mean, half width and the seeds above and below 0; bold where the interval leaves out 0."""
-    mean, half = interval(values)
+    mean, half = of_the_mean(values)
     text = f"{number(mean)} ± {number(half)}"
     above, below = sum(x > 0 for x in values), sum(x < 0 for x in values)
     return f"{f'**{text}**' if abs(mean) > half else text} ({above}+ {below}-)"
@@ -169,18 +158,11 @@ def rollouts(runs: Runs, engines: Sequence[str]) -> str:
 
 
 def triggers(runs: Runs, engines: Sequence[str]) -> str:
-    """Return in how many runs without control a rule that waits for a surge would have found one."""
+    """Return in how many runs without control the rule would have found a surge."""
     # As many measurements in the baseline as a run of this length can spare.
-    window = max(2, len(series(runs[engines[0], "off"][0], METRICS["reward"])) // 4)
-    rules: dict[str, LrConfig] = {
-        "response length": LrConfig(baseline_window=window),
-        "mismatch KL": LrConfig(trigger="mismatch_kl", baseline_window=window),
-    }
+    rule = LrConfig(baseline_window=max(2, len(series(runs[engines[0], "off"][0], METRICS["reward"])) // 4))
     named = {}
     for engine in engines:
-        steps = [[surge_step(data, rule) for data in runs[engine, "off"]] for rule in rules.values()]
-        hits = [[str(step) for step in found if step is not None] for found in steps]
-        told = [f" (steps {', '.join(found)})" if found else "" for found in hits]
-        counts = zip(hits, told, strict=True)
-        named[(TITLES[engine],)] = [f"{len(hit)} of {len(runs[engine, 'off'])}{text}" for hit, text in counts]
-    return table(named, "rollouts by", *rules)
+        surges = [surge_step(data, rule) for data in runs[engine, "off"]]
+        named[(TITLES[engine],)] = [f"{sum(step is not None for step in surges)} of {len(surges)}"]
+    return table(named, "rollouts by", "response length")

@@ -13,9 +13,8 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from benchmarks.gpu import Rollout, decode
 from benchmarks.stability.arms import ExpertArm
 from benchmarks.stability.miniature import END, Language, advantages, learn, on_grid
-from benchmarks.stability.train import MEASURES, PROMPT, SHORT, Curves
-from mismatch_ext.drift import clip_metrics, clip_sums, stopped_by_clip
-from mismatch_ext.gap import k3
+from benchmarks.stability.train import MEASURES, PROMPT, Curves, learnt, note
+from mismatch_ext.drift import stopped_by_clip
 from mismatch_ext.routing import RoutingTrace, align
 
 VOCABULARY, PROMPTS, SAMPLES, NEW, RATE, EPSILON = 256, 8, 8, 32, 1e-3, 0.2
@@ -26,7 +25,7 @@ Base = tuple[nn.Module, Language]
 
 def base(*, quick: bool = False) -> Base:
     """Return a mixture of 8 experts that has learnt its language, and the language."""
-    language = Language(VOCABULARY, "cpu")
+    language = Language(VOCABULARY)
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config = Qwen3MoeConfig(
@@ -86,15 +85,9 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
         ((loss * mask).sum() / mask.sum()).backward()
         nn.utils.clip_grad_norm_(policy.parameters(), 1.0)
         optimizer.step()
-        d, reinforced = (trainer.detach() - engine)[mask], mask & (rollout.ids[:, PROMPT:] == END) & (reward > 0)
-        kept["length"].append(float(mask.sum(1).float().mean()))
-        kept["stopped"].append(float(stopped[mask].float().mean()))
-        kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        sums = clip_sums(trainer.detach(), engine, reward, mask)
-        kept["advantage_gap"].append(clip_metrics(sums)["advantage_gap"])
-        kept["k3"].append(float(k3(d.double()).mean()))
+        note(kept, rollout.ids[:, PROMPT:], trainer.detach(), engine, reward, mask, stopped)
         kept["flipped"] += flipped
-        if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:
+        if learnt(kept["length"]):
             break
     return kept
 

@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
 
+from examples.dither import IntegerCells
+
 END = 0
 
 
@@ -51,12 +53,7 @@ class Grid:
 
 def on_grid(weight: Tensor, bits: int) -> Tensor:
     """Round a matrix to signed integers of so many bits, with a scale per row by its largest entry."""
-    return (weight / step_of(weight, bits)).round() * step_of(weight, bits)
-
-
-def step_of(weight: Tensor, bits: int) -> Tensor:
-    """Return the distance of two neighbours on that grid, per row."""
-    return weight.abs().amax(1, keepdim=True).clamp(min=1e-9) / (2 ** (bits - 1) - 1)
+    return IntegerCells(bits).held(weight)
 
 
 def coarse(name: str, weight: Tensor) -> bool:
@@ -69,16 +66,15 @@ class Language:
 
     Args:
         vocabulary: Tokens, the end among them.
-        device: Where it samples.
     """
 
-    def __init__(self, vocabulary: int, device: str, *, successors: int = 16, hazard: float = 2e-3) -> None:
+    def __init__(self, vocabulary: int, *, successors: int = 16, hazard: float = 2e-3) -> None:
         made = torch.Generator().manual_seed(1)
         zipf = 1.0 / torch.arange(1, vocabulary, dtype=torch.float64)
         rows = [torch.multinomial(zipf, successors, generator=made) + 1 for _ in range(vocabulary)]
         weights = 1.0 / torch.arange(1, successors + 1, dtype=torch.float64) ** 1.2
-        self.zipf, self.weights = zipf.to(device), weights.to(device)
-        self.successors, self.hazard = torch.stack(rows).to(device), hazard
+        self.zipf, self.weights = zipf, weights
+        self.successors, self.hazard = torch.stack(rows), hazard
 
     def sample(self, count: int, length: int, generator: torch.Generator, *, end: bool = True) -> Tensor:
         """Return sentences `[count, length]`, int64; without ends where these are not asked for."""
@@ -88,16 +84,15 @@ class Language:
             last = columns[-1]
             following = self.successors[last, torch.multinomial(self.weights, count, **draw)]
             following = torch.where(last == END, torch.multinomial(self.zipf, count, **draw) + 1, following)
-            ends = torch.rand(count, generator=generator, device=last.device) < self.hazard
+            ends = torch.rand(count, generator=generator) < self.hazard
             columns.append(torch.where(ends & end, END, following))
         return torch.stack(columns, 1)
 
 
-def pretrained(shape: Shape, device: str, seed: int) -> tuple[nn.Module, Language]:
+def pretrained(shape: Shape, seed: int) -> tuple[nn.Module, Language]:
     """Return a float32 model that has learnt the language, and the language."""
-    language = Language(shape.vocabulary, device)
-    gpus = [torch.device(device)] if torch.device(device).type == "cuda" else []
-    with torch.random.fork_rng(devices=gpus), torch.device(device):
+    language = Language(shape.vocabulary)
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         config = Qwen3Config(
             vocab_size=shape.vocabulary,
@@ -113,11 +108,11 @@ def pretrained(shape: Shape, device: str, seed: int) -> tuple[nn.Module, Languag
             bos_token_id=None,
             eos_token_id=END,
             pad_token_id=None,
-            # The softmax is then in float32 on every device, and the two sides' kernels differ by their shapes alone.
+            # The softmax is then in float32, and the two sides' kernels differ by their shapes alone.
             attn_implementation="eager",
         )
         model = Qwen3ForCausalLM(config).float()
-    learn(model, language, shape.pretraining, torch.Generator(device).manual_seed(seed + 100))
+    learn(model, language, shape.pretraining, torch.Generator().manual_seed(seed + 100))
     return model, language
 
 

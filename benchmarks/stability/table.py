@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import statistics
 
-from benchmarks.lr_gap.tables import interval
+from benchmarks.harness import of_the_mean
 from benchmarks.stability.arms import ARMS, CONTROLS, EXPERTS, REAL, Arm, ExpertArm, RealArm
-from benchmarks.stability.record import RECORDED, RECORDED_REAL, ROOT, Curves, Runs, recorded
+from benchmarks.stability.record import RECORDED, RECORDED_REAL, ROOT, Runs, recorded
+from benchmarks.stability.train import Curves
 
 FIRST = 20
 EVERY: dict[str, Arm | ExpertArm | RealArm] = {**REAL, **ARMS, **EXPERTS}
@@ -39,7 +40,7 @@ def difference(runs: Runs, name: str) -> tuple[float, float] | None:
         return None
     mine, theirs = halves(name, runs[name]), halves(other, runs[other])
     pairs = [mine[seed] - theirs[seed] for seed in mine if seed in theirs]
-    return interval(pairs) if pairs else None
+    return of_the_mean(pairs) if pairs else None
 
 
 def first(seeds: dict[int, Curves], measure: str) -> float:
@@ -77,7 +78,7 @@ def row(runs: Runs, name: str, arm: Arm | ExpertArm | RealArm) -> str:
     found = halves(name, seeds)
     never = {seed for seed, curves in seeds.items() if half(curves) is None}
     by_seed = " ".join(f">{n}" if seed in never else str(n) for seed, n in found.items())
-    mean, width = interval(list(found.values()))
+    mean, width = of_the_mean(list(found.values()))
     against, other = difference(runs, name), CONTROLS.get(name)
     ends = first(seeds, "stopped_ends")
     told = "" if against is None else f"{against[0]:+.1f} ± {against[1]:.1f} ({other})"
@@ -99,7 +100,8 @@ def write_page() -> None:
     for file in (RECORDED_REAL, RECORDED):
         on, runs = recorded(file)
         versions = ", ".join(f"{name} {version}" for name, version in on["versions"].items())
-        said = f"Measured {on['date']} on {on['cpu']}, a core a run, with {versions}; commit {on['commit']}."
+        cpu = on["cpu"] if isinstance(on["cpu"], str) else " ".join(on["cpu"])
+        said = f"Measured {on['date']} on {cpu}, a core a run, with {versions}; commit {on['commit'][:10]}."
         parts.append(f"{said}\n\n{table(runs)}")
     before, _, rest = PAGE.read_text(encoding="utf-8").partition(BEGIN)
     _, _, after = rest.partition(END)

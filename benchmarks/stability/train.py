@@ -23,7 +23,7 @@ from mismatch_ext.precision.scaler import LossScaler
 STEPS, PROMPT, KL = 60, 4, 0.05
 SHORT = 1.3
 """Mean length at which nothing is left to learn."""
-MEASURES = ("length", "stopped", "stopped_ends", "advantage_gap", "k3", "end_gap")
+MEASURES = ("length", "stopped", "stopped_ends", "advantage_gap", "k3")
 
 Curves = dict[str, list[float]]
 Base = tuple[nn.Module, Language, Shape]
@@ -34,7 +34,7 @@ def base(vocabulary: int, *, quick: bool = False) -> Base:
     shape = Shape(vocabulary=64, hidden=64, layers=2, pretraining=5, prompts=2, samples=4, new=6)
     if not quick:
         shape = Shape(vocabulary=vocabulary)
-    model, language = pretrained(shape, "cpu", 0 if vocabulary == 512 else 7)
+    model, language = pretrained(shape, 0 if vocabulary == 512 else 7)
     return model, language, shape
 
 
@@ -62,27 +62,36 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
         ids, mask, engine = sides.rollout(arm.engine, prompts, shape.new, generator)
         lengths = mask.sum(1)
         reward = advantages(lengths, shape.samples)[:, None].expand(mask.shape)
-        trainer, ends = _scored(sides, arm.trainer, ids, gradient=True)
+        trainer = _scored(sides, arm.trainer, ids, gradient=True)
         loss, stopped = objective(arm, trainer, engine, reward, mask)
         if arm.kl:
             with torch.no_grad():
-                reference, _ = _scored(first, arm.trainer, ids)
+                reference = _scored(first, arm.trainer, ids)
             loss = loss + kl_term(arm.kl, trainer, reference, mask, shape.samples)
         optimizer.zero_grad()
         with nullcontext() if control is None else control.applied():
             _step((loss * mask).sum() / mask.sum(), master, optimizer, scaler)
-        trainer = trainer.detach()
-        d, reinforced = (trainer - engine)[mask], mask & (ids[:, PROMPT:] == END) & (reward > 0)
-        kept["length"].append(float(lengths.float().mean()))
-        kept["stopped"].append(float(stopped[mask].float().mean()))
-        kept["stopped_ends"].append(float(stopped[reinforced].float().mean()) if bool(reinforced.any()) else 0.0)
-        sums = clip_sums(trainer, engine, reward, mask)
-        kept["advantage_gap"].append(clip_metrics(sums)["advantage_gap"])
-        kept["k3"].append(float(k3(d.double()).mean()))
-        kept["end_gap"].append(_end_gap(sides, arm.engine, ids, mask, ends))
-        if len(kept["length"]) > 6 and max(kept["length"][-3:]) < SHORT:
+        note(kept, ids[:, PROMPT:], trainer.detach(), engine, reward, mask, stopped)
+        if learnt(kept["length"]):
             break
     return kept
+
+
+def note(
+    kept: Curves, ids: Tensor, trainer: Tensor, engine: Tensor, reward: Tensor, mask: Tensor, stopped: Tensor
+) -> None:
+    """Add a step's measures, by tokens `[B, T]`, to what was kept."""
+    ends = mask & (ids == END) & (reward > 0)
+    kept["length"].append(float(mask.sum(1).float().mean()))
+    kept["stopped"].append(float(stopped[mask].float().mean()))
+    kept["stopped_ends"].append(float(stopped[ends].float().mean()) if bool(ends.any()) else 0.0)
+    kept["advantage_gap"].append(clip_metrics(clip_sums(trainer, engine, reward, mask))["advantage_gap"])
+    kept["k3"].append(float(k3((trainer - engine)[mask].double()).mean()))
+
+
+def learnt(lengths: list[float]) -> bool:
+    """Tell whether three mean lengths in a row were so short that nothing is left to learn."""
+    return len(lengths) > 6 and max(lengths[-3:]) < SHORT
 
 
 @torch.no_grad()
@@ -124,18 +133,10 @@ def kl_term(kind: str, trainer: Tensor, reference: Tensor, mask: Tensor, samples
     return KL * torch.where(mask, kl_estimate(trainer, reference, "k3"), 0.0)
 
 
-def _scored(sides: Sides, grid: Grid, ids: Tensor, *, gradient: bool = False) -> tuple[Tensor, Tensor]:
-    """Return the log-probabilities `[B, T]` of the sampled tokens and, without gradient, of an end in their place."""
+def _scored(sides: Sides, grid: Grid, ids: Tensor, *, gradient: bool = False) -> Tensor:
+    """Return the log-probabilities `[B, T]` of the sampled tokens."""
     logits = sides.logits(grid, sides.weights(grid, gradient=gradient), ids[:, :-1])[:, PROMPT - 1 :]
-    logprobs = logits.log_softmax(-1)
-    return logprobs.gather(-1, ids[:, PROMPT:, None])[..., 0], logprobs[..., END].detach()
-
-
-@torch.no_grad()
-def _end_gap(sides: Sides, grid: Grid, ids: Tensor, mask: Tensor, trainer: Tensor) -> float:
-    """Return by how much the trainer thinks an end likelier than the engine with its present weights does, in nats."""
-    _, engine = _scored(sides, grid, ids)
-    return float((trainer - engine)[mask].mean())
+    return logits.log_softmax(-1).gather(-1, ids[:, PROMPT:, None])[..., 0]
 
 
 def _step(loss: Tensor, master: nn.Module, optimizer: Any, scaler: LossScaler | None) -> None:
