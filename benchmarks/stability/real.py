@@ -128,7 +128,7 @@ def train(arm: RealArm, seed: int, out: Path, *, steps: int = STEPS) -> Curves:
         disable_tqdm=True,
         seed=seed,
         # The engine's weights are not the trainer's, on purpose.
-        mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off"}},
+        mismatch={"correction": {"preset": arm.preset}, "monitor": {"weight_sync": "off", "metrics": "all"}},
     )
     trainer = MismatchGRPOTrainer(
         model=str(folder), reward_funcs=shorter, args=config, train_dataset=Dataset.from_dict({"prompt": texts})
