@@ -33,6 +33,8 @@ def settings_of(engine: str, rate: str, seed: int, args: argparse.Namespace, mod
     block: dict[str, Any] = {"monitor": {"weight_sync": "warn"}}
     if rate == "on":
         block["lr"] = {"period": max(1, args.steps // len(MULTIPLIERS))}
+    if engine == "fp8_kv":  # vLLM's CPU build has such a cache for CPUs with AVX-512 alone
+        block["precision"] = {"dtype": "bfloat16", "engine_kv_cache": "fp8_e5m2"}
     flat = sum(MULTIPLIERS) / len(MULTIPLIERS) if rate == "flat" else 1.0
     return {
         "engine": engine,

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
-from mismatch_ext.patches.trl.engine_arguments import engine_arguments
 from torch import Tensor
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
@@ -25,15 +24,6 @@ from examples.arithmetic.task import make_dataset, reward
 
 SETTINGS, EVALUATION = "settings.json", "evaluation.json"
 """A folder with the second file holds a finished run."""
-
-
-class Fp8CacheTrainer(MismatchGRPOTrainer):
-    """Starts the engine with an fp8 KV cache."""
-
-    def _construction_patches(self, config: MismatchGRPOConfig) -> list[Any]:
-        patches = super()._construction_patches(config)
-        coarse = engine_arguments({"enforce_eager": True, "kv_cache_dtype": "fp8_e5m2"})
-        return [coarse if patch.name == coarse.name else patch for patch in patches]
 
 
 class TrainerSampler:
@@ -128,8 +118,7 @@ def train(settings: dict[str, Any], out: Path) -> None:
     config = configuration(settings, out)
     rows = config.max_steps * config.generation_batch_size // config.num_generations
     digits = tuple(settings["digits"])
-    kind = Fp8CacheTrainer if settings["engine"] == "fp8_kv" else MismatchGRPOTrainer
-    trainer = kind(
+    trainer = MismatchGRPOTrainer(
         model=settings["model"],
         reward_funcs=reward,
         args=config,
