@@ -303,12 +303,11 @@ def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool
 
 
 def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
-    values = zip(record.rollout_logprobs, record.response_mask, strict=True)
     line = {
         "prompt_ids": list(map(int, record.prompt_ids)),
         "response_ids": list(map(int, record.response_ids)),
-        # A token that a tool inserted has no log-probability.
-        "rollout_logprobs": [float(value) if sampled else None for value, sampled in values],
+        # A token that a tool inserted may have none.
+        "rollout_logprobs": [float(value) if math.isfinite(value) else None for value in record.rollout_logprobs],
         "response_mask": list(map(bool, record.response_mask)),
         "provenance": asdict(record.provenance),
     }

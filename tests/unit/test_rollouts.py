@@ -50,6 +50,11 @@ def test_records_come_back_as_they_were_written(tmp_path: Path) -> None:
     assert np.array_equal(found.engine, [-0.1, -2.3, -1.0, -0.5]) and found.row.tolist() == [0, 0, 1, 1]
 
 
+def test_a_masked_token_keeps_the_log_probability_that_the_engine_gave(tmp_path: Path) -> None:
+    late = record((-0.7, -2.3), (False, True))
+    assert read_rollouts(written(tmp_path, late, late)).sample().logprobs == ((-0.7, -2.3),) * 2
+
+
 @pytest.mark.parametrize("num_experts", [16, 300])
 def test_routes_and_what_is_known_of_the_engine_come_back(tmp_path: Path, num_experts: int) -> None:
     ids = torch.arange(3 * 2 * 4).reshape(3, 2, 4) % num_experts
