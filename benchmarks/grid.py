@@ -41,12 +41,12 @@ def train(arm: str, seed: int, out: Path) -> None:
     from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from examples.arithmetic.pretrain import ensure_model
+    from examples.arithmetic.shipped import shipped_model
     from examples.arithmetic.task import make_dataset
     from mismatch_ext.log_reading import read_run
     from mismatch_ext.precision.grid import EVENT, grid_sums
 
-    source, stored = ensure_model("dense", Path(".cache/models")), out / "model"
+    source, stored = shipped_model("dense"), out / "model"
     AutoModelForCausalLM.from_pretrained(source, dtype=BF16).save_pretrained(stored)
     AutoTokenizer.from_pretrained(source).save_pretrained(stored)
     given = {
