@@ -15,7 +15,19 @@ from tqdm import tqdm
 
 from benchmarks.harness import measured_on
 
-NAMES = ("precision", "correction", "kl_full", "routing", "doctor", "verl_scale", "trl_server", "trl_step")
+NAMES = (
+    "metrics",
+    "precision",
+    "correction",
+    "kl_full",
+    "routing",
+    "sampling_mask",
+    "replay",
+    "doctor",
+    "verl_scale",
+    "trl_server",
+    "trl_step",
+)
 
 
 def main() -> None:
