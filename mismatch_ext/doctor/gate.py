@@ -115,9 +115,6 @@ def measured(
     else:
         out = [block for block in blocks if block.ratio >= STANDS_OUT]
         first = f"layer {out[0].layer}, {out[0].kind} ({out[0].ratio:.1f} of rounding's)" if out else ""
-        if len(out) > 1:  # the first may stand out by rounding alone, and the fault be in a later one
-            worst = max(out, key=lambda block: block.ratio)
-            first += f"; most: layer {worst.layer}, {worst.kind} ({worst.ratio:.1f} of rounding's)"
         counted = (
             [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
         )
