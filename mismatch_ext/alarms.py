@@ -190,7 +190,7 @@ DEFAULTS = {
         Rule(
             metric=PREFIX + "engine_moved_frac",
             below=FEW_MOVED,
-            source="A choice: a change then takes about ten steps and more to arrive (docs/fp16.md measures what follows).",
+            source="A choice: a change then takes about ten steps and more to arrive (docs/fp16.md says what follows).",
             meaning="most of what the trainer learns does not reach the engine, which holds its weights in a coarser dtype",
             advice="give both sides one dtype (mismatch.precision, or the autocast of your trainer), or train at a higher rate",
         ),

@@ -492,7 +492,8 @@ class Run:
         if rate is not None and rate.config.trigger == "grad_norm":
             rate.collect({"grad_norm": norm})
         if self._grid is not None:
-            self._grid.before(self.trainer.named_parameters())
+            with self._verdicts.checking("metrics"):
+                self._grid.before(self.trainer.named_parameters())
         with nullcontext() if rate is None else rate.applied():
             if scaler is None:
                 optimizer.step()
@@ -503,9 +504,10 @@ class Run:
                 taken = scaler.overflow_steps == overflows
         applied = float(optimizer.param_groups[0]["lr"]) * (1.0 if rate is None else rate.last_multiplier)
         if self._grid is not None:
-            coarse = self._grid.after(self.trainer.named_parameters(), applied)
-            if coarse is not None and self.ranks.rank == 0:
-                self._warn(COARSE_ENGINE, coarse)
+            with self._verdicts.checking("metrics"):
+                coarse = self._grid.after(self.trainer.named_parameters(), applied)
+                if coarse is not None and self.ranks.rank == 0:
+                    self._warn(COARSE_ENGINE, coarse)
         if self.trainer.scheduler is not None and taken:
             self.trainer.scheduler.step()
         optimizer.zero_grad()

@@ -134,7 +134,8 @@ class Attached(TrainerRun):
         if gaps and of_training:
             measured[f"{PREFIX}weight_sync_gap"] = max(gaps)
         if self.grid is not None and of_training:
-            measured |= prefixed(self.grid.metrics(self.ranks))
+            with self.verdicts.checking("metrics"):
+                measured |= prefixed(self.grid.metrics(self.ranks))
         return measured, {}
 
     # A weight update.

@@ -524,14 +524,16 @@ class GridCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep a sample of the weights."""
-        self._grid.before(self._run.held())
+        with self._run.verdicts.checking("metrics"):
+            self._grid.before(self._run.held())
 
     def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Compare them with what the step made of them."""
-        rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
-        message = self._grid.after(self._run.held(), rate)
-        if message is not None and self._run.trainer.accelerator.is_main_process:
-            self._run.warn(COARSE_ENGINE, message)
+        with self._run.verdicts.checking("metrics"):
+            rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
+            message = self._grid.after(self._run.held(), rate)
+            if message is not None and self._run.trainer.accelerator.is_main_process:
+                self._run.warn(COARSE_ENGINE, message)
 
 
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:

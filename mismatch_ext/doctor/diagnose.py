@@ -775,9 +775,8 @@ def _by_tokens(test: TokensTest, temperature: float) -> NamedCause:
 
 def _by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
     """Return the cause that the trainer's own error shows; it was measured, not fitted."""
-    if is_finer(
-        scores.trainer_dtype, scores.engine_dtype
-    ):  # its error is what rounding its weights to the engine's dtype does
+    if is_finer(scores.trainer_dtype, scores.engine_dtype):
+        # In a plain pass its error is then what rounding its weights to the engine's dtype does.
         sentence = (
             f"the trainer computes with weights that are finer than the engine's grid: rounding them to {scores.engine_dtype} "
             f"moves log-probabilities by {part.mean:.1e} nats per token, {ratio:.1f} times what its arithmetic does. Updates "
