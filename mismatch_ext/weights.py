@@ -24,10 +24,11 @@ tokens.
    be its own measure.
 
 The trainer is compared with prefill, which computes each sequence anew. If captured graphs, packed copies of weights or
-a prefix cache are stale, prefill is still right, and only decode is wrong. Gaps of decode are means without the largest
-tenth of the tokens: a token that took another expert in one of the two passes is no sign of a stale copy, because a
-stale copy moves most tokens. Each sequence's first sampled token is left out, because the pass over the prompt computed
-it. Seeds and prompts are the same each time.
+a prefix cache are stale, prefill is still right, and only decode is wrong. Gaps are means without the largest hundredth
+of the probes, and of decode without the largest tenth: a token that took another expert in one of the two passes is no
+sign of wrong weights, which move more tokens. Where two experts are nearly equal, this happens in float32 too. Each
+sequence's first sampled token is left out, because the pass over the prompt computed it. Seeds and prompts are the same
+each time.
 
 The floors and ceilings come from measured gaps (one vLLM, seven models, dense and MoE, same weights): float32 1e-7 to
 7e-6, float16 9e-5 to 2e-2, bfloat16 7e-4 to 0.2. The floor is one unit in the last place of a log-probability of size 1
@@ -69,8 +70,8 @@ CEILING = {"float32": 1e-3, "float16": 0.2, "bfloat16": 1.0}
 # Every step changes some bit of float32 weights, so in float32 even a small movement should have reached the engine.
 MOVEMENT_FLOOR = {"float32": 1e-5, "float16": 1e-3, "bfloat16": 8e-3}
 HISTORY = 8
-LEFT_OUT = 0.1
-"""A mean over decoded tokens leaves out this share of them: those that differ most."""
+LEFT_OUT, LEFT_OUT_DECODED = 0.01, 0.1
+"""Means over probes and over decoded tokens leave out these shares of them: those that differ most."""
 COMPARABLE = 0.25
 """Decoded tokens are compared with older ones if at least this share of them is the same."""
 
@@ -359,7 +360,7 @@ def decode_look(decoded: Decoded, prefill: Tensor) -> Look:
             f"{tuple(prefill.shape)}; allowed: the same shape, at least two tokens per sequence."
         )
     engine, reference = (x.detach().to("cpu", torch.float64)[:, 1:] for x in (decoded.logprobs, prefill))
-    return Look(engine=engine, reference=reference, tokens=sampled.detach().cpu()[:, 1:], left_out=LEFT_OUT)
+    return Look(engine=engine, reference=reference, tokens=sampled.detach().cpu()[:, 1:], left_out=LEFT_OUT_DECODED)
 
 
 def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tuple[History, SyncVerdict]:
@@ -593,7 +594,7 @@ class WeightVerifier:
                 f"the trainer's log-probability of probe {place} (row, position) is {float(trainer[place])}; its own forward "
                 "pass is broken, so the engine's weights cannot be judged."
             )
-        return Look(engine=engine, reference=trainer)
+        return Look(engine=engine, reference=trainer, left_out=LEFT_OUT)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that a resumed run continues from, as JSON-able data."""

@@ -135,6 +135,22 @@ def test_a_good_update_is_in_sync_and_says_nothing() -> None:
     assert said == []
 
 
+@pytest.mark.parametrize(("tokens", "status"), [(2, "in_sync"), (3, "garbled")])
+def test_a_probe_token_that_took_another_expert_is_no_sign_of_wrong_weights(tokens: int, status: str) -> None:
+    trainer, engine, verifier, _ = started("warn")
+    trainer.train()
+    sent, score = engine.receive(trainer.model), engine.score
+
+    def flipped(rows: Tensor) -> Tensor:
+        scores = score(rows)
+        scores[0, :tokens] += 20.0  # of 248 probe tokens
+        return scores
+
+    engine.score = flipped  # type: ignore[method-assign]
+    verdict = verifier.verify(sent)
+    assert verdict.status == status and verdict.gap_max > 19, verdict.message
+
+
 @pytest.mark.parametrize("action", ["error", "warn"])
 def test_an_engine_that_was_not_updated_is_an_event_and_an_error_if_the_block_says_so(action: str) -> None:
     trainer, _, verifier, said = started(action, "rollout server 1")
