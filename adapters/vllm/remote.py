@@ -130,7 +130,7 @@ class RemoteEngine:
         rows = tokens.tolist()
         body = {"model": self.model, "prompt": rows, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         try:
-            choices = self.http.post(COMPLETIONS, body)["choices"]
+            choices = sorted(self.http.post(COMPLETIONS, body)["choices"], key=lambda choice: int(choice["index"]))
         except NonFiniteLogprobError:
             # vLLM does not say which tokens have them.
             return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)

@@ -370,7 +370,7 @@ def passes(
     """
     prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
     lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
-    order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__)
+    order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__, reverse=True)
     width = vocabulary(model) or 2**17
     device = next(model.parameters()).device
     while order:
