@@ -31,10 +31,6 @@ RowLoss = Callable[..., Tensor]
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, behavior_logprobs), each [rows, T] -> per-token loss terms [rows, T]."""
 
-LogitsTerm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits, ref_logits, each [rows, T, V], logprobs, behavior_logprobs, each [rows, T]) -> per-token terms [rows, T]."""
-
-
 ZERO = 1e-9
 """Relative size below which a figure is rounding."""
 
@@ -194,62 +190,6 @@ def moments(problem: Problem, term: Term) -> Moments:
     # A response passes each of its prefixes once, so the squares of its tokens' gradients add up.
     square = weights @ (per_row**2 * _score_squares(problem)).sum(1)
     return Moments(value=float(weights @ values), gradient=gradient, std=_root(square - (gradient**2).sum(), square))
-
-
-def logits_moments(problem: Problem, term: LogitsTerm) -> Moments:
-    """Return exact moments of a term that reads the distributions themselves, and treats rows independently."""
-    tree = problem.tree
-    count = len(problem.probabilities)
-    # A copy of the table for each response: one backward pass then gives every response's own gradient.
-    policy = problem.policy.expand(count, -1, -1).clone().requires_grad_()
-    logits = policy[torch.arange(count)[:, None], tree.states]
-    logprobs = logits.log_softmax(-1).gather(-1, tree.sequences[..., None])[..., 0]
-    terms = term(logits, problem.reference[tree.states], logprobs, tree.logprobs(problem.behavior))
-    per_row = torch.autograd.grad(terms.sum(), policy, allow_unused=True)[0] if terms.requires_grad else None
-    if per_row is None:
-        per_row = torch.zeros_like(policy)
-    weights = problem.probabilities
-    gradient = torch.einsum("n,npv->pv", weights, per_row)
-    square = weights @ (per_row**2).sum((1, 2))
-    return Moments(
-        value=float(weights @ terms.detach().sum(1)),
-        gradient=gradient,
-        std=_root(square - (gradient**2).sum(), square),
-    )
-
-
-def pair_moments(problem: Problem, term: Term, batch: int) -> Moments:
-    """Return exact moments of a term with a leave-one-out baseline, per response of a batch.
-
-    The term is called once on every pair of responses, rows 2k and 2k + 1 being a pair. The mean gradient of a batch with
-    such a baseline is the mean over its pairs (a U-statistic), whose variance follows from that of a pair and of its
-    mean given one response (Hoeffding 1948).
-
-    Args:
-        problem: Policies; N^2 pairs have to fit memory.
-        term: Must treat the pairs apart, and be linear in the baseline.
-        batch: Responses per batch, >= 2.
-    """
-    count = len(problem.probabilities)
-    first, second = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
-    values, per_row = _call(problem, term, torch.stack([first, second], dim=1).flatten())
-    per_row = per_row.view(count, count, 2, -1)
-    scores = _scores(problem)
-    pair = (
-        torch.einsum("ijt,itp->ijp", per_row[:, :, 0], scores) + torch.einsum("ijt,jtp->ijp", per_row[:, :, 1], scores)
-    ) / 2
-    weights = problem.probabilities
-    given_one = torch.einsum("j,ijp->ip", weights, pair)
-    gradient = weights @ given_one
-    square = weights @ (pair**2).sum(-1) @ weights
-    pair_variance = square - gradient @ gradient
-    one_variance = weights @ (given_one**2).sum(1) - gradient @ gradient
-    variance = 2 / (batch * (batch - 1)) * (2 * (batch - 2) * one_variance + pair_variance)
-    return Moments(
-        value=float(weights @ values.view(count, count, 2).mean(-1) @ weights),
-        gradient=gradient.view_as(problem.policy),
-        std=_root(batch * variance, square),
-    )
 
 
 def row_term(loss: RowLoss, *others: Tensor) -> Term:
@@ -423,17 +363,6 @@ def _score_squares(problem: Problem) -> Tensor:
     probabilities = problem.policy.softmax(-1)[problem.tree.states]
     chosen = probabilities.gather(-1, problem.tree.sequences[..., None])[..., 0]
     return (probabilities**2).sum(-1) - 2 * chosen + 1
-
-
-def _scores(problem: Problem) -> Tensor:
-    """Return the gradient of each token's log-probability in all logits `[N, T, P * V]`."""
-    tree = problem.tree
-    count, length = tree.states.shape
-    scores = torch.zeros(count, length, tree.prefixes, tree.vocab, dtype=torch.float64)
-    onehot = torch.nn.functional.one_hot(tree.sequences, tree.vocab).double()
-    rows, columns = torch.arange(count)[:, None], torch.arange(length)[None]
-    scores[rows, columns, tree.states] = onehot - problem.policy.softmax(-1)[tree.states]
-    return scores.flatten(2)
 
 
 def _root(variance: Tensor, square: Tensor) -> float:
