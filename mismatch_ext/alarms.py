@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, suggestion
 from mismatch_ext.names import (
     CORRECTION_MEASURES,
     GROWTH_MEASURES,
@@ -394,9 +394,10 @@ def watch(
 
 def unwatched(rules: Mapping[str, Rule], metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return a sentence, by metric, for each alarm in the user's block whose metric is not in the first log."""
+    logged = [name.removeprefix(PREFIX) for name in sorted(metrics)]
     return {
         metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
-        f"is never watched; logged are {', '.join(sorted(metrics))}."
+        f"is never watched.{suggestion(metric.removeprefix(PREFIX), logged)}"
         for metric, rule in rules.items()
         if rule.named and not any(name in metrics for name in rule.logged)
     }

@@ -71,25 +71,12 @@ class Report:
         }
 
 
-def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Render the report of a run directory, or of a folder of run directories side by side.
-
-    Args:
-        run_dir: Folder that holds `metrics.jsonl`, or whose direct sub-folders do; or a log that TRL or verl wrote.
-        out: File to write; default is `report.html` in that folder.
-
-    Returns:
-        Path of the HTML file, which loads nothing from the network.
-
-    Raises:
-        RunDirectoryError: There is no run at the path, or the file cannot be written.
-        PeerVersionError: plotly is not installed.
-    """
-    return build(run_dir, out).path
-
-
 def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
-    """Do what `render` does, and also return the verdict and the numbers."""
+    """Render the report of a run directory, a folder of run directories side by side, or a log that TRL or verl wrote.
+
+    The file, which loads nothing from the network, is `report.html` in that folder unless `out` names another. Raises
+    RunDirectoryError if there is no run or the file cannot be written, PeerVersionError if plotly is not installed.
+    """
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarise(runs)
@@ -112,21 +99,10 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
 
 
 def build_why(directory: str | Path) -> Path:
-    """Render what the doctor found: as a section of the report if the folder is a run's, otherwise as a separate page.
-
-    Args:
-        directory: Folder that holds `doctor.json`.
-
-    Returns:
-        Path of the HTML file.
-
-    Raises:
-        RunDirectoryError: The file cannot be written, or doctor.json cannot be read.
-        PeerVersionError: plotly is not installed, which a run's report needs.
-    """
+    """Render what doctor.json says: as a section of the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
     if (folder / METRICS_FILE).is_file():
-        return render(folder)
+        return build(folder).path
     why, unread = read_why(folder)
     if not why:
         raise RunDirectoryError(
@@ -138,17 +114,7 @@ def build_why(directory: str | Path) -> Path:
 
 
 def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:
-    """Render what the demo showed, without plotly.
-
-    Args:
-        folder: Folder that holds its `doctor.json`.
-        about: What was measured.
-        bars: Mean |Δlogp| by what it was measured of, nats per token.
-        command: The command that measures the same of one's own model.
-
-    Returns:
-        Path of the HTML file.
-    """
+    """Render what the demo showed, without plotly; `bars` are mean |Δlogp| in nats per token."""
     low, high = (math.floor(math.log10(min(bars.values()))), math.ceil(math.log10(max(bars.values()))))
     page = _template("demo.html.j2").render(
         about=about,
@@ -211,7 +177,7 @@ def _context(
         "summary": summary,
         "columns": [(name, *_column_label(name)) for name in summary.columns],
         "ratio_columns": [(name, *_column_label(name)) for name in RATIO_COLUMNS if name in summary.columns],
-        "sections": [s for s in sections(runs) if s.figures or s.absent],
+        "sections": sections(runs),
         "splits": sorted({split for run in runs.values() for split in run.splits if split != "train"}),
         "side_rows": tables.side_rows(runs),
         "setting_tables": tables.setting_tables(runs),
