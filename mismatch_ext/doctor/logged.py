@@ -267,16 +267,7 @@ class Logged:
 
 
 def read_rollouts(path: Path, version: str | None = None) -> Logged:
-    """Read a file of logged rollouts.
-
-    Args:
-        path: The file; its name does not matter.
-        version: Weight version whose responses are compared; None if the file holds only one.
-
-    Raises:
-        RecordError: The file is damaged or holds several versions, or its host logs no token ids and log-probabilities.
-        RunDirectoryError: The file cannot be read.
-    """
+    """Read a file of logged rollouts, of one weight version; raises RecordError, or RunDirectoryError if it cannot be read."""
     try:
         data = path.read_bytes()
     except OSError as error:
