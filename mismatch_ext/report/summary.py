@@ -94,12 +94,9 @@ class Summary:
 
 
 def load_runs(directory: str | Path) -> dict[str, RunData]:
-    """Read every run at a path, keyed by the name the report shows; if there is none, the log of TRL or verl that is there.
+    """Read every run at a path by the name the report shows, else the log of TRL or verl there; raises RunDirectoryError.
 
     The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
-
-    Raises:
-        RunDirectoryError: The path holds neither.
     """
     try:
         data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
@@ -173,11 +170,7 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
 
 
 def weight_of(column: str) -> str | None:
-    """Return the metric that weights the steps in a metric's mean over the run; None for a plain mean.
-
-    Args:
-        column: Name of the metric without "mismatch/".
-    """
+    """Return the metric that weights the steps in the mean of a metric, given without "mismatch/"; None for a plain mean."""
     kind = next((kind for kind in KINDS if column.startswith(kind)), "")
     plain = column.removeprefix(kind)
     count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
@@ -286,27 +279,16 @@ def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run's gap, pooled over its steps; version v of the weights sampled, version w is trained.
+    """The parts of a run's gap, nats, pooled over its steps; version v of the weights sampled, version w is trained."""
 
-    Args:
-        numerics: Mean |rollout(v) - train(v)|, both sides at one version, nats; None if no step could measure it.
-        k3: k3 of the same tokens.
-        total: Mean |rollout(v) - train(w)| of all tokens, nats.
-        stale: The same mean over stale tokens only.
-        staleness: Mean number of updates since the tokens were sampled.
-        unknown: Number of logs without `numerics`.
-        logs: Number of all logs.
-        sources: For each source of `numerics`, the number of logs and of tokens that it gave.
-    """
-
-    numerics: float | None
-    k3: float | None
-    total: float | None
-    stale: float | None
-    staleness: float | None
-    unknown: int
+    numerics: float | None  # mean |rollout(v) - train(v)|, both sides at one version; None if no step could measure it
+    k3: float | None  # of the same tokens
+    total: float | None  # mean |rollout(v) - train(w)| of all tokens
+    stale: float | None  # the same over stale tokens only
+    staleness: float | None  # mean number of updates since the tokens were sampled
+    unknown: int  # number of logs without `numerics`
     logs: int
-    sources: Mapping[str, tuple[int, int]]
+    sources: Mapping[str, tuple[int, int]]  # of `numerics`: number of logs and of tokens that each gave
 
 
 def parts(run: RunData) -> Parts | None:
