@@ -2,11 +2,10 @@
 
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.report.page import Report, build, build_why
-from mismatch_ext.report.summary import Ratio, Row, Summary, load_runs, summarise
+from mismatch_ext.report.summary import Row, Summary, load_runs, summarise
 from mismatch_ext.report.verdict import RunVerdict, judge, level_of, verdict
 
 __all__ = [
-    "Ratio",
     "Report",
     "Row",
     "RunVerdict",

@@ -25,7 +25,6 @@ from mismatch_ext.report.summary import (
     parts,
     pool_profile,
     pooled,
-    sources_of,
 )
 
 # Okabe and Ito's palette, safe for colour-blind readers.
@@ -77,7 +76,7 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
     ],
     "drift": [
         ("numerics", f"{PREFIX}{NUMERICS}{ABS_DIFF_MEAN}", "Numerics: mean |Δlogp| of tokens of one version", GAP,
-         "What precision, kernels and routing make; a gap in the line is unknown, not 0. Here {sources}.", True),
+         "What precision, kernels and routing make; a gap in the line is unknown, not 0.", True),
         ("stale", f"{PREFIX}stale/{ABS_DIFF_MEAN}", "Mean |Δlogp| of stale tokens", GAP,
          "Numerics, and what training did to the policy since the tokens were sampled: drift, which a correction weighs.", True),
         ("staleness", PREFIX + "staleness_mean", "Staleness", "weight updates",
@@ -123,7 +122,7 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
 
 def sections(runs: Runs) -> list[Section]:
     """Build every section of the report that has a plot, in reading order; what is missing is said elsewhere."""
-    drift = _curves(runs, "drift", sources=_sources(runs)) if _sources(runs) else ()
+    drift = _curves(runs, "drift") if any(parts(run) is not None for run in runs.values()) else ()
     routing = present(*_curves(runs, "routing"), _replay(runs), _layers(runs))
     rows: list[tuple[str, str, tuple[Figure, ...]]] = [
         ("gap", "Gap over steps", _curves(runs, "gap")),
@@ -141,21 +140,13 @@ def sections(runs: Runs) -> list[Section]:
     return [Section(id=id, title=title, figures=figures) for id, title, figures in rows if figures]
 
 
-def _curves(runs: Runs, section: str, **said: str) -> tuple[Figure, ...]:
+def _curves(runs: Runs, section: str) -> tuple[Figure, ...]:
     figures = []
     for id, metric, title, unit, caption, log in CURVES[section]:
         traces = step_traces(runs, metric, log=log)
         y = log_axis(unit) if log else {"title": unit}
-        figures.append(figure_of(id, title, caption.format(**said) if said else caption, traces, STEP, y))
+        figures.append(figure_of(id, title, caption, traces, STEP, y))
     return present(*figures)
-
-
-def _sources(runs: Runs) -> str:
-    """Say from where numerics is known, in runs whose rollouts may be stale; nothing if there are none."""
-    known = {name: split for name, run in runs.items() if (split := parts(run)) is not None}
-    if len(known) == 1:
-        return sources_of(*known.values())
-    return "; ".join(f"{name}: {sources_of(split)}" for name, split in known.items())
 
 
 def _learning_rate(runs: Runs) -> tuple[Figure, ...]:

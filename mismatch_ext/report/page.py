@@ -15,35 +15,27 @@ import jinja2
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
-from mismatch_ext.names import PREFIX
+from mismatch_ext.names import MEASURES, MITIGATION_MEASURES, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.summary import RATIO_COLUMNS, Summary, load_runs, quantity, summarise
+from mismatch_ext.report.summary import Summary, load_runs, quantity, summarise
 from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
 
 MAX_TITLE_RUNS = 4
 TEMPLATE = "template.html.j2"
 REPORT_FILE = "report.html"
-COLUMN_LABELS = {
-    "logp_abs_diff_mean": ("mean |Δlogp|", "mean over tokens of |trainer logp − rollout logp|, in nat"),
-    "logp_abs_diff_max": ("max |Δlogp|", "largest |trainer logp − rollout logp| of any token, in nat"),
-    "kl": (
-        "k1",
-        "mean of rollout logp − trainer logp: unbiased estimate of KL(rollout ‖ trainer), nat per token",
-    ),
-    "k3_kl": ("k3", "mean of r − 1 − log r with r = trainer / rollout: low-variance estimate of the same KL"),
-    "seq_kl": ("seq KL", "mean over sequences of the summed log-ratio, in nat per sequence"),
-    "seq_k3_kl": ("seq k3", "mean over sequences of k3 of the summed log-ratio, in nat per sequence"),
-    "numerics/logp_abs_diff_mean": (
-        "numerics |Δlogp|",
-        "mean |Δlogp| of tokens that were scored by the weights that sampled them, in nat",
-    ),
-    "numerics/k3_kl": ("numerics k3", "k3 of the same tokens, in nat per token"),
-    "ess_token": ("ESS token", "effective sample size of the token weights as a fraction, mean over steps"),
-    "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
+LABELS = {
+    "logp_abs_diff_mean": "mean |Δlogp|",
+    "logp_abs_diff_max": "max |Δlogp|",
+    "kl": "k1",
+    "k3_kl": "k3",
+    "seq_kl": "seq KL",
+    "seq_k3_kl": "seq k3",
+    "ess_token": "ESS token",
+    "ess_seq": "ESS seq",
 }
 STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "open": "no end line"}
 
@@ -175,8 +167,7 @@ def _context(
             for index, v in enumerate(judged)
         ],
         "summary": summary,
-        "columns": [(name, *_column_label(name)) for name in summary.columns],
-        "ratio_columns": [(name, *_column_label(name)) for name in RATIO_COLUMNS if name in summary.columns],
+        "columns": [_column(name) for name in summary.columns],
         "sections": sections(runs),
         "splits": sorted({split for run in runs.values() for split in run.splits if split != "train"}),
         "side_rows": tables.side_rows(runs),
@@ -190,11 +181,11 @@ def _context(
     }
 
 
-def _column_label(name: str) -> tuple[str, str]:
-    if name in COLUMN_LABELS:
-        return COLUMN_LABELS[name]
-    tau = name[2:]
-    return f"F({tau})", f"fraction of tokens whose probability ratio exceeds {tau} either way"
+def _column(name: str) -> tuple[str, str, str]:
+    """Return the name of a column, its label and its meaning."""
+    part, _, plain = name.rpartition("/")
+    meaning = MEASURES[plain].meaning if plain in MEASURES else MITIGATION_MEASURES[plain]
+    return name, f"{part} {LABELS.get(plain, plain)}".strip(), meaning
 
 
 def _write(path: Path, page: str) -> None:

@@ -172,7 +172,7 @@ def test_plots_hold_the_numbers_of_the_stream(arms: Path, page: Page) -> None:
     assert len(colours) == 3, "one colour per run through all plots"
 
 
-def test_rewards_and_ratios(tmp_path: Path) -> None:
+def test_rewards(tmp_path: Path) -> None:
     for name, gap in (("bf16", 8.0), ("fp16", 1.0)):
         with run_stream(tmp_path / name, header=header(name)) as stream:
             for step in range(12):
@@ -188,12 +188,6 @@ def test_rewards_and_ratios(tmp_path: Path) -> None:
     row = summary.row("bf16")
     # Steps 0..4 average to 2, steps 7..11 to 9.
     assert row is not None and (row.reward_first, row.reward_last) == (2.0, 9.0)
-    (ratio,) = summary.ratios
-    assert (ratio.run, ratio.over, ratio.split) == ("bf16", "fp16", "train")
-    # Negative estimates have no ratio.
-    expected: dict[str, float | None] = {"logp_abs_diff_mean": 8.0, "k3_kl": 64.0, "seq_k3_kl": 8.0}
-    expected |= {"logp_abs_diff_max": None, "seq_kl": None}
-    assert {k: v if v is None else round(v, 9) for k, v in ratio.values.items()} == expected
     json.dumps(summary.to_dict(), allow_nan=False)
 
 
@@ -427,7 +421,7 @@ def test_no_precision_is_advised_for_what_is_drift(tmp_path: Path) -> None:
 def test_numerics_and_drift_have_plots_where_rollouts_are_stale(tmp_path: Path, page: Page) -> None:
     figures = figures_of(load_runs(stale_run(tmp_path, "bf16", numerics=0.002)), "drift")
     assert [figure.id for figure in figures] == ["numerics", "stale", "staleness"]
-    assert "numerics is known of 3 of 4 logs by tokens of the batch in 3 (120 tokens)" in figures[0].caption
+
     assert "numerics" not in page.text.lower()
 
 
