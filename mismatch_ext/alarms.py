@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, suggestion
 from mismatch_ext.names import (
     CORRECTION_MEASURES,
     GROWTH_MEASURES,
@@ -51,10 +51,9 @@ ANEW = "alarms_anew"
 
 @dataclass(frozen=True, kw_only=True)
 class Rule:
-    """When a metric is out of bounds, for how many logs in a row, and what happens then.
+    """When a metric is out of bounds, or not finite, for how many logs in a row, and what happens then.
 
-    A value is out of bounds above `above`, below `below`, and where it is not finite. `metric` is a name in the log, with or
-    without the prefix `mismatch/`, or a role for which the host has its own name.
+    `metric` is a name in the log, with or without the prefix `mismatch/`, or a role for which the host has its own name.
     """
 
     metric: str
@@ -235,10 +234,7 @@ def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
 
 
 def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
-    """Return the rules that are on, by metric: the built-in ones, over which the section's are laid, then its others.
-
-    Raises ConfigError if a rule is contradictory, has no threshold, or is given twice.
-    """
+    """Return the rules that are on, by metric: the built-in ones, refined by the section, and its own. Raises ConfigError."""
     host = HostNames() if names is None else names
     asked: dict[str, str] = {}
     taken: dict[str, str] = {}
@@ -374,10 +370,7 @@ class Alarm:
 def watch(
     state: AlarmState, metrics: Mapping[str, Any], rules: Mapping[str, Rule], step: int
 ) -> tuple[AlarmState, list[Alarm]]:
-    """Take a log of training, after `step` steps, and return the new state and the alarms that were raised or are over.
-
-    The first state is `AlarmState()`. If a metric is absent or not a number, its alarm stays as it is.
-    """
+    """Take a log of training, after `step` steps, and return the new state and the alarms that were raised or are over."""
     watches, alarms = dict(state.watches), []
     for metric, rule in rules.items():
         before = watches.get(metric, _new(rule))
@@ -394,9 +387,10 @@ def watch(
 
 def unwatched(rules: Mapping[str, Rule], metrics: Mapping[str, Any]) -> dict[str, str]:
     """Return a sentence, by metric, for each alarm in the user's block whose metric is not in the first log."""
+    logged = [name.removeprefix(PREFIX) for name in sorted(metrics)]
     return {
         metric: f"mismatch.monitor.alarms.{metric}: the first log does not hold this metric, and unless a later one does it "
-        f"is never watched; logged are {', '.join(sorted(metrics))}."
+        f"is never watched.{suggestion(metric.removeprefix(PREFIX), logged)}"
         for metric, rule in rules.items()
         if rule.named and not any(name in metrics for name in rule.logged)
     }

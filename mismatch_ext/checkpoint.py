@@ -25,10 +25,7 @@ def write_state(path: Path, state: Mapping[str, Any]) -> None:
 
 
 def read_state(path: Path) -> dict[str, Any] | None:
-    """Return the state in a checkpoint; None if there is no file, as in a checkpoint of a stock host.
-
-    Every part is a mapping or null, and its owner checks what it holds. Raises RecordError for another version or a damaged file.
-    """
+    """Return the state in a checkpoint, None for a stock host's, which has no file; raises RecordError for other versions."""
     if not path.is_file():
         return None
     remedy = "Resume from another checkpoint, or remove this file to start with new states."
@@ -36,26 +33,19 @@ def read_state(path: Path) -> dict[str, Any] | None:
         state = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {error}. {remedy}") from error
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise RecordError(f"{path} is damaged: it is no JSON ({error}). {remedy}") from error
-    if not isinstance(state, dict):
-        raise RecordError(f"{path} is damaged: found {_short(state)}; allowed: a JSON object. {remedy}")
-    if type(state.get("schema")) is not int or state["schema"] != SCHEMA:
+    if not isinstance(state, dict) or state.get("schema") != SCHEMA:
         raise RecordError(
-            f"{path} has schema {_short(state.get('schema'))}; this release of mismatch-ext reads {SCHEMA}. {remedy}"
+            f"{path} holds {state!r:.80}; this release of mismatch-ext reads a JSON object of schema {SCHEMA}. {remedy}"
         )
-    for name, part in state.items():
-        allowed = int if name in ("schema", "weight_version") else dict
-        if part is not None and type(part) is not allowed:
-            what = "an integer" if allowed is int else "a JSON object or null"
-            raise RecordError(f"{path} is damaged: {name} is {_short(part)}; allowed: {what}. {remedy}")
     return state
 
 
 def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]) -> str | None:
-    """Return a sentence that names the settings (`MismatchConfig.to_dict`) that differ from a checkpoint's; None if none do.
+    """Return a sentence that names the settings that differ from a checkpoint's; None if none do.
 
-    The monitor is not compared: it reports changes of its own rules, and nothing else in it has a state.
+    The monitor reports changes of its own rules.
     """
     if saved is None:
         return None
@@ -75,9 +65,4 @@ def _changes(before: Any, now: Any, name: str) -> Iterator[str]:
             before, now = ("absent" if value is None else "given" for value in (before, now))
             yield f"mismatch.{name} was {before} and is {now}"
         else:
-            yield f"mismatch.{name} was {_short(before)} and is {_short(now)}"
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else text[:77] + "..."
+            yield f"mismatch.{name} was {before!r:.80} and is {now!r:.80}"

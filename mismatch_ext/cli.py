@@ -16,9 +16,7 @@ from mismatch_ext.versions import installed
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """One subcommand. `configure` adds its arguments to its parser, and only if it is called; `run` gets the parsed arguments and
-    returns the exit status. Both import what they need themselves, so that other subcommands start quickly.
-    """
+    """One subcommand; `configure` and `run` import what they need themselves, so that other subcommands start quickly."""
 
     name: str
     help: str

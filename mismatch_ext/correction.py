@@ -55,11 +55,8 @@ a value computed from moments."""
 class Correction:
     """The outcome of a correction.
 
-    Args:
-        weights: Importance weights `[B, T]`, float64 if an input is, otherwise float32, detached; 0 where there is no token. 1 at
-            every token for level `none`.
-        mask: True at tokens that are kept `[B, T]`.
-        metrics: Scalars under verl's names, without prefix.
+    Weights `[B, T]` are float64 if an input is, otherwise float32, detached; 0 where there is no token, 1 at every token for
+    level `none`. The mask `[B, T]` is True at tokens that are kept. The metrics have verl's names, without prefix.
     """
 
     weights: Tensor
@@ -447,8 +444,7 @@ CONFIDENCE = 1.282
 def masked_sums(kept_mask: Tensor, response_mask: Tensor) -> Sums:
     """Count tokens and responses by quarter of response length `[4]`, and those of them that a correction masks.
 
-    `kept_mask` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. A response is masked if none of its
-    tokens is kept. The first quarter is the shortest fourth of this batch's responses.
+    `kept_mask` is not 0 at tokens that keep a weight `[B, T]`, or of responses `[B, 1]`. The first quarter is the shortest.
     """
     mask = response_mask.bool()
     lengths, left = mask.sum(1), (mask & kept_mask.bool()).sum(1)

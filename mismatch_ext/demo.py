@@ -164,12 +164,7 @@ class Shown:
 
 
 def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what, done, total: None) -> Shown:
-    """Measure the gap of a miniature policy in three dtypes, plant a fault in the engine, and have the doctor name it.
-
-    Args:
-        seed: Seed of the policy and of what is sampled.
-        progress: Called with what is being done, how much of it is done, and how much there is.
-    """
+    """Measure the gap of a miniature policy in three dtypes, plant a fault in the engine, and have the doctor name it."""
     master = trained(seed, progress)
     generator = torch.Generator().manual_seed(seed + 1)
     prompts_BT = sequences(RESPONSES, PROMPT, generator)

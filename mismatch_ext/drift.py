@@ -54,9 +54,8 @@ LARGEST_EXPONENT = 700.0
 def token_versions(segments: Sequence[Sequence[tuple[int | None, int]]], mask: Tensor) -> Tensor:
     """Return the version of the weights that sampled each token `[B, T]`, int64; `UNKNOWN` where nobody says, or none did.
 
-    A response's segments are (version or None, index of its first token, tools' tokens counted) in order. One that begins
-    inside an earlier one replaces the tokens there, as when a chat template removes generated tokens before the next turn.
-    Raises RecordError.
+    Segments are (version or None, index of the first token) in order. One that begins inside an earlier one replaces the tokens
+    there, as when a chat template removes generated tokens before the next turn. Raises RecordError.
     """
     if mask.dim() != 2 or len(segments) != len(mask):
         raise RecordError(
@@ -74,9 +73,8 @@ def token_versions(segments: Sequence[Sequence[tuple[int | None, int]]], mask: T
 def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
     """Return True at the tokens up to which one version sampled the whole response `[B, T]`, bool.
 
-    After a change of version the engine computes its cache again, with other experts for the earlier tokens than sampled
-    those. A trainer that replays the recorded experts then cannot score the later tokens as the engine did, whatever weights
-    it has.
+    After a change of version the engine computes its cache again, with other experts for the earlier tokens. A trainer that
+    replays the recorded experts then cannot score the later tokens as the engine did, whatever weights it has.
     """
     sampled = mask.bool()
     first = versions.gather(1, sampled.long().argmax(1, keepdim=True))
@@ -197,12 +195,7 @@ class Growth:
 
 
 def grown(growth: Growth, step: int, k3: float) -> tuple[Growth, dict[str, float]]:
-    """Add a log's k3 after `step` steps, and return the logs, the factor by which it grew and the lower end of its 99 %
-    interval.
-
-    There are no metrics until there are `GROWTH_LEAST` logs. A second log of a step, and a value that is not finite, are
-    ignored; a smaller step starts the record again.
-    """
+    """Add a log's k3 after `step` steps; return the logs, the factor by which it grew and the lower end of its 99 % interval."""
     points = () if growth.points and step < growth.points[-1][0] else growth.points
     if math.isfinite(k3) and (not points or step > points[-1][0]):
         points = (*points, (step, math.log(max(k3, GROWTH_FLOOR))))[-GROWTH_WINDOW:]
@@ -218,10 +211,9 @@ def grown(growth: Growth, step: int, k3: float) -> tuple[Growth, dict[str, float
 def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:
     """Return the slope of values over ascending steps, and both ends of its 99 % interval, robust against heavy tails.
 
-    The slope is that of Theil and Sen: the median of (y_j - y_i) / (x_j - x_i) over all pairs. Its interval is Sen's (1968), from
-    the variance of Kendall's statistic without growth. If the policy drifts, successive batches are similar, which makes that
-    variance larger. It is therefore multiplied by (1 + r) / (1 - r), where r is the correlation of the residuals' ranks with the
-    ranks one log earlier.
+    The median of (y_j - y_i) / (x_j - x_i) over all pairs (Theil and Sen), with Sen's interval (1968) from the variance of
+    Kendall's statistic without growth. If the policy drifts, successive batches are similar, which makes that variance larger: it
+    is multiplied by (1 + r) / (1 - r), where r is the correlation of the residuals' ranks with the ranks one log earlier.
     """
     x, y = np.asarray(steps, np.float64), np.asarray(values, np.float64)
     count = len(x)
@@ -264,11 +256,7 @@ def clip_sums(
     *,
     sequences: bool = False,
 ) -> Sums:
-    """Count what a clip on pi_trainer / pi_engine stops at the weights that sampled, where the policy has not changed.
-
-    Log-probabilities are `[B, T]`, nats; advantages `[B]` or `[B, T]`. With `sequences` the clip is on the mean log-ratio of a
-    response (GSPO, arXiv 2507.18071).
-    """
+    """Count what a clip on pi_trainer / pi_engine `[B, T]`, or on a response's mean (GSPO), stops at an equal policy."""
     chosen = mask.bool()
     wide = advantages if advantages.dim() == trainer.dim() else advantages[:, None]
     all_d = torch.where(chosen, trainer.double() - engine.double(), 0.0)

@@ -11,8 +11,7 @@ from mismatch_ext.errors import RunDirectoryError
 def write_whole(path: Path, data: bytes, *, make_folder: bool = False) -> None:
     """Write a file; after an interruption or on a full disk it still holds the old bytes or the new ones.
 
-    A link stays, and the file that it points to is written. A device or a pipe is written to and never replaced. `make_folder`
-    creates a missing folder, which is right if the user named the folder and not the file. Raises RunDirectoryError.
+    A link stays, and a device or a pipe is never replaced. `make_folder` is right if the user named the folder and not the file.
     """
     try:
         if make_folder:

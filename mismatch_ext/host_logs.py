@@ -30,15 +30,7 @@ Logged = Iterator[tuple[int, str, Mapping[str, Any]]]
 
 
 def host_log(path: Path) -> RunData | None:
-    """Read a host's own log: a file, or a folder that holds one; None if there is none.
-
-    Returns:
-        The run; `problems` says which figures the host logged under other names, and how to have the missing ones logged.
-
-    Raises:
-        RunDirectoryError: A file has another format.
-        PeerVersionError: The log is TensorBoard's, and tensorboard is not installed.
-    """
+    """Read a host's own log, a file or the first in a folder, or None; raises RunDirectoryError or PeerVersionError."""
     if path.is_file():
         candidates = [path]
     else:

@@ -104,10 +104,7 @@ class _Estimate(torch.autograd.Function):
 
 
 def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Return the estimate of d and its derivative.
-
-    A new estimator is a name in `KlConfig.estimator`, a branch here, and its documented means in tests/oracles/kl/facts.py.
-    """
+    """Return the estimate of d and its derivative; tests/oracles/kl/facts.py has the documented mean of each estimator."""
     if estimator == "k1":
         return d.clone(), torch.ones_like(d)
     if estimator == "k2":
@@ -265,10 +262,9 @@ def kl_baseline(
     behavior: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
-    """Return the leave-one-out baseline of each token `[B, T]`, nats, detached, for the argument `baseline` of `kl_terms`.
+    """Return the leave-one-out baseline `[B, T]`, nats, of `kl_terms`, under the policy at the start of an update.
 
-    Arguments as for `kl_terms`, under the policy at the start of an update. No response's baseline depends on that response,
-    so that it keeps the expectation while the policy moves; 0 where no other sequence of the group is as long.
+    No response's baseline depends on that response, so that it keeps the expectation while the policy moves.
     """
     tokens = _checked_tokens(logprobs.detach(), ref_logprobs, mask, settings, behavior)
     estimate: Tensor = _Estimate.apply(tokens.logprobs - tokens.ref_logprobs, settings.estimator)
@@ -549,9 +545,7 @@ def kl_step(state: KlState, measured: float, settings: KlConfig) -> tuple[KlStat
         integral += 0.05 e                                  undone if e pushes log coef below further out of bounds
         log coef = log initial + integral + 0.1 e           then clipped to [1e-6, 10]
 
-    Because the integral does not grow at a bound, the first error of the other sign takes the coefficient off it, however long
-    it was there. `measured` is in nats per token, and may be negative as an estimate; RecordError if it is not finite. The
-    first state is `KlState(initial=coef, coef=coef)`.
+    `measured` is in nats per token, and may be negative as an estimate; RecordError if it is not finite.
     """
     if settings.target_kl is None:
         return replace(state, steps=state.steps + 1), state.coef
@@ -574,14 +568,11 @@ def kl_step(state: KlState, measured: float, settings: KlConfig) -> tuple[KlStat
 
 
 class KlTerm:
-    """The coefficient of a run's KL term: one for each batch, and from the batch's KL the next one's.
+    """The coefficient of a run's KL term: one for each batch, and from the batch's KL the next one's. Raises ConfigError.
 
-        term.begin()                                                     # a fresh batch
-        term.add(over_ranks(kl_sums(old, ref, mask), ranks))             # for each of its parts
-        kl_terms(logprobs, ref, mask, term.config, coef=term.coef, ...)  # for each micro-batch
-
-    `coef` is the present batch's, for loss and rewards; `state` has the next one's. Raises ConfigError for a first coefficient
-    that is not a positive number, or outside of the controller's bounds.
+    term.begin()                                                     # a fresh batch
+    term.add(over_ranks(kl_sums(old, ref, mask), ranks))             # for each of its parts
+    kl_terms(logprobs, ref, mask, term.config, coef=term.coef, ...)  # for each micro-batch
     """
 
     def __init__(self, config: KlConfig, coef: float) -> None:
@@ -649,10 +640,7 @@ class KlTerm:
         return to_json(self.state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
-        """Go on from a saved state, and return a sentence for the user if the coefficient is no longer the saved one.
-
-        If the first coefficient was another one, or is a constant, it starts from this run's.
-        """
+        """Go on from a saved state; return a sentence if the coefficient begins anew, as the first one was another."""
         saved, initial = from_json(KlState, state, "kl"), self.state.initial
         if saved.initial == initial and self.adaptive:
             self._start(saved)

@@ -260,11 +260,7 @@ def run_info(
     more: Mapping[str, Any] | None = None,
     **run: Any,
 ) -> dict[str, Any]:
-    """Return the header of a run's metrics file, with the same keys for every host.
-
-    `packages` are noted with their versions; `more` are entries that only this host has; `run` is name, host, model,
-    model_type, parameters, device and seed.
-    """
+    """Return the header of a run's metrics file, with the same keys for every host; `run` is name, model, device and the like."""
     parts = {"trainer": trainer, "engine": engine, "sampling": sampling}
     return {
         "run": run,
@@ -346,25 +342,11 @@ class LogState:
 
 
 class RunLog:
-    """Measurements, alarms and events of one trainer; every rank has one, and the main process writes.
+    """Measurements, alarms and events of one trainer; every rank has one, and the main process writes. Raises RunDirectoryError.
 
-        log = RunLog(block, run_dir, info=lambda: run_info(block, names, ...), step=lambda: steps, names=names)
-        log.begin(None)
-        for batch in rollouts:
-            log.observe("train", old, rollout, mask)
-            ...                                     # the step
-            logged = log.log(steps, {"reward": reward})
-            if logged.stop:
-                break
-        log.end("completed")
-
-    `info` builds the header of a segment, as `run_info` does, and `step` returns the number of finished optimizer
-    steps. `names` are the host's names of its own metrics; None if it logs them under their roles' names. `verdicts`
-    decides whether a failed check ends the run; None ends it, whatever the block's level. `tell` shows a warning to
-    the user; None logs it. Raises RunDirectoryError.
-
-    `rules` and `alarms` are the alarms' rules and state, `stopped` is the message of the alarm that stopped training, and
-    `doctor` examines batches in the main process if asked to.
+    A host calls `begin`, for each step `observe` on its batches and then `log`, and `end`. `info` builds the header of a segment,
+    as `run_info` does, and `step` returns the number of finished optimizer steps. `verdicts` decides whether a failed check ends
+    the run; None ends it, whatever the block's level. `tell` shows a warning to the user; None logs it.
     """
 
     def __init__(

@@ -208,8 +208,7 @@ class RunData:
 
 
 def find_runs(directory: str | Path) -> dict[str, Path]:
-    """Return the run directories at a path by name: the folder itself, else its sub-folders, or the `mismatch` folders in
-    them.
+    """Return the run directories at a path by name: the folder itself, else its sub-folders, or the `mismatch` folders in them.
 
     A folder `mismatch` in a trainer's output folder goes by the latter's name. Raises RunDirectoryError if there is none.
     """

@@ -104,20 +104,14 @@ class LrState:
 
 
 def lr_step(state: LrState, statistics: Statistics | None, config: LrConfig, *, step: int) -> tuple[LrState, float]:
-    """Return state and multiplier of an optimizer step, by the rule of arXiv 2602.01826: decay every `period` steps to a
-    floor.
+    """Return state and multiplier of the optimizer step after `step` steps, by the rule of arXiv 2602.01826; raises RecordError.
 
         multiplier(t) = max(decay^floor(t / period), floor),   period = round(1.8 * T_surge) unless given
 
     t counts from the end of warm-up. The paper leaves open where; counted from the surge, the first decay would come after the
     collapse that it shows for a constant rate (surge at about 110, collapse at about 300). Until a surge that is needed is
-    found, the multiplier is 1. Only one surge is looked for. The multiplier is a function of step, period and surge, so no
-    error accumulates.
-
-    `step` is how many optimizer steps came before it; steps may be left out. Gradient accumulation and a step that was skipped
-    for an overflow keep the number, and only the first measurement of a step counts. `statistics` are of a new batch of
-    rollouts, over all ranks; None at a step without one. Raises RecordError for a step before the state's, and for a statistic
-    that is missing or not possible.
+    found, the multiplier is 1. `statistics` are of a new batch of rollouts, over all ranks, or None; only the first of a step
+    count.
     """
     if state.trigger != config.trigger:
         raise RecordError(
@@ -186,9 +180,8 @@ def surge_threshold(baseline: Baseline, config: LrConfig) -> float:
 def _measured(state: LrState, measurement: Measurement, config: LrConfig) -> LrState:
     """Remember a measurement, and look for the surge. The paper shows surges but gives no detector: all of this is a choice.
 
-    There is one when the median of the last `SMOOTHING` measurements reaches the threshold. The baseline is the median of the
-    first measurements of the run, so that slow growth counts once it is large. Lengths surge as well when the fraction of
-    truncated responses rises by `TRUNCATED_RISE`: with half of them at the limit, the mean cannot show growth.
+    The median of the last `SMOOTHING` measurements must reach the threshold over the median of the first ones, so that slow
+    growth counts once it is large. With half of the responses at the limit, the mean cannot show growth: their share counts too.
     """
     if state.surge_step is not None:
         return state
@@ -461,11 +454,7 @@ def warn_of_short_training(config: LrConfig, steps: int) -> None:
 
 
 def length_sums(lengths: Tensor, truncated: Tensor | None = None) -> Sums:
-    """Return the sums of this rank's responses, which `sums.over_ranks` adds up; raises RecordError for what is no length.
-
-    `lengths` are tokens per response `[B]`; `truncated` is True where one was cut off at the limit, and all ranks give it, or
-    none.
-    """
+    """Return the sums of this rank's lengths `[B]`, tokens, and of those that were cut off, which all ranks give or none."""
     if lengths.dim() != 1 or (truncated is not None and truncated.shape != lengths.shape):
         shapes = [tuple(given.shape) for given in (lengths, truncated) if given is not None]
         raise RecordError(f"lengths and truncated have shapes {shapes}; give one entry per response, shape [B].")

@@ -65,10 +65,7 @@ MEANINGS = {
 
 @dataclass(frozen=True, kw_only=True)
 class HostNames:
-    """Names in the log of one host, by role; the defaults are the roles' own names, for a training loop of your own.
-
-    `next_rate` says that a step logs the learning rate of the next one, as stock verl does.
-    """
+    """Names in the log of one host, by role; the defaults are the roles' own names, for a training loop of your own."""
 
     reward: str = "reward"
     length: str = "length"

@@ -120,10 +120,7 @@ def applied(*patches: Patch) -> Iterator[list[dict[str, str]]]:
 
 
 def apply(*patches: Patch) -> None:
-    """Put patches in place until `revert`, all or none. A patch that is in place already is held once more.
-
-    Raises PatchDriftError if a target is gone or does not behave as its patch needs it to; PatchError otherwise.
-    """
+    """Put patches in place until `revert`, all or none; one that is there is held once more. Raises PatchError."""
     for patch in patches:
         _import(patch)
     with _LOCK:
@@ -146,10 +143,7 @@ def apply(*patches: Patch) -> None:
 
 
 def revert(*patches: Patch) -> None:
-    """Let go of patches; restore the symbols of those that nobody else holds, in reverse order.
-
-    Raises PatchError if somebody else replaced a symbol after us: it is left alone, and all others are restored.
-    """
+    """Let go of patches; raises PatchError if somebody else replaced a symbol, which is left alone."""
     lost = []
     with _LOCK:
         for patch in reversed(patches):
@@ -172,10 +166,7 @@ def verify(*patches: Patch) -> None:
 
 
 def described(*patches: Patch) -> list[dict[str, str]]:
-    """Return name, target, peer, version and digest of each patch, sorted by name, whether applied yet or not.
-
-    The digest covers the other four, the texts of the original and of `make`, and the handler. Raises as `apply`.
-    """
+    """Return name, target, peer, version and digest of each patch, sorted by name, whether applied yet or not."""
     for patch in patches:
         _import(patch)
     with _LOCK:

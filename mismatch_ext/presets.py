@@ -32,10 +32,9 @@ COMPAT = {
 class ResolvedCorrection:
     """A complete importance correction: a preset, or a section with nothing left open.
 
-    A weight is of a token, of a sequence (the product), or geometric (the mean). A token is kept if all `rules` keep it. Their
-    names (`RULES`) say what is judged, a token or the sum, mean or maximum over a sequence, and by which statistic: k1 = -log
-    rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu. Each has bounds: for k1 the smallest and the largest
-    ratio that are kept, for the others None and the largest divergence, in nats.
+    A token is kept if all `rules` keep it. Their names (`RULES`) say what is judged, a token or the sum, mean or maximum over a
+    sequence, and by which statistic: k1 = -log rho, k2 = (log rho)^2 / 2 or k3 = rho - 1 - log rho, with rho = pi/mu. Each has
+    bounds: for k1 the smallest and the largest ratio that are kept, for the others None and the largest divergence, in nats.
     """
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
@@ -102,11 +101,7 @@ class ResolvedCorrection:
 
 
 def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> dict[str, Interval]:
-    """Read rejection rules with their thresholds (`mismatch.correction.reject`); raises ConfigError.
-
-    For k1 a threshold is the bounds of the ratio, or a number x, which means 1/x to x, or x to 1/x; otherwise an upper bound
-    in nats.
-    """
+    """Read `mismatch.correction.reject`: for k1, a number x means ratios from 1/x to x, or x to 1/x. Raises ConfigError."""
     where, rules = "mismatch.correction.reject", dict[str, Interval]()
     for name, bounds in reject.items():
         if name not in RULES:
@@ -175,10 +170,7 @@ tokens outside of a band, `geo_mask` sequences by their geometric mean, and `ops
 
 
 def resolve(config: CorrectionConfig) -> ResolvedCorrection:
-    """Return the settings of a `correction` section: those of its preset, overridden by the section's other keys.
-
-    Raises ConfigError if a preset or rule is unknown, bounds contradict each other, or the section asks for nothing.
-    """
+    """Return the settings of a `correction` section: those of its preset, overridden by its other keys. Raises ConfigError."""
     if config.preset is not None and config.preset not in PRESETS:
         raise ConfigError(
             f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}."

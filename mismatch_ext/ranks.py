@@ -91,10 +91,7 @@ WORLD = WorldRanks()
 
 
 def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
-    """Raise on every rank if one rank failed, because the others would wait for it in a collective; all ranks must call this.
-
-    A failed rank raises its own error; the others one of the first failed rank's class, which names that rank.
-    """
+    """Raise on every rank if one failed, a failed one its own error, others one of its class that names the rank; all call it."""
     # In words, because not every error survives a pickle.
     for rank, failed in enumerate(ranks.gather(None if error is None else _in_words(error))):
         if failed is not None:
@@ -119,8 +116,7 @@ _failures = itertools.count()
 def first_error(error: BaseException) -> str:
     """Return the words of the error that ended a run on the first rank to fail; a later one gets them as a note of its own.
 
-    A rank that fails between two checks ends its process, and the others see no more than a lost connection. What it leaves in
-    the store by which the ranks have met tells why.
+    The others see no more than a lost connection; what the rank left in the store by which they have met tells why.
     """
     of_this_rank = f"{type(error).__name__}: {error}"
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:

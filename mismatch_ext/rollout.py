@@ -188,10 +188,7 @@ def expect_present(provenance: Provenance, weight_version: int, name: str = "rol
 def sampled_by(
     name: str, provenance: Provenance | None, first: int | None, last: int | None, *, allow_mixed: bool = False
 ) -> Provenance:
-    """Return the provenance of a rollout whose engine reports these versions of its weights at the first and last token.
-
-    With `allow_mixed`, several versions are accepted, as partial rollouts have, and the last is taken. Raises RecordError.
-    """
+    """Return the provenance of a rollout, sampled by one version, or by several if `allow_mixed`; raises RecordError."""
     if provenance is None:
         raise RecordError(_unknown(name, provenance))
     if first is None or last is None:
@@ -226,9 +223,7 @@ class Origins:
         self.present: Provenance | None = None
 
     def sent(self, version: int, answers: Iterable[EngineAnswer]) -> Provenance:
-        """Take every engine's report after weights of a version were sent, and return their one provenance; raises
-        RecordError.
-        """
+        """Take every engine's report after weights of a version were sent, and return their provenance; raises RecordError."""
         engines = []
         for answer in answers:
             digest, stamp, name = answer.patch_digest, answer.weight_version, f"of {answer.name}"
@@ -242,10 +237,9 @@ class Origins:
         return now
 
     def check(self, rollouts: Iterable[tuple[str, int | None, int | None]], *, older: bool = False) -> Provenance:
-        """Return the provenance of a batch; refuse the batch if a rollout was not sampled by the engines' present weights.
+        """Return the provenance of a batch, of (name, version at the first token, at the last); refuse other weights.
 
-        Each rollout has a name and the versions of the weights at its first and last token; None if unknown. With `older`,
-        earlier and several versions are accepted, because an asynchronous host trains on them. Raises RecordError.
+        With `older`, earlier and several versions are accepted, because an asynchronous host trains on them. Raises RecordError.
         """
         sampled = [
             (name, first, sampled_by(name, self.present, first, last, allow_mixed=older))
@@ -352,11 +346,7 @@ def to_records(
     finish_reasons: Sequence[str | None] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[RolloutRecord]:
-    """Make records from token ids and log-probabilities, for a host that keeps nothing else of an engine's outputs.
-
-    All lists have an entry per rollout. A log-probability is None where the engine reported NaN. Without `names`, rollouts are
-    numbered in messages. Raises RecordError for lengths that differ.
-    """
+    """Make records of columns with an entry per rollout; a log-probability is None where the engine reported NaN."""
     count = len(prompt_ids)
     columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
     lengths = [len(column) for column in (prompt_ids, response_ids, rollout_logprobs, *columns)]
@@ -399,8 +389,7 @@ def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = 
 class Batch:
     """Rollouts as tensors: each row is a prompt followed by its response, padded on the right.
 
-    With padding on the right, positions begin at 0 in every row, whatever the model does with them. A batch lives from
-    `run.batch` to the step that learns from it.
+    With padding on the right, positions begin at 0 in every row. A batch lives from `run.batch` to the step that learns from it.
     """
 
     tokens: Tensor  # `[B, S]`, int64; 0 at padding

@@ -280,12 +280,10 @@ def head_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Return log pi_S of sampled tokens `[N]` from last hidden states `[N, H]` and the output projection `[V, H]`, with
-    gradient.
+    """Return log pi_S of sampled tokens `[N]` from hidden states `[N, H]` and the output projection `[V, H]`, with gradient.
 
     Only the logits of S are computed: scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature. Under
-    autocast, the products are computed in autocast's dtype, everything after them in float32. Results and errors are those of
-    `support_logprobs`.
+    autocast, the products are computed in its dtype, everything after them in float32. Errors are those of `support_logprobs`.
     """
     fits = hidden.dim() == 2 and hidden.shape[:1] == tokens.shape and len(weight) >= support.vocabulary
     if not (fits and len(support) == len(tokens) and temperature > 0):

@@ -31,22 +31,13 @@ RowLoss = Callable[..., Tensor]
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(logprobs, ref_logprobs, behavior_logprobs), each [rows, T] -> per-token loss terms [rows, T]."""
 
-LogitsTerm = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(logits, ref_logits, each [rows, T, V], logprobs, behavior_logprobs, each [rows, T]) -> per-token terms [rows, T]."""
-
-
 ZERO = 1e-9
 """Relative size below which a figure is rounding."""
 
 
 @dataclass(frozen=True, eq=False)
 class Tree:
-    """Every response of `horizon` tokens over a vocabulary, and the prefixes that they pass.
-
-    Args:
-        vocab: V >= 2.
-        horizon: T >= 1.
-    """
+    """Every response of `horizon` tokens over a vocabulary, and the prefixes that they pass."""
 
     vocab: int
     horizon: int
@@ -91,26 +82,16 @@ class Tree:
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Policy, reference and sampling policy on one tree.
-
-    Args:
-        tree: Responses.
-        policy: Logits of pi `[P, V]`.
-        reference: Logits of pi_ref.
-        behavior: Logits of mu, the policy that samples; the same as `policy` on-policy.
-    """
+    """Policy, reference and sampling policy on one tree; `behavior` is the same as `policy` on-policy."""
 
     tree: Tree
-    policy: Tensor
-    reference: Tensor
-    behavior: Tensor
+    policy: Tensor  # logits of pi `[P, V]`
+    reference: Tensor  # of pi_ref
+    behavior: Tensor  # of mu, which samples
 
     @classmethod
     def random(cls, vocab: int, horizon: int, seed: int, *, distance: float = 0.7, lag: float = 0.0) -> Problem:
-        """Return a random policy, with normal noise on the logits of reference (`distance`) and behavior (`lag`).
-
-        A lag of 0 is on-policy.
-        """
+        """Return a random policy, and normal noise on the logits of reference (`distance`) and behavior (`lag`)."""
         tree = Tree(vocab, horizon)
         policy = tree.random_logits(3 * seed, 1.0)
         return cls(
@@ -151,12 +132,8 @@ def exact(
 ) -> tuple[float, Tensor]:
     """Return value and gradient `[P, V]` of a divergence, by summation, without any sampling identity.
 
-    Args:
-        problem: Policies.
-        divergence: A key of `PREFIX_DIVERGENCES`, for target "sequence" of `SEQUENCE_DIVERGENCES`.
-        target: "sequence": the divergence summed over whole responses of pi. "token": the sum over prefixes of the
-            divergence of next-token distributions, weighted by how often a prefix is visited, those weights held fixed.
-        prefixes: For "token", the policy whose visits are counted.
+    "sequence": the divergence summed over whole responses of pi. "token": the sum over prefixes of the divergence of next-token
+    distributions, weighted by how often one of the policies `prefixes` visits them, those weights held fixed.
     """
     tree, policy = problem.tree, problem.policy.clone().requires_grad_()
     if target == "sequence":
@@ -169,24 +146,17 @@ def exact(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Moments:
-    """What a loss term does on average, and how far one sample strays.
+    """What a loss term does on average, and how far one sample strays."""
 
-    Args:
-        value: Expected sum of the term over a response.
-        gradient: Expected gradient of that sum in the policy's logits `[P, V]`.
-        std: Root of the summed variances of one response's gradient; of a batch's mean it is std / sqrt(batch size).
-    """
-
-    value: float
-    gradient: Tensor
-    std: float
+    value: float  # expected sum of the term over a response
+    gradient: Tensor  # expected gradient of that sum in the policy's logits `[P, V]`
+    std: (
+        float  # root of the summed variances of one response's gradient; of a batch's mean it is std / sqrt(batch size)
+    )
 
 
 def moments(problem: Problem, term: Term) -> Moments:
-    """Return exact moments of a term that treats rows independently.
-
-    The term is called once, with every response as a row; the chain to the logits is autograd's.
-    """
+    """Return exact moments of a term that treats rows independently, by one call with every response as a row."""
     values, per_row = _call(problem, term, torch.arange(len(problem.probabilities)))
     weights = problem.probabilities
     policy = problem.policy.clone().requires_grad_()
@@ -196,69 +166,8 @@ def moments(problem: Problem, term: Term) -> Moments:
     return Moments(value=float(weights @ values), gradient=gradient, std=_root(square - (gradient**2).sum(), square))
 
 
-def logits_moments(problem: Problem, term: LogitsTerm) -> Moments:
-    """Return exact moments of a term that reads the distributions themselves, and treats rows independently."""
-    tree = problem.tree
-    count = len(problem.probabilities)
-    # A copy of the table for each response: one backward pass then gives every response's own gradient.
-    policy = problem.policy.expand(count, -1, -1).clone().requires_grad_()
-    logits = policy[torch.arange(count)[:, None], tree.states]
-    logprobs = logits.log_softmax(-1).gather(-1, tree.sequences[..., None])[..., 0]
-    terms = term(logits, problem.reference[tree.states], logprobs, tree.logprobs(problem.behavior))
-    per_row = torch.autograd.grad(terms.sum(), policy, allow_unused=True)[0] if terms.requires_grad else None
-    if per_row is None:
-        per_row = torch.zeros_like(policy)
-    weights = problem.probabilities
-    gradient = torch.einsum("n,npv->pv", weights, per_row)
-    square = weights @ (per_row**2).sum((1, 2))
-    return Moments(
-        value=float(weights @ terms.detach().sum(1)),
-        gradient=gradient,
-        std=_root(square - (gradient**2).sum(), square),
-    )
-
-
-def pair_moments(problem: Problem, term: Term, batch: int) -> Moments:
-    """Return exact moments of a term with a leave-one-out baseline, per response of a batch.
-
-    The term is called once on every pair of responses, rows 2k and 2k + 1 being a pair. The mean gradient of a batch with
-    such a baseline is the mean over its pairs (a U-statistic), whose variance follows from that of a pair and of its
-    mean given one response (Hoeffding 1948).
-
-    Args:
-        problem: Policies; N^2 pairs have to fit memory.
-        term: Must treat the pairs apart, and be linear in the baseline.
-        batch: Responses per batch, >= 2.
-    """
-    count = len(problem.probabilities)
-    first, second = torch.arange(count).repeat_interleave(count), torch.arange(count).repeat(count)
-    values, per_row = _call(problem, term, torch.stack([first, second], dim=1).flatten())
-    per_row = per_row.view(count, count, 2, -1)
-    scores = _scores(problem)
-    pair = (
-        torch.einsum("ijt,itp->ijp", per_row[:, :, 0], scores) + torch.einsum("ijt,jtp->ijp", per_row[:, :, 1], scores)
-    ) / 2
-    weights = problem.probabilities
-    given_one = torch.einsum("j,ijp->ip", weights, pair)
-    gradient = weights @ given_one
-    square = weights @ (pair**2).sum(-1) @ weights
-    pair_variance = square - gradient @ gradient
-    one_variance = weights @ (given_one**2).sum(1) - gradient @ gradient
-    variance = 2 / (batch * (batch - 1)) * (2 * (batch - 2) * one_variance + pair_variance)
-    return Moments(
-        value=float(weights @ values.view(count, count, 2).mean(-1) @ weights),
-        gradient=gradient.view_as(problem.policy),
-        std=_root(batch * variance, square),
-    )
-
-
 def row_term(loss: RowLoss, *others: Tensor) -> Term:
-    """Return a trainer's loss of one response as a term of the enumeration: each response is a batch of its own.
-
-    Args:
-        loss: The trainer's loss, differentiable in the log-probabilities.
-        others: What else the loss takes of a response, such as `rewards` `[N]`, in the order of `Tree.sequences`.
-    """
+    """Return a loss of one response as a term of the enumeration; `others`, each `[N]`, are what else it takes (rewards)."""
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         terms = []
@@ -276,34 +185,19 @@ def row_term(loss: RowLoss, *others: Tensor) -> Term:
 
 @dataclass(frozen=True, kw_only=True)
 class KlJudgement:
-    """What a KL term is on average; sizes are relative to the exact value or the norm of the exact gradient.
+    """What a KL term is on average; sizes are relative to the exact value or the norm of the exact gradient."""
 
-    Args:
-        value: Bias of the expected value against KL(pi||ref) of responses.
-        responses: Bias of the expected gradient against that of KL(pi||ref) of responses.
-        cos: Cosine of the two gradients; None where the expected gradient is 0.
-        tokens: Bias of the expected gradient against that of the per-token reverse KL of the sampled prefixes.
-        std: Spread of one response's gradient over the norm of that of KL(pi||ref) of responses.
-        regularises: The divergence whose gradient it is, in words; "0" where it has none on average, empty when it is none of
-            those enumerated.
-    """
-
-    value: float
-    responses: float
-    cos: float | None
-    tokens: float
-    std: float
-    regularises: str
+    value: float  # bias of the expected value against KL(pi||ref) of responses
+    responses: float  # bias of the expected gradient against that of KL(pi||ref) of responses
+    cos: float | None  # of the two gradients; None where the expected one is 0
+    tokens: float  # bias of the expected gradient against that of the per-token reverse KL of the sampled prefixes
+    std: float  # spread of one response's gradient over the norm of that of KL(pi||ref) of responses
+    regularises: (
+        str  # the divergence whose gradient it is, in words; "0" where it has none on average, "" if it is no known one
+    )
 
     def expect(self, divergence: str) -> None:
-        """Fail unless the term regularises a divergence.
-
-        Args:
-            divergence: As `regularises` has it, such as "KL(pi||ref) of responses".
-
-        Raises:
-            AssertionError: It does not; says what it does.
-        """
+        """Raise AssertionError unless the term regularises a divergence, such as "KL(pi||ref) of responses"."""
         if self.regularises != divergence:
             actual = (
                 self.regularises or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
@@ -312,14 +206,9 @@ class KlJudgement:
 
 
 def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
-    """Compare a KL term with the exact divergences (the divergences that estimators have on average: arXiv 2512.21852).
+    """Compare a KL term of coefficient 1, or its moments, with the exact divergences (arXiv 2512.21852).
 
-    Args:
-        problem: Policies.
-        term: The term at coefficient 1; or its moments, where it was enumerated by other means.
-
-    Returns:
-        Its biases and what it regularises, rounded to six digits, so that they are the same on every machine.
+    Its figures are rounded to six digits, so that they are the same on every machine.
     """
     expected = term if isinstance(term, Moments) else moments(problem, term)
     value, whole = exact(problem, "KL(pi||ref)", "sequence")
@@ -342,29 +231,16 @@ def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
 
 @dataclass(frozen=True, kw_only=True)
 class CorrectionJudgement:
-    """What a policy loss on samples of mu is on average, beside the gradient of the expected reward under pi.
+    """What a policy loss on samples of mu is on average, beside the gradient of the expected reward under pi."""
 
-    Args:
-        bias: Norm of the difference of the two gradients over that of the exact one.
-        cos: Their cosine; None where the expected gradient is 0.
-        shape: What is left of the bias at the best scale: what no learning rate takes away.
-        std: Spread of one response's gradient over the norm of the exact one.
-    """
-
-    bias: float
-    cos: float | None
-    shape: float
-    std: float
+    bias: float  # norm of the difference of the two gradients over that of the exact one
+    cos: float | None  # None where the expected gradient is 0
+    shape: float  # what is left of the bias at the best scale: what no learning rate takes away
+    std: float  # spread of one response's gradient over the norm of the exact one
 
 
 def judge_correction(problem: Problem, term: Term, rewards: Tensor) -> CorrectionJudgement:
-    """Compare a corrected policy loss with the exact policy gradient, -grad E_pi[R].
-
-    Args:
-        problem: Policies; mu samples.
-        term: The loss, its advantages being `rewards`.
-        rewards: Reward of each response `[N]`, in the order of `Tree.sequences`; `Tree.random_rewards` draws some.
-    """
+    """Compare a loss whose advantages are `rewards` `[N]`, by `Tree.sequences`, with the exact gradient -grad E_pi[R]."""
     policy = problem.policy.clone().requires_grad_()
     truth = torch.autograd.grad(-(problem.tree.logprobs(policy).sum(1).exp() @ rewards), policy)[0]
     expected = moments(problem, term)
@@ -423,17 +299,6 @@ def _score_squares(problem: Problem) -> Tensor:
     probabilities = problem.policy.softmax(-1)[problem.tree.states]
     chosen = probabilities.gather(-1, problem.tree.sequences[..., None])[..., 0]
     return (probabilities**2).sum(-1) - 2 * chosen + 1
-
-
-def _scores(problem: Problem) -> Tensor:
-    """Return the gradient of each token's log-probability in all logits `[N, T, P * V]`."""
-    tree = problem.tree
-    count, length = tree.states.shape
-    scores = torch.zeros(count, length, tree.prefixes, tree.vocab, dtype=torch.float64)
-    onehot = torch.nn.functional.one_hot(tree.sequences, tree.vocab).double()
-    rows, columns = torch.arange(count)[:, None], torch.arange(length)[None]
-    scores[rows, columns, tree.states] = onehot - problem.policy.softmax(-1)[tree.states]
-    return scores.flatten(2)
 
 
 def _root(variance: Tensor, square: Tensor) -> float:

@@ -53,10 +53,8 @@ def join_turns(
     """Join the engine's answers, in the order of the calls, into one record for each completion.
 
     Each row of routes comes from the turn that computed it first, so that a sampled token keeps the experts that it was
-    sampled with, and not those that a later turn chose in its prefill. A completion may end inside its last turn: with
-    `limit`, only one of that many tokens. With `every_turn`, each turn must be part of a completion; otherwise other
-    candidates for a turn, and calls about something else, are ignored. Raises RecordError or RoutingError; names completion,
-    token and ids.
+    sampled with. A completion may end inside its last turn: with `limit`, only one of that many tokens. With `every_turn`, each
+    turn must be part of a completion; otherwise other candidates and calls are ignored. Raises RecordError or RoutingError.
     """
     rows = [_Completion(name, completion, limit) for name, completion in enumerate(trained)]
     waiting: _Waiting = defaultdict(list)
@@ -361,8 +359,8 @@ class Calls:
 def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
     """Return the ids that each token of a row's response was sampled from; none where the policy sampled nothing.
 
-    If several calls of the conversation were given the same tokens, the mask comes from the one whose log-probabilities and
-    tokens the row has, because another may have sampled the same token with other weights. Raises RecordError.
+    If several calls were given the same tokens, the mask comes from the one whose log-probabilities and tokens the row has,
+    because another may have sampled the same token with other weights. Raises RecordError.
     """
     first, tokens = len(row.prompt_ids), row.prompt_ids + row.response_ids
     parts: list[TokenSupport] = []

@@ -184,10 +184,7 @@ def _missing(peer: Peer) -> PeerVersionError:
 
 
 def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ()) -> str:
-    """Return the version of a peer that can be used for these features in these circumstances, as in `KnownWrong.where`.
-
-    Raises PeerVersionError if it is missing, too old, or known to be wrong; names what was found and what to install.
-    """
+    """Return the version of a peer that can be used for these features in these circumstances; raises PeerVersionError."""
     peer, version = PEERS[name], installed(name)
     if version is None:
         raise _missing(peer)

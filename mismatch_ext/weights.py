@@ -117,10 +117,8 @@ class Decoded:
 class SyncVerdict:
     """Judgment of one weight update; gaps are means over the probes, nats per token, infinite if a score is not finite.
 
-    `status` is "in_sync"; "unchanged" (the trainer had nothing new, and the engine still agrees); "stale"; "garbled"; or
-    "stale_decode" (prefill is in sync, but the engine decodes with older weights). A gap above `threshold` counts as garbled;
-    `baseline` is that between two sides with the same weights. `movement` is the mean change of the trainer's probes since the
-    engine's last changed.
+    A gap above `threshold` counts as garbled; `baseline` is that between two sides with the same weights. `movement` is the mean
+    change of the trainer's probes since the engine's last changed. "stale_decode" is a prefill in sync, and a decode that is not.
     """
 
     status: Status
@@ -408,9 +406,9 @@ class ProbedEngine(Protocol):
         """Return the log-probabilities `[N, T-1]` that prefill gives, as the trainer's `score` does, in float64."""
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
-        """Decode `count` tokens after each prompt of `[N, P]`, beyond end tokens, without drawing the engine's random numbers.
+        """Decode `count` tokens after each prompt `[N, P]` at temperature 1, beyond end tokens; the same weights give the same.
 
-        Log-probabilities are at temperature 1, without truncation; the same weights give the same tokens.
+        The engine's random numbers are not drawn.
         """
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
@@ -642,11 +640,10 @@ class Piece:
 
 
 def fingerprint(named_tensors: NamedTensors) -> str:
-    """Return a digest of named weights, to tell whether they changed; of sharded tensors, it is that of this rank's shards.
+    """Return a digest of named weights, or of this rank's shards, to tell whether they changed.
 
     It contains names, shapes, dtypes and sums of bits: of all elements if there are fewer than 131,072, otherwise of 43,000 to
-    88,000 at a regular stride. An optimizer step changes nearly all elements, and cannot be missed; a change of a few single
-    elements of a large tensor can.
+    88,000 at a regular stride. An optimizer step changes nearly all elements, and cannot be missed.
     """
     digest = hashlib.blake2b(digest_size=16)
     sums: dict[torch.device, list[Tensor]] = {}
@@ -664,10 +661,7 @@ def fingerprint(named_tensors: NamedTensors) -> str:
 
 
 def sums_of(piece: Piece, dtype: torch.dtype) -> BitSums:
-    """Add up the bits of a piece after rounding to the engine's dtype; about a thousand rows of a matrix enter the sums.
-
-    The sums of all pieces add up to those of the whole tensor, or to k times as much if k processes hold all of it.
-    """
+    """Add up the bits of a piece of a tensor after rounding to the engine's dtype; the sums of all pieces are the tensor's."""
     rows, columns = _sampled(piece.shape)
     start, end, device = piece.start, piece.start + piece.values.numel(), piece.values.device
     stretches = [(max(row * columns, start), min((row + 1) * columns, end)) for row in rows]
@@ -696,10 +690,7 @@ def compare_sums(
     before: Mapping[str, BitSums],
     shapes: Mapping[str, Shape],
 ) -> list[TensorComparison]:
-    """Compare tensors that both sides hold whole, once or several times, by their sums over all processes of a side.
-
-    `engine` are the engine's, `sent` the trainer's, `before` those of the update before; `shapes` are the whole tensors'.
-    """
+    """Compare tensors that each side holds whole, once or several times, by their sums, and by those of the update before."""
     compared = []
     for name in sent:
         if name not in engine or name not in shapes:

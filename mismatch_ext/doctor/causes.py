@@ -18,19 +18,12 @@ _MASKS = "# or keep it, with a top_k, and set mismatch: {sampling_mask: {}}"
 
 @dataclass(frozen=True, kw_only=True)
 class Remedy:
-    """Lines to change.
+    """Lines to change; "" where there is nothing to change in a host."""
 
-    Args:
-        trl: Fields of the GRPO config; "" if there is nothing to change in TRL.
-        verl: Overrides of `main_ppo`.
-        vllm: Flags of `vllm serve`; engine flags are also arguments of `LLM`.
-        sglang: Flags of `sglang.launch_server`.
-    """
-
-    trl: str = ""
-    verl: str = ""
-    vllm: str = ""
-    sglang: str = ""
+    trl: str = ""  # fields of the GRPO config
+    verl: str = ""  # overrides of `main_ppo`
+    vllm: str = ""  # flags of `vllm serve`; engine flags are also arguments of `LLM`
+    sglang: str = ""  # flags of `sglang.launch_server`
 
 
 REMEDIES = {
@@ -189,35 +182,24 @@ def remedy(name: str, temperature: float = 1.0, *, engine_dtype: str = "", train
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cause:
-    """Something that an engine may do differently from the trainer.
-
-    Args:
-        key: A short name.
-        family: Causes of one family resemble each other: sampling, reporting, config, weights, cache, prompt or experts.
-        said: A sentence; `{x}` stands for the parameter.
-        predict: Maps a parameter to the log-probabilities `[N]` that the oracle would give with this cause; -inf for tokens that
-            it makes impossible.
-        remedy: What to change: a key of `REMEDIES`; "" if that is the cause's own key.
-        needs: Whether the model and the sample have what this cause changes; otherwise it is not tried.
-        grid: Parameters to try; they must be positive if they are refined.
-        steps: Steps of refinement between the neighbours on the grid; more are made while the tokens tell the parameters apart. 0
-            for parameters that are counts or indices of a list.
-        neutral: The parameter at which nothing changes.
-        names: If the parameter is an index, the texts that the sentence shows instead.
-        screen: Like `predict`, but only for some of the fitted responses, with NaN for all other tokens; chooses the parameter
-            when a prediction is expensive. None uses `predict`.
-    """
+    """Something that an engine may do differently from the trainer."""
 
     key: str
-    family: str
-    said: str
+    family: str  # of causes that resemble each other: sampling, reporting, config, weights, cache, prompt or experts
+    said: str  # a sentence; `{x}` stands for the parameter
+    # Maps a parameter to the log-probabilities `[N]` that the oracle would give with this cause; -inf for tokens that it makes
+    # impossible.
     predict: Callable[[float], Floats]
-    remedy: str = ""
-    needs: bool = True
-    grid: tuple[float, ...] = (1.0,)
+    remedy: str = ""  # a key of `REMEDIES`; "" if that is the cause's own key
+    needs: bool = True  # whether model and sample have what this cause changes; otherwise it is not tried
+    grid: tuple[float, ...] = (1.0,)  # parameters to try; positive if they are refined
+    # Steps of refinement between the neighbours on the grid; more are made while the tokens tell the parameters apart. 0 for
+    # parameters that are counts or indices of a list.
     steps: int = 0
-    neutral: float | None = None
-    names: tuple[str, ...] = ()
+    neutral: float | None = None  # the parameter at which nothing changes
+    names: tuple[str, ...] = ()  # if the parameter is an index, the texts that the sentence shows instead
+    # Like `predict`, but only for some of the fitted responses, with NaN for all other tokens: chooses the parameter when a
+    # prediction is expensive.
     screen: Callable[[float], Floats] | None = None
 
     def sentence(self, x: float) -> str:

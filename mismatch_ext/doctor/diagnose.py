@@ -105,9 +105,8 @@ class Rung:
 class Engine:
     """How an engine differs from itself.
 
-    `decode` is what it reported while sampling, less its score of the same tokens as a prompt, both at temperature 1 and without
-    sampling settings. If the run's requests have such settings, it is of other tokens than the sample's, and `prefill`, the score
-    of the sample's tokens as a prompt `[N]`, is None.
+    `decode` is what it reported while sampling, less its score of the same tokens as a prompt, both without sampling settings. If
+    the run's requests have such settings, it is of other tokens than the sample's, and `prefill`, the score of these, is None.
     """
 
     rungs: tuple[Rung, ...]
@@ -123,40 +122,26 @@ class Engine:
 
 @dataclass(frozen=True, kw_only=True)
 class Scores:
-    """The trainer side's scores of a sample's tokens, at the run's temperature.
+    """The trainer side's scores of a sample's tokens, at the run's temperature; log-probabilities are `[N]`, in nats."""
 
-    Args:
-        trainer: Log-probabilities as the run computes them `[N]`.
-        own: The trainer's arithmetic in the engine's dtype, under the engine's routes `[N]`.
-        logits: Logits of the oracle `[N, V]`, float32, before the temperature. The oracle is the trainer's model in float32, with
-            weights rounded to the engine's dtype, under the engine's routes if they are known.
-        headed: `own` with a head in float32 `[N]`; None if that is the same.
-        native: Log-probabilities of the oracle under the trainer's own routes `[N]`; None for a model without experts.
-        flips: Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the
-            same model in the engine's dtype does; None if the engine's are not known.
-        straight: `trainer` with right padding, which shifts no position `[N]`; None if `trainer` itself has right padding.
-        layout: How the run lays out its batches, in words; "" if it pads on the right.
-        rungs: Measured differences of the trainer from itself.
-        temperature: Number that the trainer divides logits by.
-        end_tokens: Ids that end a response.
-        engine_dtype, trainer_dtype: Dtypes that the sides compute in, for remedies; "" if unknown.
-        trainer_head: Dtype that the trainer's head computes in; "" if it is `trainer_dtype`.
-    """
-
-    trainer: Floats
-    own: Floats
+    trainer: Floats  # as the run computes them
+    own: Floats  # the trainer's arithmetic in the engine's dtype, under the engine's routes
+    # The oracle's `[N, V]`, float32, before the temperature: the trainer's model in float32, with weights rounded to the
+    # engine's dtype, under the engine's routes if they are known.
     logits: Tensor | Logits
-    headed: Floats | None = None
-    native: Floats | None = None
+    headed: Floats | None = None  # `own` with a head in float32; None if that is the same
+    native: Floats | None = None  # the oracle's under the trainer's own routes; None for a model without experts
+    # Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the same
+    # model in the engine's dtype does; None if the engine's are not known.
     flips: tuple[float, float] | None = None
-    straight: Floats | None = None
-    layout: str = ""
+    straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
+    layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
     rungs: tuple[Rung, ...] = ()
-    temperature: float = 1.0
+    temperature: float = 1.0  # that the trainer divides logits by
     end_tokens: tuple[int, ...] = ()
-    engine_dtype: str = ""
+    engine_dtype: str = ""  # that the side computes in, for remedies; "" if unknown
     trainer_dtype: str = ""
-    trainer_head: str = ""
+    trainer_head: str = ""  # dtype that the trainer's head computes in; "" if it is `trainer_dtype`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,105 +195,64 @@ class Mended:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedCause:
-    """A cause that a report names.
-
-    Args:
-        key, family, said: Those of the `Cause`; the sentence `said` contains the parameter.
-        parameter: Value of the cause's parameter.
-        status: "fits"; "partly" if something is left; "confirmed" if its remedy was applied and the gap fell as predicted; or
-            "measured" if a side differs from itself.
-        share: The part of the mean |Δlogp| that the cause makes; None for too few tokens.
-        z, slope, low, high: How sure the fit is; None for a cause that was not fitted.
-        ties: Keys of causes that fit equally well.
-        remedy: What to change.
-    """
+    """A cause that a report names; `key`, `family` and `said` are those of the `Cause`, with the parameter in the sentence."""
 
     key: str
     family: str
     said: str
     parameter: float
+    # "partly" if something is left; "confirmed" if its remedy made the gap fall as predicted; "measured" if a side differs from
+    # itself.
     status: Literal["fits", "partly", "confirmed", "measured"]
-    share: float | None = None
-    z: float | None = None
+    share: float | None = None  # of the mean |Δlogp|; None for too few tokens
+    z: float | None = None  # this, slope, low and high are None for a cause that was not fitted
     slope: float | None = None
     low: float | None = None
     high: float | None = None
-    ties: tuple[str, ...] = ()
+    ties: tuple[str, ...] = ()  # keys of causes that fit equally well
     remedy: Remedy = Remedy()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Diagnosis:
-    """What the doctor found.
+    """What the doctor found."""
 
-    Args:
-        tokens, responses: Numbers of judged tokens and responses.
-        gap: `logp_abs_diff_mean`, `k3_kl` and `logp_abs_diff_max` between engine and trainer.
-        parts: Terms of the gap, in the order of the path from engine to trainer.
-        ratio, tail_ratio: The engine's error in units of the trainer's own arithmetic: the larger of the ratios of medians and of
-            means, and the ratio of the largest hundredth.
-        trainer_ratio: The trainer's error in the units of `ratio`.
-        measurable: Whether rounding is larger than float32's own, so that the ratios mean something.
-        causes: The named causes.
-        hints: Sentences on fits that are not sure enough to name a cause.
-        left, left_tail: `ratio` and `tail_ratio` of the error that the named causes leave.
-        unexplained: Mean size of the error that is neither named nor rounding, in nats per token.
-        notes: Sentences on what else was seen.
-        tokens_test: Result of the test on which tokens were sampled.
-        verdict: "clean", "explained", "partly" or "unexplained".
-        flips: `Scores.flips`.
-        seen, longest: Tokens of the longest response that was judged, and of the longest that the run allows (0 if unknown).
-        begins: First token of a response from which on the error that is left lies; None if it lies everywhere.
-        tried: Keys of all causes that were tried.
-        engine_dtype, trainer_dtype: Dtypes that the sides compute in; "" if unknown.
-        mended: Effects of the remedies that were tried.
-        rungs: Measured differences of each side from itself.
-        largest: The token of the largest gap; None for a diagnosis without a gap.
-        blocks: The network's blocks, each run on the engine's own input; empty if that was not asked for, or not possible.
-        seconds: Duration of each of the doctor's rungs, by name.
-        explained: Predictions of the named causes, token by token; None if no cause was fitted; not in `data`.
-        noise: Rounding, by which they are judged; not in `data`.
-    """
-
-    tokens: int
+    tokens: int  # that were judged
     responses: int
-    gap: dict[str, float]
-    parts: tuple[Part, ...]
+    gap: dict[str, float]  # `logp_abs_diff_mean`, `k3_kl` and `logp_abs_diff_max` between engine and trainer
+    parts: tuple[Part, ...]  # in the order of the path from engine to trainer
+    # The engine's error in units of the trainer's own arithmetic: the larger of the ratios of medians and of means, and the
+    # ratio of the largest hundredth.
     ratio: float
     tail_ratio: float
-    trainer_ratio: float
-    measurable: bool
+    trainer_ratio: float  # the trainer's error in the units of `ratio`
+    measurable: bool  # whether rounding is larger than float32's own, so that the ratios mean something
     causes: tuple[NamedCause, ...]
-    hints: tuple[str, ...]
-    left: float
+    hints: tuple[str, ...]  # fits that are not sure enough to name a cause
+    left: float  # `ratio` and `tail_ratio` of the error that the named causes leave
     left_tail: float
-    unexplained: float
+    unexplained: float  # mean size of the error that is neither named nor rounding, nats per token
     notes: tuple[str, ...]
     tokens_test: TokensTest
-    verdict: str
-    tried: tuple[str, ...]
-    flips: tuple[float, float] | None = None
-    seen: int = 0
-    longest: int = 0
-    begins: int | None = None
+    verdict: str  # "clean", "explained", "partly" or "unexplained"
+    tried: tuple[str, ...]  # keys of all causes that were tried
+    flips: tuple[float, float] | None = None  # `Scores.flips`
+    seen: int = 0  # tokens of the longest response that was judged
+    longest: int = 0  # and of the longest that the run allows; 0 if unknown
+    begins: int | None = None  # first token of a response from which on the error that is left lies; None if everywhere
     engine_dtype: str = ""
     trainer_dtype: str = ""
     mended: tuple[Mended, ...] = ()
-    rungs: tuple[Rung, ...] = ()
+    rungs: tuple[Rung, ...] = ()  # of each side
     largest: Largest | None = None
-    blocks: tuple[Block, ...] = ()
-    seconds: Mapping[str, float] = field(default_factory=dict)
+    blocks: tuple[Block, ...] = ()  # empty if that was not asked for, or not possible
+    seconds: Mapping[str, float] = field(default_factory=dict)  # duration of each of the doctor's rungs, by name
+    # Predictions of the named causes, and the rounding by which they are judged; neither is in `data`.
     explained: Explained | None = field(default=None, repr=False, compare=False)
     noise: Noise | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
-        """Return 0 for a clean pair, 1 if the gap is explained up to the threshold, otherwise 2.
-
-        An "unexplained" verdict with an unexplained size of 0 gives 2, too.
-
-        Args:
-            threshold: Largest mean size of the unexplained error that still gives 1, in nats per token.
-        """
+        """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 2."""
         if self.verdict == "clean":
             return 0
         hidden = self.verdict == "unexplained" and self.unexplained == 0
@@ -328,15 +272,10 @@ class Diagnosis:
         return tuple(cause for cause in self.causes if cause.key in fitted)
 
     def confirmed(self, families: Collection[str], left: float, after: Floats) -> Diagnosis:
-        """Return the diagnosis after remedies were applied to the engine and the engine scored the same tokens again.
+        """Return the diagnosis after remedies of some families: the engine's error in units of rounding, and of each token `[N]`.
 
         A cause is confirmed if the error fell to the size of rounding, and fell token by token as the cause predicts. A cause
         that left something must also have predicted most of the fall, because the remedy of its family mends more than it.
-
-        Args:
-            families: Families of the causes whose remedies were applied.
-            left: The engine's error after the remedies, in units of the trainer's own arithmetic.
-            after: That error of each token `[N]`, nats.
         """
         keys = [cause.key for cause in self.mendable if cause.family in families]
         if self.explained is None or self.noise is None or not keys:
@@ -391,19 +330,11 @@ def diagnose(
     seed: int = 0,
     progress: Callable[[str], None] = lambda key: None,
 ) -> Diagnosis:
-    """Say why engine and trainer differ on a sample.
+    """Say why engine and trainer differ on a sample; raises NonFiniteLogprobError for the trainer's own log-probabilities.
 
-    Args:
-        sample: The tokens that the engine sampled, with the log-probabilities that it reported.
-        scores: The trainer side's scores of the same tokens.
-        causes: Causes that each need a forward pass of a changed model; those that are functions of logits are always tried.
-        engine: Measurements of the engine on itself; None if it cannot be asked.
-        asked: Temperature that the engine was asked for, None if unknown; it decides if the tokens cannot.
-        seed: Seed of the bootstrap over responses.
-        progress: Called with the key of each cause before it is tried.
-
-    Raises:
-        NonFiniteLogprobError: A log-probability of the trainer's side is not finite; the message names response and token.
+    `causes` each need a forward pass of a changed model; those that are functions of logits are always tried. `engine` is None
+    if it cannot be asked. `asked` is the temperature that it was asked for, which decides if the tokens cannot. `seed` draws
+    the bootstrap over responses. `progress` gets the key of each cause before it is tried.
     """
     _ensure_finite(sample, scores)
     rng = np.random.default_rng(seed)
@@ -533,25 +464,16 @@ def diagnose(
 
 
 def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
-    """Return an engine's error on tokens that it scored again: in units of the trainer's own arithmetic, and per token `[N]`.
-
-    Args:
-        sample: The tokens, with the engine's new log-probabilities.
-        scores: The trainer side's scores, at temperature 1, because engines score prompts so.
-    """
+    """Return an engine's error on tokens that it scored again at temperature 1: in units of rounding, and per token `[N]`."""
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     error = sample.engine - table.logprob
     return Noise.of(scores.own - table.logprob, table.spread).size(error), error
 
 
 def distance(sample: Sample, scores: Scores) -> float:
-    r"""Return the median over tokens of how far an engine's logits are off, in nats.
+    """Return the median over tokens of how far an engine's logits are off, in nats, where both score prompts at temperature 1.
 
     When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
-
-    Args:
-        sample: The tokens, with the engine's score of them as part of a prompt.
-        scores: The trainer's scores, at temperature 1, because engines score prompts at that temperature.
     """
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     telling = table.spread > TELLING
@@ -560,13 +482,7 @@ def distance(sample: Sample, scores: Scores) -> float:
 
 
 def begins(place: Integers, error: Floats, rounding: float) -> int | None:
-    """Return the place in a response behind which an error begins; None if it is there from the start.
-
-    Args:
-        place: The place of each token in its response `[N]`.
-        error: The error of each token `[N]`.
-        rounding: Mean size of rounding, in nats.
-    """
+    """Return the place `[N]` in a response behind which an error `[N]` begins, given rounding's mean; None if at once."""
     order = np.argsort(place, kind="stable")
     sizes = np.abs(error)[order]
     before = np.cumsum(sizes) / np.arange(1, len(sizes) + 1)
@@ -579,14 +495,7 @@ def begins(place: Integers, error: Floats, rounding: float) -> int | None:
 
 
 def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) -> Diagnosis:
-    """Return the diagnosis after a few responses of the run's whole length, which the engine scored as prompts.
-
-    Args:
-        diagnosis: What the shorter responses showed.
-        sample: Long responses, with the engine's score of them as part of a prompt.
-        scores: The trainer's scores of them, at temperature 1.
-        longest: The run's limit on the tokens of a response.
-    """
+    """Return the diagnosis after a few responses of the run's whole length, scored as prompts at temperature 1."""
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     late = sample.place >= diagnosis.seen
     if diagnosis.verdict != "clean" or not late.any():
@@ -612,13 +521,7 @@ def with_blocks(diagnosis: Diagnosis, blocks: Sequence[Block]) -> Diagnosis:
 
 
 def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagnosis:
-    """Return a diagnosis that is not complete with which half of the engine's side differs, by its score of the same tokens.
-
-    Args:
-        diagnosis: The diagnosis.
-        left: The error of the engine's score of the same tokens in the trainer's prompts, in units of rounding.
-        error: That error of each token `[N]`, nats.
-    """
+    """Return the diagnosis with which half of the engine's side differs, by its error on the same prompts `[N]`, nats."""
     if left <= ROUNDING or float(np.abs(error).mean()) <= FLOAT32:
         differs = "its weights, configuration and cache are sound, and prompts, sampling or what it reports differ"
     else:
@@ -632,11 +535,8 @@ def taken_apart(
 ) -> Diagnosis:
     """Return the diagnosis with what was tried on a run's own pass, where that pass differs beyond rounding.
 
-    Args:
-        diagnosis: What is named "layout" in it is taken apart.
-        computed: The run's own log-probabilities `[N]`.
-        plain: Those of its weights in a plain pass `[N]`.
-        tries: By what was done otherwise, in words, the name of its remedy and its log-probabilities `[N]`.
+    `computed` are its log-probabilities `[N]`, `plain` those of a plain pass; `tries` has the remedy and the log-probabilities of
+    each thing that was done otherwise, by what it is in words.
     """
     at = next((number for number, cause in enumerate(diagnosis.causes) if cause.key == "layout"), None)
     if at is None:
@@ -657,16 +557,10 @@ def taken_apart(
 
 
 def other_model(diagnosis: Diagnosis, far: float) -> Diagnosis:
-    """Return the diagnosis; if the engine holds another model, with that as its cause.
+    """Return the diagnosis; if `far`, the `distance` of the engine's prefill, says that it holds another model, with that cause.
 
-    When an engine scores the trainer's own tokens as a prompt, its sampling, reports and prompts play no part. Rounding, even of
-    weights to 4 bits, moves logits by a small part of a nat. So logits that are off by a quarter of a nat at half of the tokens
-    come from other weights or another architecture. A listed cause that explains everything takes precedence. A cause that fits
-    only in part does not, because some cause may fit in part when two models resemble each other.
-
-    Args:
-        diagnosis: The diagnosis without this cause.
-        far: The `distance` of the engine's score of the same tokens as a prompt.
+    Rounding, even of weights to 4 bits, moves logits by a small part of a nat. A listed cause that explains everything takes
+    precedence. One that fits in part does not, because some cause may fit in part when two models resemble each other.
     """
     if far < ANOTHER or diagnosis.verdict not in ("partly", "unexplained"):
         return diagnosis
@@ -683,15 +577,10 @@ def other_model(diagnosis: Diagnosis, far: float) -> Diagnosis:
 
 
 def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
-    r"""Return what each term contributes to the gap d = engine - trainer, which is the sum of the terms.
+    """Return what each term `[N]` contributes to the gap d = engine - trainer, their sum, with a bootstrap over responses.
 
     For a function f with f(0) = 0, the term p of d gets f(d) p / d of f(d); with f = |d| that is sign(d) p. The shares add up
     to 1. They are attributions along one path, and a share can be negative.
-
-    Args:
-        terms: Name and term of each token `[N]`; they add up to d.
-        row: The response of each token `[N]`.
-        rng: For the bootstrap.
     """
     gap = np.sum(list(terms.values()), axis=0)
     curve = k3(torch.from_numpy(-gap)).numpy()
@@ -811,13 +700,8 @@ def _by_head(
 ) -> list[NamedCause]:
     """Return the cause that the sizes of both sides' errors show, if the head of only one side computes in float32.
 
-    Args:
-        sample: The tokens.
-        scores: The trainer side's scores.
-        left, trainer_ratio: The engine's and the trainer's error, in units of the trainer's arithmetic in the engine's dtype.
-        headed: The error, in the same units, of a model with a float32 head and the rest in the engine's dtype. A side whose
-            error is nearer to it than to 1 (as a ratio) has such a head.
-        parts: The parts of the gap, by name.
+    `headed` is the error of a model with such a head and the rest in the engine's dtype. A side whose error is nearer to it
+    than to 1 (as a ratio) has such a head.
     """
     assert scores.headed is not None
     fine = headed**0.5

@@ -192,10 +192,7 @@ class Search:
         most: int = 2,
         truncated: Callable[[float], Sequence[Cause]] | None = None,
     ) -> Explained:
-        """Fit causes to an error `[N]`, engine less oracle, and choose at most so many that may be named.
-
-        `truncated` returns the causes that cut off a tail at a temperature; with it, the two are also fitted jointly.
-        """
+        """Fit causes to an error `[N]`; `truncated` gives causes that cut off a tail at a temperature, to fit both jointly."""
         named: list[Fit] = []
         first: list[Fit] = []
         rest = error
@@ -336,10 +333,7 @@ class Search:
     @overload
     def _parameter(self, cause: Cause, error: Floats) -> float | None: ...
     def _parameter(self, cause: Cause, error: Floats, *, anyway: bool = False) -> float | None:
-        """Return the likeliest parameter on the fitted responses: the best of the grid, then refined between its neighbors.
-
-        Returns None if no parameter is better than no cause at all, unless one is wanted `anyway`.
-        """
+        """Return the likeliest parameter on the fitted responses, refined; None if none helps, unless wanted `anyway`."""
         losses: dict[float, float] = {}
 
         def loss(x: float) -> float:

@@ -91,17 +91,10 @@ def measured(
     looked: Sequence[str] = (),
     exact: bool = False,
 ) -> Gate:
-    """Return the gate's figures of a sample.
+    """Return the gate's figures of a sample, whose tokens `[N]` are of several batches.
 
-    Args:
-        sample: All tokens that the engine sampled, with the log-probabilities that it reported.
-        scores: The trainer side's scores of them, the float32 oracle's among them.
-        trainer: The trainer's log-probabilities as it computes them, float32 `[N]`.
-        batch: The batch of each token `[N]`.
-        blocks: The network's blocks on the engine's own input; empty if the engine does not show them.
-        equal_blocks: For each block, the share of tokens at which both sides computed the same to the last bit.
-        sides, looked: The two sides, and what was looked at, in words.
-        exact: Ask for equality to the last bit, instead of the other limits.
+    `trainer` are the trainer's log-probabilities as it computes them, `equal_blocks` the share of tokens at which both sides'
+    blocks are equal to the last bit. `exact` asks for that equality, instead of the other limits.
     """
     gap = sample.engine - trainer.astype(np.float64)
     equal = sample.engine.astype(np.float32) == trainer.astype(np.float32)

@@ -34,11 +34,6 @@ class RunDoctor:
     """Decides which batches of a run are examined, and writes what is found; only the main process has one.
 
     A run goes on even if an examination fails. The adapters refuse before the first step a run that cannot be examined at all.
-
-    Args:
-        monitor: The `monitor` section.
-        run_dir: Folder of the run; each examination writes `doctor.json` into a sub-folder of it.
-        event: Writes an event: level, name, message, data.
     """
 
     def __init__(self, monitor: MonitorConfig, run_dir: Path, event: Callable[..., None]) -> None:
@@ -61,12 +56,7 @@ class RunDoctor:
         self._why = alarm.metric
 
     def examine(self, step: int, look: Look) -> dict[str, float]:
-        """Examine a batch, print the table, write `doctor.json` and an event; return metrics, by name without prefix.
-
-        Args:
-            step: Finished optimizer steps.
-            look: Examines the batch. If it raises an error, this becomes an event, and no metrics are returned.
-        """
+        """Examine a batch by `look`, print the table, write `doctor.json` and an event; return metrics, {} after an error."""
         assert self._why is not None
         why, self._why, self._last = self._why, None, step
         self._examined.add(why)
@@ -91,12 +81,7 @@ class RunDoctor:
 
 
 def rows_within(tokens: Sequence[int], most: int) -> list[int]:
-    """Draw rows of a batch at random until their tokens reach a limit, at least two rows; return them in ascending order.
-
-    Args:
-        tokens: Number of sampled tokens of each row; rows without any are left out.
-        most: Largest number of tokens of all drawn rows together.
-    """
+    """Draw rows of a batch at random, at least two, until their tokens reach a limit; return them in ascending order."""
     drawn = [int(row) for row in np.random.default_rng(0).permutation(len(tokens)) if tokens[row]]
     total = np.cumsum([tokens[row] for row in drawn])
     count = max(2, int(np.searchsorted(total, most, side="right")))

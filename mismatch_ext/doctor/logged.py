@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any, NoReturn, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import numpy as np
 import torch
@@ -55,7 +55,6 @@ KEYS = {
     PRIME_RL: {"env", "task", "traces"},
     "verl's trainer.rollout_data_dir or validation_data_dir": {"input", "output", "score", "step"},
 }
-TRL_COLUMNS = {"step", "prompt", "completion", "advantage"}
 # Little-endian, so that a file is the same on every machine.
 DTYPES = {"uint8": "<u1", "uint16": "<u2"}
 # Rewards are often numpy numbers; unpickling these cannot run code from the file.
@@ -77,16 +76,19 @@ class _Row(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+Setting = int | float | str | bool | None
+
+
 class _Provenance(_Row):
     """What our own format says of the engine."""
 
     weight_version: int | str | None = None
-    sampling: dict[str, int | float | str | bool] = {}
-    engine: int | float | str | bool | None = None
-    engine_version: int | float | str | bool | None = None
-    dtype: int | float | str | bool | None = None
-    kv_cache_dtype: int | float | str | bool | None = None
-    logprobs_mode: int | float | str | bool | None = None
+    sampling: dict[str, Setting] = {}
+    engine: Setting = None
+    engine_version: Setting = None
+    dtype: Setting = None
+    kv_cache_dtype: Setting = None
+    logprobs_mode: Setting = None
 
 
 class _Routes(_Row):
@@ -265,22 +267,13 @@ class Logged:
 
 
 def read_rollouts(path: Path, version: str | None = None) -> Logged:
-    """Read a file of logged rollouts.
-
-    Args:
-        path: The file; its name does not matter.
-        version: Weight version whose responses are compared; None if the file holds only one.
-
-    Raises:
-        RecordError: The file is damaged or holds several versions, or its host logs no token ids and log-probabilities.
-        RunDirectoryError: The file cannot be read.
-    """
+    """Read a file of logged rollouts, of one weight version; raises RecordError, or RunDirectoryError if it cannot be read."""
     try:
         data = path.read_bytes()
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}.") from error
     if data.startswith(PARQUET):
-        _refuse_parquet(path)
+        raise RecordError(f"{path} is parquet, as TRL's log_completions writes it, {TEXTS}.")
     host, rows = (SLIME, _slime_file(path)) if data.startswith(ZIP) else _text_file(path, data)
     sampled = tuple(row for row in rows if row is not None)
     return Logged(path=str(path), host=host, responses=sampled, left_out=len(rows) - len(sampled)).of_version(version)
@@ -325,25 +318,6 @@ def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
     return line
 
 
-def _refuse_parquet(path: Path) -> NoReturn:
-    """Say which host wrote a parquet file: TRL's `log_completions` writes texts, AsyncGRPO no file at all."""
-    try:
-        from pyarrow import ArrowException, parquet
-    except ImportError:
-        raise RecordError(
-            f"{path} is parquet, as TRL logs completions (pyarrow, which would tell more, is not installed), {TEXTS}."
-        ) from None
-    try:
-        names = parquet.read_schema(str(path)).names
-    except (ArrowException, OSError) as error:
-        raise RecordError(f"{path} is damaged parquet: {_short(error)}") from error
-    if set(names) >= TRL_COLUMNS:
-        raise RecordError(f"{path} is of TRL's log_completions, {TEXTS}.")
-    raise RecordError(
-        f"{path} is parquet with the columns {', '.join(names)}, which no host that is known here writes; read are {READABLE}."
-    )
-
-
 def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None]]:
     try:
         lines = data.decode("utf-8").splitlines()
@@ -360,10 +334,8 @@ def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None
         where = f"{path}, line {number}"
         try:
             row = json.loads(line)
-        except (json.JSONDecodeError, RecursionError) as error:
-            cut = number == numbered[-1][0] and not data.endswith(b"\n")
-            ends = "; the file ends within it, as one that is still written, or was cut" if cut else ""
-            raise RecordError(f"{where} is no JSON: {_short(error)}{ends}.") from error
+        except json.JSONDecodeError as error:
+            raise RecordError(f"{where} is no JSON: {_short(error)}.") from error
         if not isinstance(row, dict):
             raise RecordError(f"{where} is a {type(row).__name__}; it must be an object.")
         host = next((name for name, keys in KEYS.items() if row.keys() >= keys), "")
@@ -454,10 +426,6 @@ def _sequences(trace: _Trace, where: str) -> Iterator[LoggedResponse]:
         place = f"{where}, node {number}"
         if node.parent is not None and node.parent >= number:
             raise RecordError(f"{place}: parent {node.parent} must be the number of a node before it.")
-        if len(node.mask) != len(node.token_ids):
-            raise RecordError(
-                f"{place}: {len(node.token_ids)} token_ids and {len(node.mask)} values of mask; the two must be equal."
-            )
         if len(node.logprobs) != sum(node.mask):
             raise RecordError(
                 f"{place}: {len(node.logprobs)} logprobs for {sum(node.mask)} sampled tokens; the two must be equal: is it of a "

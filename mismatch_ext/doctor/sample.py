@@ -26,25 +26,13 @@ HALVES = "the doctor fits on one half of the responses and judges on the other"
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """Responses of an engine, with its log-probabilities of their tokens.
+    """Responses of an engine, with its log-probabilities of their tokens; raises RecordError and NonFiniteLogprobError."""
 
-    Args:
-        prompts: Token ids of each response's prompt, as the trainer sees it.
-        responses: Token ids of each response.
-        masks: True where the policy sampled a token, False where a tool or environment inserted it.
-        logprobs: Natural-log probabilities of each response's tokens, as the engine reported them while sampling.
-        routes: The engine's experts for each response; None if it recorded none.
-
-    Raises:
-        RecordError: Lengths differ, there are fewer than two responses, or no token is left by the masks.
-        NonFiniteLogprobError: A log-probability of a sampled token is missing or infinite; names response and token.
-    """
-
-    prompts: tuple[tuple[int, ...], ...]
+    prompts: tuple[tuple[int, ...], ...]  # token ids, as the trainer sees them
     responses: tuple[tuple[int, ...], ...]
-    masks: tuple[tuple[bool, ...], ...]
-    logprobs: tuple[tuple[float, ...], ...]
-    routes: tuple[RoutingTrace, ...] | None = None
+    masks: tuple[tuple[bool, ...], ...]  # True where the policy sampled a token, and no tool or environment inserted it
+    logprobs: tuple[tuple[float, ...], ...]  # natural logarithm, as the engine reported them while sampling
+    routes: tuple[RoutingTrace, ...] | None = None  # the engine's experts; None if it recorded none
 
     def __post_init__(self) -> None:
         counts = [len(column) for column in (self.prompts, self.responses, self.masks, self.logprobs)]

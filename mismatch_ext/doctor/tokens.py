@@ -60,21 +60,13 @@ class Outside:
 
 @dataclass(frozen=True, kw_only=True)
 class TokensTest:
-    r"""A score test of the temperature, and counts beyond truncations.
+    """A score test of the temperature, and counts beyond truncations."""
 
-    Args:
-        z: :math:`\sum (\log p + H) / \sqrt{\sum Var}` over the tokens; about normal for a sound sample, positive
-            for a lower temperature.
-        temperature: The temperature of the draws over the trainer's temperature, by one Newton step from 1. None if that step
-            gives no valid temperature: then the tokens were drawn from another distribution.
-        outside: Counts at a few truncations.
-        spread: :math:`\sqrt{\sum Var}`: z would move by this much if the inverse temperature doubled.
-    """
-
-    z: float
+    z: float  # sum of (log p + H) over the root of the summed variances: about normal if sound, positive for a lower temperature
+    # Of the draws over the trainer's, by one Newton step from 1; None if that step gives none: another distribution.
     temperature: float | None
-    outside: tuple[Outside, ...]
-    spread: float = 0.0
+    outside: tuple[Outside, ...]  # counts at a few truncations
+    spread: float = 0.0  # the root: z would move by this much if the inverse temperature doubled
 
     def drawn_at(self, ratio: float) -> bool | None:
         """Whether the tokens were drawn at `ratio` times the trainer's temperature; None if z cannot tell the two apart."""
@@ -181,12 +173,10 @@ def _below(table: LogitTable, probability: np.ndarray, p: float) -> Outside:
 
 
 def judge_start(sample: Sample) -> int:
-    """Return how many sampled tokens the mask skips at the start of every response; 0 if it skips none, or not the same number.
-
-    Only the engine gives log-probabilities, and only to tokens that it sampled; those of inserted tokens are 0 or missing.
-    """
+    """Return how many sampled tokens the mask skips at the start of every response; 0 if none, or not the same number."""
     skipped = {mask.index(True) for mask in sample.masks if any(mask)}
     late = skipped.pop() if len(skipped) == 1 else 0
+    # Only the engine gives log-probabilities, and only to tokens that it sampled; those of inserted tokens are 0 or missing.
     logprobs = [value or 0.0 for row in sample.logprobs for value in row[:late]]
     sampled = sum(-math.inf < value < 0 for value in logprobs)
     return late if 0 < late <= LATE and sampled > len(logprobs) / 2 else 0

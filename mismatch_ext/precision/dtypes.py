@@ -105,16 +105,13 @@ class PrecisionPolicy:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerFixes:
-    """Advice per problem, in the host's own terms; the defaults are for a training loop of your own.
-
-    In `autocast`, `{dtype}` is the dtype asked for, and `{flag}` its entry in `flags`. `float16_on_cpu` takes its place where
-    autocast is off on a CPU although float16 was asked for.
-    """
+    """Advice per problem, in the host's own terms; the defaults are for a training loop of your own."""
 
     masters: str = "Load the model in float32 (dtype='float32') and let autocast compute in the half dtype"
     autocast_off: str = "Take torch.autocast off the forward passes"
+    # `{dtype}` is the dtype asked for, and `{flag}` its entry in `flags`.
     autocast: str = "Run the forward passes under torch.autocast(dtype=torch.{dtype}); see that no wrapper ends it."
-    float16_on_cpu: str | None = None
+    float16_on_cpu: str | None = None  # takes its place where autocast is off on a CPU
     flags: tuple[tuple[str, str], ...] = ()
     reduction: str = "Set reduce_dtype of the sharding's mixed-precision policy to float32"
 

@@ -32,10 +32,9 @@ NOTHING: Sums = {name: torch.zeros((), dtype=torch.float64) for name in ("change
 
 
 def sampled(parameters: NamedTensors) -> Tensor:
-    """Return a copy of about 65,536 trainable elements `[n]`, at a regular stride over all parameters, widened to one dtype.
+    """Return a copy of about 65,536 trainable elements `[n]` of this rank, at a regular stride, widened to one dtype.
 
-    Of sharded parameters it samples this rank's shards. It leaves adapters of LoRA out: an engine gets them merged into the base,
-    on whose grid their own elements are not.
+    Adapters of LoRA are left out: an engine gets them merged into the base, on whose grid their own elements are not.
     """
     flat = [
         (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach().reshape(-1)
@@ -49,20 +48,7 @@ def sampled(parameters: NamedTensors) -> Tensor:
 
 
 def grid_sums(before: Tensor, after: Tensor, trainer_dtype: str, engine_dtype: str) -> Sums:
-    """Count the elements that a step changed for the trainer, and those of them that it changed in the engine.
-
-    Args:
-        before: Elements before the step `[n]`, in the dtype of the parameters.
-        after: The same elements after it.
-        trainer_dtype: The dtype that the trainer computes in, to which parameters are rounded in its forward pass.
-        engine_dtype: The dtype that the engine stores weights in.
-
-    Returns:
-        Sums "changed" and "moved".
-
-    Raises:
-        PrecisionError: A dtype is none of float32, float16 and bfloat16.
-    """
+    """Count the elements `[n]` that a step changed for the trainer, as "changed", and of them those in the engine, as "moved"."""
     changed, moved = (
         before.to(dtype) != after.to(dtype) for dtype in (torch_dtype(trainer_dtype), torch_dtype(engine_dtype))
     )
@@ -80,10 +66,6 @@ class GridWatch:
     """Counts over a run's steps what reaches the engine, and warns once at the start if it is little.
 
     Steps at a rate that is still rising are left out, because a small rate of a warm-up says nothing of the run's.
-
-    Args:
-        trainer_dtype: The dtype that the trainer computes in.
-        engine_dtype: The dtype that the engine stores weights in.
     """
 
     def __init__(self, trainer_dtype: str, engine_dtype: str) -> None:

@@ -111,8 +111,7 @@ def scan_activations(
 ) -> list[TensorReadiness]:
     """Scan the inputs and outputs of every leaf module while `forward` runs the model in float32 on sample inputs.
 
-    Inputs are scanned too, because values that are computed between modules (residual sums, gated products) are not a module's
-    output. Attention scores inside a fused attention are not seen at all. Raises PrecisionError if no leaf module ran.
+    Inputs too, because residual sums and gated products are no module's output. Scores inside a fused attention are not seen.
     """
     scans: dict[str, TensorReadiness] = {}
     name_of_dtype = canonical(dtype)
@@ -153,10 +152,7 @@ def _floating(value: Any) -> Iterator[Tensor]:
 
 
 def check_readiness(named_tensors: Iterable[tuple[str, Tensor]], precision: PrecisionConfig | None) -> str | None:
-    """Check before a run that the weights of the model, or of this rank's part of it, fit the dtype of both sides.
-
-    Returns the text of a warning, or raises PrecisionError if weights are not ready and the section says "error".
-    """
+    """Return a warning of weights that do not fit the dtype of both sides, or raise PrecisionError if the section says so."""
     if precision is None or precision.readiness == "off":
         return None
     report = ReadinessReport(dtype=precision.dtype, weights=scan_weights(named_tensors, precision.dtype))

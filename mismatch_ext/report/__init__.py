@@ -1,12 +1,11 @@
 """Render what a run recorded as one HTML file that a person can read and pass on."""
 
 from mismatch_ext.report.closing import closing_lines
-from mismatch_ext.report.page import Report, build, build_why, render
-from mismatch_ext.report.summary import Ratio, Row, Summary, load_runs, summarise
+from mismatch_ext.report.page import Report, build, build_why
+from mismatch_ext.report.summary import Row, Summary, load_runs, summarise
 from mismatch_ext.report.verdict import RunVerdict, judge, level_of, verdict
 
 __all__ = [
-    "Ratio",
     "Report",
     "Row",
     "RunVerdict",
@@ -17,7 +16,6 @@ __all__ = [
     "judge",
     "level_of",
     "load_runs",
-    "render",
     "summarise",
     "verdict",
 ]

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from mismatch_ext.alarms import STALENESS, logged_names
+from mismatch_ext.alarms import STALENESS
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
@@ -24,17 +22,13 @@ def closing_lines(run: RunData) -> list[str]:
         *(("observed", text) for text in _observed(run)),
         *(("gap", text) for text in _gap(run)),
         *(("alarms", text) for text in _alarms(run)),
-        *(("unwatched", text) for text in _unwatched(run)),
         *_parts(run),
     ]
     if run.problems:
         rows.append(("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
     rows.append(("metrics", str(run.path / METRICS_FILE)))
     rows.append(("report", f"mismatch-ext report {shlex.quote(str(run.path))}"))
-    # Each name stands once, but that each misspelt metric is a topic of its own.
-    names = [
-        "" if at and name == rows[at - 1][0] and name != "unwatched" else name for at, (name, _) in enumerate(rows)
-    ]
+    names = ["" if at and name == rows[at - 1][0] else name for at, (name, _) in enumerate(rows)]
     return [_status(run), *(f"  {name:<10} {text}" for name, (_, text) in zip(names, rows, strict=True))]
 
 
@@ -60,12 +54,8 @@ class Observed:
 
 def level_of_run(run: RunData) -> str:
     """Return `mismatch.level` of a run; a header without it means the default."""
-    return str(_section(run.header, "config").get("level", "enforce"))
-
-
-def _section(block: Mapping[str, Any], key: str) -> Mapping[str, Any]:
-    section = block.get(key)
-    return section if isinstance(section, Mapping) else {}
+    block = run.header.get("config")
+    return str(block.get("level", "enforce")) if isinstance(block, Mapping) else "enforce"
 
 
 def observed(run: RunData) -> list[Observed]:
@@ -138,21 +128,6 @@ def _kept(run: RunData, name: str) -> list[EventRecord]:
         for event in run.events
         if event.name == name and not any(event.segment < s and event.step > at for s, at in resumes)
     ]
-
-
-def _unwatched(run: RunData) -> list[str]:
-    """Name the metrics that the block watches but no log holds: an alarm on a misspelt name never fires."""
-    alarms = _section(_section(_section(run.header, "config"), "monitor"), "alarms")
-    logged = run.logged("train")
-    lines = []
-    for metric in alarms if logged else ():
-        off = _section(alarms, metric).get("action") == "off"
-        if off or any(name in logged for name in logged_names(metric, run.names)):
-            continue
-        short = [name.removeprefix(PREFIX) for name in sorted(logged)]
-        near = difflib.get_close_matches(metric.removeprefix(PREFIX), short, n=1)
-        lines.append(f"{metric}: no log held this metric" + (f"; did you mean {near[0]!r}?" if near else ""))
-    return lines
 
 
 def _parts(run: RunData) -> list[tuple[str, str]]:

@@ -17,33 +17,23 @@ from mismatch_ext.report.summary import quantity
 
 @dataclass(frozen=True, kw_only=True)
 class Why:
-    """Why the two sides of a run differ.
-
-    Args:
-        name: The folder of doctor.json.
-        folder: Its path.
-        gap: What was measured, in words.
-        mean: The same as a mean |log-probability difference| in nats.
-        parts: Name, share with its interval, and mean size in nats of each part of the gap.
-        causes: Each named cause with its share, how sure it is, and the lines to change in each host.
-        notes: Other observations.
-        verdict: "clean", "explained", "partly" or "unexplained".
-        sentence: The verdict as the doctor prints it.
-        rounding: The engine's error in units of the trainer's own rounding; None if that is too small to be a unit.
-        confirmed: Whether the remedy of a cause was tried, and the gap fell as predicted.
-    """
+    """Why the two sides of a run differ, from the doctor's file."""
 
     name: str
-    folder: Path
-    gap: str
-    mean: float
-    parts: tuple[tuple[str, str, str], ...]
-    causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
+    folder: Path  # of doctor.json
+    gap: str  # what was measured, in words
+    mean: float  # the same as a mean |log-probability difference| in nats
+    parts: tuple[tuple[str, str, str], ...]  # name, share with its interval, and mean size in nats
+    causes: tuple[
+        tuple[str, str, str, tuple[tuple[str, str], ...]], ...
+    ]  # share, how sure it is, lines to change in each host
     notes: tuple[str, ...]
-    verdict: str
-    sentence: str
-    rounding: float | None = None
-    confirmed: bool = False
+    verdict: str  # "clean", "explained", "partly" or "unexplained"
+    sentence: str  # the verdict as the doctor prints it
+    rounding: float | None = (
+        None  # the engine's error in units of the trainer's own; None if that is too small to be a unit
+    )
+    confirmed: bool = False  # whether the remedy of a cause was tried, and the gap fell as predicted
 
     @property
     def advice(self) -> str | None:
@@ -64,11 +54,7 @@ class Why:
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
-    """Read the doctor's files in a folder, in its direct sub-folders, or in the run directories inside these.
-
-    Returns:
-        The findings; and for each file that cannot be read as the doctor's, its folder and what is wrong with it.
-    """
+    """Read the doctor's files in a folder or below it, and say of each other one its folder and what is wrong."""
     found, wrong = [], []
     places = ("", "*/", f"*/{RUN_FOLDER}/")
     for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{DOCTOR_FILE}")):
@@ -82,13 +68,7 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
 
 
 def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
-    """Return what doctor.json says, in the form that the tables show.
-
-    Args:
-        data: Contents of doctor.json.
-        name: Its name in the page.
-        folder: Where the file is.
-    """
+    """Return what doctor.json says, in the form that the tables show."""
     gap, causes = data["gap"], data["causes"]
     said = {cause["key"]: cause["said"] for cause in causes}
     return Why(

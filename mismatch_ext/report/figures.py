@@ -9,7 +9,7 @@ import html
 import json
 import math
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,6 @@ from mismatch_ext.report.summary import (
     parts,
     pool_profile,
     pooled,
-    quantity,
-    sources_of,
 )
 
 # Okabe and Ito's palette, safe for colour-blind readers.
@@ -34,11 +32,9 @@ PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★")
 DASHES = ("dot", "dash", "dashdot", "longdash")
-# A log axis shows at most this many decades below its largest value.
-MAX_DECADES = 12
 MAX_SCATTER_POINTS = 1500
-MAX_POINTS = 2000
-"""A curve of up to this many points is drawn unchanged; a longer one is thinned (see `thinned`)."""
+# A longer curve is drawn without markers, which a browser draws one by one.
+MAX_MARKERS = 500
 ROUTING = PREFIX + "routing/"
 MULTIPLIER = PREFIX + "lr_multiplier"
 LAYER = re.compile(re.escape(ROUTING) + r"layer_(\d{1,6})_set_mismatch")
@@ -63,12 +59,11 @@ class Figure:
 
 @dataclass(frozen=True, kw_only=True)
 class Section:
-    """A heading with figures below it, or with a sentence that says why there are none; no sentence leaves the section out."""
+    """A heading with figures below it."""
 
     id: str
     title: str
     figures: tuple[Figure, ...]
-    absent: str
 
 
 # Metrics over the steps: section -> (id, metric or role, title, unit, caption, whether the axis is logarithmic).
@@ -81,7 +76,7 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
     ],
     "drift": [
         ("numerics", f"{PREFIX}{NUMERICS}{ABS_DIFF_MEAN}", "Numerics: mean |Δlogp| of tokens of one version", GAP,
-         "What precision, kernels and routing make; a gap in the line is unknown, not 0. Here {sources}.", True),
+         "What precision, kernels and routing make; a gap in the line is unknown, not 0.", True),
         ("stale", f"{PREFIX}stale/{ABS_DIFF_MEAN}", "Mean |Δlogp| of stale tokens", GAP,
          "Numerics, and what training did to the policy since the tokens were sampled: drift, which a correction weighs.", True),
         ("staleness", PREFIX + "staleness_mean", "Staleness", "weight updates",
@@ -114,6 +109,10 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
         ("lr-multiplier", MULTIPLIER, "Multiplier", "multiplier",
          "Halved every period, by default down to 0.1; 1 until a surge of the lengths above, unless a period is given.", False),
     ],
+    "loss-scale": [
+        ("loss-scale", PREFIX + "loss_scale", "Loss scale", "loss scale",
+         "Each overflow skips one step and halves the scale; a scale that only falls is a fault.", True),
+    ],
     "weight-sync": [
         ("weight-sync", PREFIX + "weight_sync_gap", "Gap on the probe sequences after each weight update", GAP,
          "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones.", True),
@@ -122,50 +121,32 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
 
 
 def sections(runs: Runs) -> list[Section]:
-    """Build every plot of the report in reading order."""
-    drift = _curves(runs, "drift", sources=_sources(runs)) if _sources(runs) else ()
+    """Build every section of the report that has a plot, in reading order; what is missing is said elsewhere."""
+    drift = _curves(runs, "drift") if any(parts(run) is not None for run in runs.values()) else ()
     routing = present(*_curves(runs, "routing"), _replay(runs), _layers(runs))
-    rows: list[tuple[str, str, tuple[Figure, ...], str]] = [
-        ("gap", "Gap over steps", _curves(runs, "gap"), "No gap metrics were recorded."),
-        ("drift", "Numerics and drift", drift, ""),
-        ("kl", "KL and effective sample size", _curves(runs, "kl"), "No k3 was recorded."),
-        ("training", "Reward, length and loss", _curves(runs, "training"), "No reward, length or loss was recorded."),
-        ("routing", "Routing replay", routing, ""),
-        ("learning-rate", "Learning-rate control", _learning_rate(runs), ""),
-        ("loss-scale", "Loss scale", present(_loss_scale(runs)), ""),
-        ("weight-sync", "Weight sync", _curves(runs, "weight-sync"), ""),
-        (
-            "position",
-            "Gap by position in the response",
-            _profile(runs, "position"),
-            "No per-position profile was recorded.",
-        ),
-        (
-            "probability",
-            "Gap by token probability",
-            _profile(runs, "probability"),
-            "No per-probability profile was recorded.",
-        ),
-        ("scatter", "Rollout against trainer, token by token", _scatter(runs), "No token samples were recorded."),
+    rows: list[tuple[str, str, tuple[Figure, ...]]] = [
+        ("gap", "Gap over steps", _curves(runs, "gap")),
+        ("drift", "Numerics and drift", drift),
+        ("kl", "KL and effective sample size", _curves(runs, "kl")),
+        ("training", "Reward, length and loss", _curves(runs, "training")),
+        ("routing", "Routing replay", routing),
+        ("learning-rate", "Learning-rate control", _learning_rate(runs)),
+        ("loss-scale", "Loss scale", _curves(runs, "loss-scale")),
+        ("weight-sync", "Weight sync", _curves(runs, "weight-sync")),
+        ("position", "Gap by position in the response", _profile(runs, "position")),
+        ("probability", "Gap by token probability", _profile(runs, "probability")),
+        ("scatter", "Rollout against trainer, token by token", _scatter(runs)),
     ]
-    return [Section(id=id, title=title, figures=figures, absent=absent) for id, title, figures, absent in rows]
+    return [Section(id=id, title=title, figures=figures) for id, title, figures in rows if figures]
 
 
-def _curves(runs: Runs, section: str, **said: str) -> tuple[Figure, ...]:
+def _curves(runs: Runs, section: str) -> tuple[Figure, ...]:
     figures = []
     for id, metric, title, unit, caption, log in CURVES[section]:
         traces = step_traces(runs, metric, log=log)
-        y = log_axis(traces, unit) if log else {"title": unit}
-        figures.append(figure_of(id, title, caption.format(**said) if said else caption, traces, STEP, y))
+        y = log_axis(unit) if log else {"title": unit}
+        figures.append(figure_of(id, title, caption, traces, STEP, y))
     return present(*figures)
-
-
-def _sources(runs: Runs) -> str:
-    """Say from where numerics is known, in runs whose rollouts may be stale; nothing if there are none."""
-    known = {name: split for name, run in runs.items() if (split := parts(run)) is not None}
-    if len(known) == 1:
-        return sources_of(*known.values())
-    return "; ".join(f"{name}: {sources_of(split)}" for name, split in known.items())
 
 
 def _learning_rate(runs: Runs) -> tuple[Figure, ...]:
@@ -189,7 +170,7 @@ def _replay(runs: Runs) -> Figure | None:
                 trace["marker"] |= {"symbol": trace["marker"]["symbol"].removesuffix("-open") + "-open"}
             traces.append(trace)
     caption = "The same tokens under the trainer's own routing (dotted): the distance is what replay saves."
-    axis = log_axis(traces, "k3 (nat per token)")
+    axis = log_axis("k3 (nat per token)")
     return figure_of("replay-k3", "k3 with and without replay", caption, traces, STEP, axis)
 
 
@@ -207,34 +188,6 @@ def _layers(runs: Runs) -> Figure | None:
     )
     axis = {"title": "share of tokens", "rangemode": "tozero"}
     return figure_of("flips-by-layer", "Other experts, by layer", caption, traces, {"title": "layer"}, axis)
-
-
-def _loss_scale(runs: Runs) -> Figure | None:
-    traces = step_traces(runs, PREFIX + "loss_scale", log=True)
-    for trace in traces:
-        trace["line"] |= {"shape": "hv"}
-    for index, (name, run) in enumerate(runs.items()):
-        rows = list(zip(*run.series(PREFIX + "loss_scale"), strict=True))
-        fell = {
-            step
-            for (_, before), (step, scale) in zip(rows, rows[1:], strict=False)
-            if before and scale and scale < before
-        }
-        steps = sorted(fell | {event.step for event in run.events if event.name == "overflow"})
-        if not steps:
-            continue
-        known = {step: scale for step, scale in rows if _drawable(scale, log=True)}
-        trace = trace_of(name, index, steps, [known.get(step, 1.0) for step in steps])
-        trace |= {"mode": "markers", "marker": {"symbol": "x", "size": 10, "color": style(index)["color"]}}
-        trace["hovertemplate"] = "overflow at step %{x}<extra>%{fullData.name}</extra>"
-        traces.append(trace)
-    caption = "Each overflow (×) skips one step and lowers the scale; a scale that only falls is a fault."
-    axis = log_axis(traces, "loss scale")
-    values = [value for trace in traces for value in trace["y"] if value is not None]
-    low, high = math.floor(math.log2(min(values, default=1))), math.ceil(math.log2(max(values, default=1)))
-    ticks = range(low, min(high, 1023) + 1, -(-(high - low) // 8) or 1)
-    axis |= {"tickvals": [2.0**k for k in ticks], "ticktext": [f"2<sup>{k}</sup>" for k in ticks]}
-    return figure_of("loss-scale", "Loss scale and overflows", caption, traces, STEP, axis, unified=False)
 
 
 def _profile(runs: Runs, kind: str) -> tuple[Figure, ...]:
@@ -271,7 +224,7 @@ def _profile(runs: Runs, kind: str) -> tuple[Figure, ...]:
     acts = "Share of the summed |Δlogp| per bin: high bins hold the tokens that a correction acts on."
     share = {"title": "share of the gap", "tickformat": ".0%", "rangemode": "tozero"}
     return present(
-        figure_of(f"{kind}-mean", "Mean |Δlogp| per bin", read, means, axis, log_axis(means, GAP), unified=False),
+        figure_of(f"{kind}-mean", "Mean |Δlogp| per bin", read, means, axis, log_axis(GAP), unified=False),
         figure_of(f"{kind}-share", "Where the gap comes from", acts, shares, axis, share, unified=False),
     )
 
@@ -290,38 +243,20 @@ def _bin_labels(profile: Pooled, kind: str) -> list[str]:
 
 
 def _scatter(runs: Runs) -> tuple[Figure, ...]:
-    """Plot a sample of each run's tokens: both sides' probabilities, and their difference."""
+    """Plot how far apart both sides' probabilities of a sample of each run's tokens are; runs share the vertical scale."""
     points = {name: _points(run) for name, run in runs.items()}
     span = max((abs(b - a) for pairs, _ in points.values() for a, b in pairs), default=0.0) * 1.1 or 1e-3
-    difference = {"title": "trainer − rollout", "range": [-span, span], "exponentformat": "power"}
-    kinds: list[tuple[str, str, str, str, dict[str, Any], float, Callable[[float, float], float]]] = [
-        ("both", "trainer", "trainer against rollout", "On the diagonal both sides give a token the same probability.",
-         {"title": "trainer probability", "range": [-0.03, 1.03]}, 1.0, lambda a, b: b),
-        ("difference", "difference", "difference of the probabilities",
-         "The same tokens with the diagonal laid flat; the vertical scale is shared by all runs.",
-         difference, 0.0, lambda a, b: b - a),
-    ]  # fmt: skip
+    x = {"title": "rollout probability", "range": [-0.03, 1.03]}
+    y = {"title": "trainer − rollout", "range": [-span, span], "exponentformat": "power", "zeroline": True}
+    caption = "A sample of tokens: on the zero line both sides give a token the same probability."
     figures = []
     for index, (name, (pairs, split)) in enumerate(points.items()):
-        where = "" if split == "train" else f" ({split})"
-        for kind, label, title, caption, y, end, number in kinds:
-            trace = trace_of(name, index, [a for a, _ in pairs], [number(a, b) for a, b in pairs])
-            trace |= {"mode": "markers"}
-            trace["marker"] |= {"size": 5, "opacity": 0.5, "color": style(index)["color"]}
-            trace["hovertemplate"] = f"rollout %{{x:.4f}}<br>{label} %{{y:.4~g}}<extra>%{{fullData.name}}</extra>"
-            line = {
-                "type": "line",
-                "x0": 0,
-                "y0": 0,
-                "x1": 1,
-                "y1": end,
-                "layer": "below",
-                "line": {"width": 1, "color": INK},
-            }
-            x = {"title": "rollout probability", "range": [-0.03, 1.03]}
-            traces = [trace] if pairs else []
-            id, title = f"scatter-{index}-{kind}", f"{name}{where}: {title}"
-            figures.append(figure_of(id, title, caption, traces, x, y, unified=False, shapes=[line]))
+        trace = trace_of(name, index, [a for a, _ in pairs], [b - a for a, b in pairs])
+        trace |= {"mode": "markers"}
+        trace["marker"] |= {"opacity": 0.5, "color": style(index)["color"]}
+        trace["hovertemplate"] = "rollout %{x:.4f}<br>difference %{y:.4~g}<extra>%{fullData.name}</extra>"
+        title = f"{name}: trainer against rollout" if split == "train" else f"{name} ({split}): trainer against rollout"
+        figures.append(figure_of(f"scatter-{index}", title, caption, [trace] if pairs else [], x, y, unified=False))
     return present(*figures)
 
 
@@ -369,31 +304,9 @@ def step_traces(runs: Runs, metric: str, *, log: bool) -> list[Trace]:
         for order, split in enumerate(run.splits):
             steps, values = run.series(metric, split)
             if any(_drawable(value, log) for value in values):
-                steps, values = thinned(steps, values)
                 shown = [value if _drawable(value, log) else None for value in values]
                 traces.append(trace_of(name, index, steps, shown, split=split, order=order))
     return traces
-
-
-def thinned(steps: Sequence[int], values: Sequence[float | None]) -> tuple[list[int], list[float | None]]:
-    """Return a curve unchanged or, if it is long, only the points that a reader would see.
-
-    The steps are cut into `MAX_POINTS / 2` stretches. Both ends of the curve are kept and, in each stretch, the smallest value,
-    the largest value and the first gap.
-    """
-    if len(steps) <= MAX_POINTS:
-        return list(steps), list(values)
-    width = (steps[-1] - steps[0] + 1) / (MAX_POINTS // 2)
-    stretches: dict[int, list[int]] = {}
-    for at, step in enumerate(steps):
-        stretches.setdefault(int((step - steps[0]) / width), []).append(at)
-    kept = {0, len(steps) - 1}
-    for stretch in stretches.values():
-        known = [at for at in stretch if values[at] is not None]
-        kept |= set([at for at in stretch if values[at] is None][:1])
-        if known:
-            kept |= {min(known, key=values.__getitem__), max(known, key=values.__getitem__)}  # type: ignore[arg-type]
-    return [steps[at] for at in sorted(kept)], [values[at] for at in sorted(kept)]
 
 
 def trace_of(
@@ -402,7 +315,7 @@ def trace_of(
     look, evaluation = style(index), split != "train"
     return {
         "type": "scatter",
-        "mode": "lines+markers",
+        "mode": "lines+markers" if len(x) <= MAX_MARKERS else "lines",
         "x": list(x),
         "y": list(y),
         # Plotly reads names as markup.
@@ -414,20 +327,8 @@ def trace_of(
     }
 
 
-def log_axis(traces: Sequence[Trace], title: str) -> dict[str, Any]:
-    values = [value for trace in traces for value in trace["y"] if value is not None and value > 0]
-    if not values:
-        return {"title": title}
-    top = math.log10(max(values))
-    bottom = max(math.log10(min(values)), top - MAX_DECADES)
-    margin = max(0.08 * (top - bottom), 0.15)
-    axis: dict[str, Any] = {"title": title, "type": "log", "range": [bottom - margin, top + margin]}
-    if top - bottom > 1.5:
-        # Smaller font, because Plotly draws powers larger than other tick labels.
-        return axis | {"exponentformat": "power", "tickfont": {"size": 10}, "dtick": math.ceil((top - bottom) / 8)}
-    decades = range(max(-307, math.floor(bottom - margin)), min(307, math.ceil(top + margin)) + 1)
-    ticks = [digit * 10.0**decade for decade in decades for digit in (1, 2, 5)]
-    return axis | {"tickvals": ticks, "ticktext": [quantity(tick, 1) for tick in ticks]}
+def log_axis(title: str) -> dict[str, Any]:
+    return {"title": title, "type": "log", "exponentformat": "power"}
 
 
 def present(*figures: Figure | None) -> tuple[Figure, ...]:
@@ -443,19 +344,11 @@ def figure_of(
     y: dict[str, Any],
     *,
     unified: bool = True,
-    shapes: Sequence[dict[str, Any]] = (),
 ) -> Figure | None:
     """Return a figure; None if it has no traces."""
     if not traces:
         return None
-    common = {
-        "zeroline": False,
-        "automargin": True,
-        "ticks": "outside",
-        "ticklen": 4,
-        "gridcolor": GRID,
-        "linecolor": GRID,
-    }
+    common = {"zeroline": False, "automargin": True, "ticks": "outside", "gridcolor": GRID, "linecolor": GRID}
     figure = require_plotly().graph_objects.Figure(
         data=list(traces),
         layout={
@@ -469,7 +362,6 @@ def figure_of(
             "font": {"size": 12, "color": INK},
             "xaxis": {**common, **x, "title": {"text": x["title"]}},
             "yaxis": {**common, **y, "title": {"text": y["title"]}},
-            "shapes": list(shapes),
         },
     )
     data = json.dumps(figure.to_plotly_json(), allow_nan=False, default=list)

@@ -15,35 +15,27 @@ import jinja2
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
-from mismatch_ext.names import PREFIX
+from mismatch_ext.names import MEASURES, MITIGATION_MEASURES, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.summary import RATIO_COLUMNS, Summary, load_runs, quantity, summarise
+from mismatch_ext.report.summary import Summary, load_runs, quantity, summarise
 from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
 
 MAX_TITLE_RUNS = 4
 TEMPLATE = "template.html.j2"
 REPORT_FILE = "report.html"
-COLUMN_LABELS = {
-    "logp_abs_diff_mean": ("mean |Δlogp|", "mean over tokens of |trainer logp − rollout logp|, in nat"),
-    "logp_abs_diff_max": ("max |Δlogp|", "largest |trainer logp − rollout logp| of any token, in nat"),
-    "kl": (
-        "k1",
-        "mean of rollout logp − trainer logp: unbiased estimate of KL(rollout ‖ trainer), nat per token",
-    ),
-    "k3_kl": ("k3", "mean of r − 1 − log r with r = trainer / rollout: low-variance estimate of the same KL"),
-    "seq_kl": ("seq KL", "mean over sequences of the summed log-ratio, in nat per sequence"),
-    "seq_k3_kl": ("seq k3", "mean over sequences of k3 of the summed log-ratio, in nat per sequence"),
-    "numerics/logp_abs_diff_mean": (
-        "numerics |Δlogp|",
-        "mean |Δlogp| of tokens that were scored by the weights that sampled them, in nat",
-    ),
-    "numerics/k3_kl": ("numerics k3", "k3 of the same tokens, in nat per token"),
-    "ess_token": ("ESS token", "effective sample size of the token weights as a fraction, mean over steps"),
-    "ess_seq": ("ESS seq", "effective sample size of the sequence weights as a fraction, mean over steps"),
+LABELS = {
+    "logp_abs_diff_mean": "mean |Δlogp|",
+    "logp_abs_diff_max": "max |Δlogp|",
+    "kl": "k1",
+    "k3_kl": "k3",
+    "seq_kl": "seq KL",
+    "seq_k3_kl": "seq k3",
+    "ess_token": "ESS token",
+    "ess_seq": "ESS seq",
 }
 STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "open": "no end line"}
 
@@ -71,25 +63,12 @@ class Report:
         }
 
 
-def render(run_dir: str | Path, out: str | Path | None = None) -> Path:
-    """Render the report of a run directory, or of a folder of run directories side by side.
-
-    Args:
-        run_dir: Folder that holds `metrics.jsonl`, or whose direct sub-folders do; or a log that TRL or verl wrote.
-        out: File to write; default is `report.html` in that folder.
-
-    Returns:
-        Path of the HTML file, which loads nothing from the network.
-
-    Raises:
-        RunDirectoryError: There is no run at the path, or the file cannot be written.
-        PeerVersionError: plotly is not installed.
-    """
-    return build(run_dir, out).path
-
-
 def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
-    """Do what `render` does, and also return the verdict and the numbers."""
+    """Render the report of a run directory, a folder of run directories side by side, or a log that TRL or verl wrote.
+
+    The file, which loads nothing from the network, is `report.html` in that folder unless `out` names another. Raises
+    RunDirectoryError if there is no run or the file cannot be written, PeerVersionError if plotly is not installed.
+    """
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarise(runs)
@@ -112,21 +91,10 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
 
 
 def build_why(directory: str | Path) -> Path:
-    """Render what the doctor found: as a section of the report if the folder is a run's, otherwise as a separate page.
-
-    Args:
-        directory: Folder that holds `doctor.json`.
-
-    Returns:
-        Path of the HTML file.
-
-    Raises:
-        RunDirectoryError: The file cannot be written, or doctor.json cannot be read.
-        PeerVersionError: plotly is not installed, which a run's report needs.
-    """
+    """Render what doctor.json says: as a section of the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
     if (folder / METRICS_FILE).is_file():
-        return render(folder)
+        return build(folder).path
     why, unread = read_why(folder)
     if not why:
         raise RunDirectoryError(
@@ -138,17 +106,7 @@ def build_why(directory: str | Path) -> Path:
 
 
 def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:
-    """Render what the demo showed, without plotly.
-
-    Args:
-        folder: Folder that holds its `doctor.json`.
-        about: What was measured.
-        bars: Mean |Δlogp| by what it was measured of, nats per token.
-        command: The command that measures the same of one's own model.
-
-    Returns:
-        Path of the HTML file.
-    """
+    """Render what the demo showed, without plotly; `bars` are mean |Δlogp| in nats per token."""
     low, high = (math.floor(math.log10(min(bars.values()))), math.ceil(math.log10(max(bars.values()))))
     page = _template("demo.html.j2").render(
         about=about,
@@ -209,9 +167,8 @@ def _context(
             for index, v in enumerate(judged)
         ],
         "summary": summary,
-        "columns": [(name, *_column_label(name)) for name in summary.columns],
-        "ratio_columns": [(name, *_column_label(name)) for name in RATIO_COLUMNS if name in summary.columns],
-        "sections": [s for s in sections(runs) if s.figures or s.absent],
+        "columns": [_column(name) for name in summary.columns],
+        "sections": sections(runs),
         "splits": sorted({split for run in runs.values() for split in run.splits if split != "train"}),
         "side_rows": tables.side_rows(runs),
         "setting_tables": tables.setting_tables(runs),
@@ -224,11 +181,11 @@ def _context(
     }
 
 
-def _column_label(name: str) -> tuple[str, str]:
-    if name in COLUMN_LABELS:
-        return COLUMN_LABELS[name]
-    tau = name[2:]
-    return f"F({tau})", f"fraction of tokens whose probability ratio exceeds {tau} either way"
+def _column(name: str) -> tuple[str, str, str]:
+    """Return the name of a column, its label and its meaning."""
+    part, _, plain = name.rpartition("/")
+    meaning = MEASURES[plain].meaning if plain in MEASURES else MITIGATION_MEASURES[plain]
+    return name, f"{part} {LABELS.get(plain, plain)}".strip(), meaning
 
 
 def _write(path: Path, page: str) -> None:

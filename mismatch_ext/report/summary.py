@@ -9,22 +9,20 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from mismatch_ext.alarms import STALENESS
-from mismatch_ext.drift import SOURCES
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.gap import TAUS
 from mismatch_ext.host_logs import host_log
 from mismatch_ext.log_reading import RunData, find_runs, read_run
 from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
 NUMERICS = "numerics/"
-SOURCE_LABELS = {"batch": "tokens of the batch", "buffer": "tokens sampled for it"}
 KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer")), *PARTS_OF_STALE)
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 # Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
@@ -37,13 +35,13 @@ WEIGHTS = {
 ABS_DIFF_MEAN = "logp_abs_diff_mean"
 ABS_DIFF_MAX = "logp_abs_diff_max"
 MAXIMA = (ABS_DIFF_MAX,)
-MASKED = ("masked_token_frac", "masked_seq_frac")
-COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", "ess_token", "ess_seq", *MASKED)
+TAILS = tuple(f"f_{tau:g}" for tau in TAUS)
+COLUMNS = (
+    *(ABS_DIFF_MEAN, ABS_DIFF_MAX, "kl", "k3_kl", "seq_kl", "seq_k3_kl", *TAILS, "ess_token", "ess_seq"),
+    *("masked_token_frac", "masked_seq_frac"),
+)
 STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl")
 """Columns of runs whose rollouts may have been sampled with older weights."""
-RATIO_COLUMNS = (ABS_DIFF_MEAN, ABS_DIFF_MAX, "k3_kl", "seq_kl", "seq_k3_kl")
-# With up to this many runs, every pair is compared; with more, each run is compared with the run of the smallest gap.
-MAX_PAIRED_RUNS = 4
 # Number of steps averaged at either end for "reward first -> last"; fewer if a run is shorter than twice this.
 REWARD_WINDOW = 5
 
@@ -62,21 +60,10 @@ class Row:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ratio:
-    """Numbers of one run divided by those of another, for the same split."""
-
-    split: str
-    run: str
-    over: str
-    values: dict[str, float | None]
-
-
-@dataclass(frozen=True, kw_only=True)
 class Summary:
-    """All rows and ratios; `columns` lists the metrics that at least one row has."""
+    """All rows; `columns` lists the metrics that at least one row has."""
 
     rows: tuple[Row, ...]
-    ratios: tuple[Ratio, ...]
     columns: tuple[str, ...] = field(default=COLUMNS)
 
     @property
@@ -94,12 +81,9 @@ class Summary:
 
 
 def load_runs(directory: str | Path) -> dict[str, RunData]:
-    """Read every run at a path, keyed by the name the report shows; if there is none, the log of TRL or verl that is there.
+    """Read every run at a path by the name the report shows, else the log of TRL or verl there; raises RunDirectoryError.
 
     The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
-
-    Raises:
-        RunDirectoryError: The path holds neither.
     """
     try:
         data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
@@ -124,16 +108,11 @@ def _header_name(run: RunData) -> str | None:
 
 def summarise(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
-    tails = {name for run in runs.values() for name in run.logged()}
-    thresholds = sorted(filter(_is_tail, (n.removeprefix(PREFIX) for n in tails)), key=lambda n: float(n[2:]))
-    columns = (*COLUMNS[:6], *thresholds, *COLUMNS[6:], *(c for c in STALE_COLUMNS if PREFIX + c in tails))
+    logged = {name for run in runs.values() for name in run.logged()}
+    columns = (*COLUMNS, *(c for c in STALE_COLUMNS if PREFIX + c in logged))
     rows = [_row(name, run, split, columns) for name, run in runs.items() for split in run.splits]
     present = tuple(c for c in columns if any(row.values.get(c) is not None for row in rows))
-    return Summary(rows=tuple(rows), ratios=tuple(_ratios(rows)), columns=present)
-
-
-def _is_tail(name: str) -> bool:
-    return name.startswith("f_") and name[2:].replace(".", "", 1).isdecimal()
+    return Summary(rows=tuple(rows), columns=present)
 
 
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
@@ -173,11 +152,7 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
 
 
 def weight_of(column: str) -> str | None:
-    """Return the metric that weights the steps in a metric's mean over the run; None for a plain mean.
-
-    Args:
-        column: Name of the metric without "mismatch/".
-    """
+    """Return the metric that weights the steps in the mean of a metric, given without "mismatch/"; None for a plain mean."""
     kind = next((kind for kind in KINDS if column.startswith(kind)), "")
     plain = column.removeprefix(kind)
     count_name = WEIGHTS.get(plain, ROUTING_WEIGHT if plain.startswith("routing/") else "tokens")
@@ -192,28 +167,6 @@ def _ends(values: Sequence[float | None]) -> tuple[float | None, float | None]:
         return None, None
     window = max(1, min(REWARD_WINDOW, len(known) // 2))
     return sum(known[:window]) / window, sum(known[-window:]) / window
-
-
-def _ratios(rows: Sequence[Row]) -> list[Ratio]:
-    ratios = []
-    for split in dict.fromkeys(row.split for row in rows):
-        group = [row for row in rows if row.split == split and (row.values.get(ABS_DIFF_MEAN) or 0) > 0]
-        group.sort(key=lambda row: -(row.values[ABS_DIFF_MEAN] or 0))
-        pairs = list(combinations(group, 2))
-        if len(group) > MAX_PAIRED_RUNS:
-            pairs = [(row, group[-1]) for row in group[:-1]]
-        for upper, lower in pairs:
-            values = {c: _divide(upper.values.get(c), lower.values.get(c)) for c in RATIO_COLUMNS}
-            ratios.append(Ratio(split=split, run=upper.run, over=lower.run, values=values))
-    return ratios
-
-
-def _divide(upper: float | None, lower: float | None) -> float | None:
-    # A signed or zero estimate (k1 of a tiny gap) has no meaningful ratio.
-    if upper is None or lower is None or upper <= 0 or lower <= 0:
-        return None
-    ratio = upper / lower
-    return ratio if math.isfinite(ratio) else None
 
 
 # Profiles.
@@ -286,71 +239,26 @@ def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """The parts of a run's gap, pooled over its steps; version v of the weights sampled, version w is trained.
+    """The parts of a run's gap, nats, pooled over its steps; version v of the weights sampled, version w is trained."""
 
-    Args:
-        numerics: Mean |rollout(v) - train(v)|, both sides at one version, nats; None if no step could measure it.
-        k3: k3 of the same tokens.
-        total: Mean |rollout(v) - train(w)| of all tokens, nats.
-        stale: The same mean over stale tokens only.
-        staleness: Mean number of updates since the tokens were sampled.
-        unknown: Number of logs without `numerics`.
-        logs: Number of all logs.
-        sources: For each source of `numerics`, the number of logs and of tokens that it gave.
-    """
-
-    numerics: float | None
-    k3: float | None
-    total: float | None
-    stale: float | None
-    staleness: float | None
-    unknown: int
-    logs: int
-    sources: Mapping[str, tuple[int, int]]
+    numerics: float | None  # mean |rollout(v) - train(v)|, both sides at one version; None if no step could measure it
+    k3: float | None  # of the same tokens
+    total: float | None  # mean |rollout(v) - train(w)| of all tokens
+    stale: float | None  # the same over stale tokens only
+    staleness: float | None  # mean number of updates since the tokens were sampled
 
 
 def parts(run: RunData) -> Parts | None:
     """Return the parts of a run's gap; None if its rollouts always come from the weights that score them."""
-    logs = len(run.series(STALENESS)[0])
-    if not logs:
+    if not run.series(STALENESS)[0]:
         return None
-    found = {name: pooled(run, name) for name in (f"{NUMERICS}{ABS_DIFF_MEAN}", f"{NUMERICS}k3_kl", "staleness_mean")}
-    of = {name: pooled(run, name) for name in (ABS_DIFF_MEAN, f"stale/{ABS_DIFF_MEAN}")}
     return Parts(
-        numerics=found[f"{NUMERICS}{ABS_DIFF_MEAN}"],
-        k3=found[f"{NUMERICS}k3_kl"],
-        total=of[ABS_DIFF_MEAN],
-        stale=of[f"stale/{ABS_DIFF_MEAN}"],
-        staleness=found["staleness_mean"],
-        unknown=logs - len(run.series(f"{PREFIX}{NUMERICS}source")[0]),
-        logs=logs,
-        sources=_sources(run),
+        numerics=pooled(run, NUMERICS + ABS_DIFF_MEAN),
+        k3=pooled(run, NUMERICS + "k3_kl"),
+        total=pooled(run, ABS_DIFF_MEAN),
+        stale=pooled(run, f"stale/{ABS_DIFF_MEAN}"),
+        staleness=pooled(run, "staleness_mean"),
     )
-
-
-def _sources(run: RunData) -> dict[str, tuple[int, int]]:
-    """Return for each source how many of the logs kept in full took numerics from it, and on how many tokens."""
-    found: dict[str, tuple[int, int]] = {}
-    for record in run.steps:
-        number, tokens = (record.metrics.get(f"{PREFIX}{NUMERICS}{name}") for name in ("source", "tokens"))
-        if record.split == "train" and number is not None and tokens is not None:
-            name = SOURCES[int(number) - 1]
-            logs, before = found.get(name, (0, 0))
-            found[name] = (logs + 1, before + int(tokens))
-    return found
-
-
-def sources_of(known: Parts) -> str:
-    """Say from which sources numerics is known: "numerics is known of 3 of 4 logs by ... in 1 (300 tokens), ..."."""
-    by = [
-        f"{SOURCE_LABELS[source]} in {known.sources[source][0]} ({known.sources[source][1]:,} tokens)"
-        for source in SOURCES
-        if source in known.sources
-    ]
-    text = f"numerics is known of {known.logs - known.unknown} of {known.logs} logs"
-    last = sum(logs for logs, _ in known.sources.values())
-    text += f", and of the last {last} by" if by and last < known.logs - known.unknown else " by" if by else ""
-    return f"{text} {', '.join(by)}" if by else text
 
 
 # Text.

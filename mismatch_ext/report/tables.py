@@ -10,7 +10,6 @@ from typing import Any
 from mismatch_ext.log_reading import EventRecord, RunData
 from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.figures import MAX_POINTS
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, Summary
 
 # More than this many info events of one name in one run become one line.
@@ -165,12 +164,6 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
             texts.append(
                 f"{row.nonfinite_steps} of {row.steps} steps of {row.split} hold NaN or infinite mismatch "
                 "metrics; those values are gaps in the plots and are left out of the table."
-            )
-    for split in run.splits:
-        if (count := sum(record.split == split for record in run.steps)) > MAX_POINTS:
-            texts.append(
-                f"curves of {split} show {MAX_POINTS // 2} stretches of its {count} steps, each by its smallest and its largest "
-                "value; tables, verdict and events are over all steps."
             )
     if not any(run.series(Role.REWARD, split)[0] for split in run.splits):
         texts.append(f"no reward was recorded (by this host's name for it, `{run.names.reward}`).")

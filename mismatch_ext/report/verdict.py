@@ -244,13 +244,7 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
 
 
 def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = ()) -> str:
-    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do.
-
-    Args:
-        runs: By name.
-        summary: Their numbers.
-        why: What the doctor found; with a single run, its advice ends the sentence.
-    """
+    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do."""
     judged = [judge(name, run, summary, why) for name, run in runs.items()]
     measured = [v for v in judged if v.level in LEVELS]
     if not measured and any(v.level == MIXED for v in judged):

@@ -36,9 +36,7 @@ def agreement(
 ) -> Sums:
     """Count where two routings of the same R tokens agree, on the device of the second; raises RoutingError for other models.
 
-    `mask` is True where `recorded` holds a route `[R]`, `real` at tokens that are not padding `[R]`; None means all. Returns
-    "passes", 1; "tokens" compared; "native_rows", which have no recorded route; "token_mismatches", tokens whose sets differ
-    in any layer; and by layer `[L]` "set_mismatches" and "order_agreements", equal experts in equal slots.
+    `mask` is True where `recorded` holds a route `[R]`, `real` at tokens that are not padding `[R]`; None means all.
     """
     header = (recorded.layers, recorded.num_experts, recorded.rows, recorded.top_k)
     other = (native.layers, native.num_experts, native.rows, native.top_k)
@@ -84,11 +82,7 @@ _PER_LAYER = ("set_mismatches", "order_agreements")
 
 
 def agreement_metrics(sums: Sums, layers: Sequence[int]) -> dict[str, float]:
-    """Return what a run logs of agreement: `names.ROUTING_MEASURES`, and a `LAYER` share for each layer.
-
-    Without a pass there is nothing to log. If no token was compared, a mismatch of 0 would look like agreement, and is left
-    out.
-    """
+    """Return what a run logs of agreement: nothing without a pass, and no mismatch, which would read 0, without a token."""
     passes, tokens, native_rows, token_mismatches = (float(sums[name]) for name in _SCALARS)
     if not passes:
         return {}
@@ -130,8 +124,7 @@ def expert_overlap(
 ) -> Tensor:
     """Return the share of experts that recorded layer i and native layer j have in common `[L, L]`, float64: mean |i ∩ j| / K.
 
-    Unrelated layers share about K / E. Row r of `recorded` is compared with row r + `shift` of `native`. Raises RoutingError
-    if no row is left.
+    Row r of `recorded` is compared with row r + `shift` of `native`. Raises RoutingError if no row is left.
     """
     rows = torch.arange(recorded.rows) if mask is None else mask.cpu().nonzero()[:, 0]
     if not len(rows):
@@ -146,14 +139,10 @@ def expert_overlap(
 def check_plausible(recorded: RoutingTrace, native: RoutingTrace, mask: Tensor | None = None) -> Tensor:
     """Refuse routes that in some layer agree with the model's own routes hardly better than chance; return the shares `[L]`.
 
-    Because of numerics, a few per cent of the choices differ. Routes of another layer agree by chance, about K / E of the
-    time. Routes of another token agree more often, especially if the tokens are similar to the model. There are therefore two
-    limits: in every layer, agreement must be at least half-way between chance and full agreement; in the first layer, the row
-    before or after must not agree better.
-
-    Layers are judged in order, and the error names the first wrong one. Up to that layer, the routes below are right, so that
-    the model's own choice is meaningful, also if `native` comes of a pass that replays `recorded`, in which numerics of one
-    layer cause no differences in later ones. Above a wrong layer it is not.
+    Numerics change a few per cent of the choices. Routes of another layer agree by chance, about K / E of the time; those of
+    another token more often. So agreement must be at least half-way between chance and full agreement in every layer, and in
+    the first layer, the row before or after must not agree better. Layers are judged in order: below the first wrong one the
+    routes are right, so that the model's own choice is meaningful, even in a pass that replays them.
     """
     overlap = expert_overlap(recorded, native, mask)
     shares = overlap.diagonal()

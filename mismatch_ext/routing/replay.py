@@ -101,9 +101,8 @@ class MeasuredPasses:
 class RouteReplay:
     """Replays routes around a trainer's forward passes, and counts how far they differ from the model's own routes.
 
-    `forwards` counts the passes that were replayed, `others` by split those over other tokens, which the model routed itself.
-    `ranks` refuse routes together; they must run the same passes. Raises ReplayError if the model's routing cannot be
-    replayed, and warns if it selects something besides experts.
+    `ranks` refuse routes together; they must run the same passes. Raises ReplayError if the model's routing cannot be replayed,
+    and warns if it selects something besides experts.
     """
 
     def __init__(
@@ -132,8 +131,8 @@ class RouteReplay:
     def replaying(self, model: Any, trace: RoutingTrace, mask: Tensor, *, real: Tensor, split: str) -> Iterator[None]:
         """Run the forward pass of a micro-batch under recorded routes; the model itself routes passes over other tokens.
 
-        `mask` is True where a row has a recorded route `[R]`, `real` at tokens that are not padding `[R]`. `split` is "train",
-        "eval/<name>", or `REFERENCE`, for which nothing is measured. Raises RoutingError or ReplayError.
+        `mask` is True where a row has a recorded route `[R]`, `real` at tokens that are not padding `[R]`. For the split
+        `REFERENCE` nothing is measured. Raises RoutingError or ReplayError.
         """
         policy = split != REFERENCE
         checks, drawn = policy and not self._checked, policy and self.draws.agreement()
@@ -170,11 +169,7 @@ class RouteReplay:
         return agreement_metrics(over_ranks(self._agreement.pop(split, no_agreement(layers)), ranks), layers)
 
     def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
-        """Return the number of passes over other tokens since the last call, over all ranks, which all must call this.
-
-        The reference's count for "train". `sharing` is the number of ranks that run one pass together, each on a part of its
-        rows.
-        """
+        """Return the passes over other tokens since the last call, of all ranks, `sharing` of which run one pass together."""
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
         return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}
 
@@ -207,7 +202,7 @@ class RouteAgreement:
     ) -> None:
         """Take a layer's replayed and own routes `[T, K]` in a pass of a model chunk; compare once all its `layers` are there.
 
-        `mask` is True where there is a recorded route `[T]`; None where all are but for padding, whose rows are zeros.
+        `mask` is True where there is a recorded route; None where all are but for padding, whose rows are zeros.
         """
         if mask is None:
             if recorded.shape[1] == 1:
@@ -230,11 +225,7 @@ class RouteAgreement:
         self._sums[layers] = merged(self._sums[layers], new) if layers in self._sums else new
 
     def metrics(self) -> dict[str, float]:
-        """Return the agreement since the last call, over all ranks, which must all call this.
-
-        Rows without a route are not told from padding here, and tokens that differ in any layer are known within one stage
-        alone.
-        """
+        """Return the agreement since the last call, over all ranks, which must all call this; what no stage knows is left out."""
         mine, self._sums = {} if self._twin else self._sums, {}
         stages: dict[Layers, Sums] = {}
         for sums_of_rank in gathered(mine):

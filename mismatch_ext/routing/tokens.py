@@ -92,10 +92,9 @@ class Proof:
         self._expected, self._rows, self._action = expected, rows, action
 
     def holds(self, tokens: TokenRows | str, where: str, *, again: bool = False) -> bool:
-        """Tell whether a pass is to be replayed; this compares its tokens, or takes the reason why they are unknown.
+        """Tell whether a pass is to be replayed, by its tokens, or the reason why they are unknown; raises ReplayError.
 
-        `again` says that the pass was counted before and now runs again in a backward pass. Raises ReplayError if others are
-        refused.
+        `again` says that the pass was counted before and now runs again in a backward pass.
         """
         if self._action == "replay" or (why := self._why_other(tokens)) is None:
             return True

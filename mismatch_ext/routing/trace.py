@@ -25,8 +25,7 @@ Span = tuple[int, int]
 class RoutingShape:
     """The shape of a model's routes; take it from the model that replays them (`moe_layout(model).shape`).
 
-    An engine's answer does not contain it: SGLang sends bytes for all decoder layers, and in vLLM's ids two swapped layers
-    would not be noticed. Raises RoutingError for values out of range.
+    An engine's answer does not contain it: SGLang sends bytes for all layers, and in vLLM's ids two swapped layers go unnoticed.
     """
 
     num_layers: int
@@ -317,10 +316,7 @@ def stamped(
 def share_prompts(
     traces: Sequence[RoutingTrace], prompt_lengths: Sequence[int], groups: Sequence[Hashable]
 ) -> list[RoutingTrace]:
-    """Store the prompt rows of each group of completions once, if they are bit-equal.
-
-    If rows differ, for example because the engine computed the same prompt in two batches, each trace keeps its own.
-    """
+    """Store the prompt rows of each group of completions once, if they are bit-equal; a trace with others keeps its own."""
     prompts: dict[Hashable, list[Tensor]] = {}
     sharing = []
     for trace, length, group in zip(traces, prompt_lengths, groups, strict=True):

@@ -373,7 +373,6 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
         "  gap        k3 2.00e-4 -> 0.003 nat per token, worst 0.009 at step 8",
         "             mean |Δlogp| 0.01 -> 0.01 nat per token, worst 0.01 at step 1",
         "  alarms     mismatch/k3_kl: raised 2 times, first at step 4, last at step 10, still raised",
-        "  unwatched  k3-kl: no log held this metric; did you mean 'k3_kl'?",
         "  lr         multiplier 0.5 at the end, surge at step 5",
         "  loss scale 1024 at the end, 2 steps skipped",
         "  sync       gap of the probes at most 0.0011, 1 failed, at step 11",

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
-from mismatch_ext.testing import Problem, exact, moments, pair_moments
-from tests.oracles.kl.conformance import full_moments, paired_term, surrogate_term
+from mismatch_ext.testing import Problem, exact, moments
+from tests.oracles.kl.conformance import full_gradient, pair_gradient, paired_term, surrogate_term
 from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 
 pytestmark = pytest.mark.numeric
@@ -120,9 +120,9 @@ def with_baseline(fact: Fact) -> KlConfig:
 def test_leave_one_out_keeps_the_expectation(fact: Fact, shape: tuple[int, int]) -> None:
     # Every pair of responses, weighted by the product of their probabilities.
     problem = problem_of(fact, *shape, 1)
-    got = pair_moments(problem, paired_term(with_baseline(fact)), 2)
+    got = pair_gradient(problem, paired_term(with_baseline(fact)))
     size = fact.truth(problem)[1].norm()
-    assert float((got.gradient - fact.documented_gradient(problem)).norm() / size) < 1e-9
+    assert float((got - fact.documented_gradient(problem)).norm() / size) < 1e-9
 
 
 @pytest.mark.parametrize("ratio", ["none", "sequence"])
@@ -151,14 +151,14 @@ def test_responses_that_end_early_and_tool_tokens_keep_the_expectation(
             groups = torch.arange(len(pairs)) // 2
             return kl_terms(logprobs, ref_logprobs, pairs, config, behavior=behavior, coef=1.0, groups=groups).loss
 
-        got = pair_moments(problem, term, 2).gradient
+        got = pair_gradient(problem, term)
         assert float((got - truth).norm() / truth.norm()) < 1e-9
 
 
 def test_leave_one_out_without_a_ratio_off_policy_is_documented_not_to() -> None:
     fact = Fact(estimator="k3", placement="both", target="sequence", sampling="none")
     problem = problem_of(fact, 2, 4, 0)
-    got = pair_moments(problem, paired_term(with_baseline(fact)), 2).gradient
+    got = pair_gradient(problem, paired_term(with_baseline(fact)))
     assert float((got - fact.documented_gradient(problem)).norm() / got.norm()) > 1e-3
 
 
@@ -172,7 +172,7 @@ def test_full_is_unbiased_exactly_where_documented(sampling: str, target: str, p
     for vocab, horizon in SHAPES[:5]:
         problem = problem_of(fact, vocab, horizon, 1)
         truth = fact.truth(problem)[1]
-        bias = float((full_moments(problem, target, placement, sampling).gradient - truth).norm() / truth.norm())
+        bias = float((full_gradient(problem, target, placement, sampling) - truth).norm() / truth.norm())
         if placement in FULL_UNBIASED[target, sampling]:
             assert bias < 1e-9, (vocab, horizon)
         elif horizon > 1:

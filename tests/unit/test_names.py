@@ -16,7 +16,7 @@ from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
-from mismatch_ext.report import closing_lines, load_runs, summarise, tables
+from mismatch_ext.report import load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
 from mismatch_ext.states import to_json
 from tests.unit.synthetic_runs import header, run_stream, write_run
@@ -196,10 +196,10 @@ def test_a_state_that_was_saved_under_another_name_goes_on() -> None:
     assert [a.metric for step in (2, 3) for a in after.observe(step, {"actor/grad_norm": 2.0})] == ["actor/grad_norm"]
 
 
-def test_closing_lines_of_a_verl_run_know_its_names(tmp_path: Path) -> None:
-    run_dir = recorded("stock_rate", tmp_path / "run", config={"monitor": {"alarms": {"length": {}, "lenght": {}}}})
-    unwatched = [line for line in closing_lines(read_run(run_dir)) if "unwatched" in line]
-    assert len(unwatched) == 1 and "lenght: no log held this metric" in unwatched[0]
+def test_a_misspelt_metric_is_named_with_the_nearest_of_the_first_log() -> None:
+    rules = Watching(section(length={"above": 1}, lenght={"above": 1}), VERL).rules
+    missing = unwatched(rules, {"response_length/mean": 3.0, "mismatch/k3_kl": 1e-3, "length": 3.0})
+    assert list(missing) == ["lenght"] and missing["lenght"].endswith("never watched. Did you mean 'length'?")
 
 
 # Advice.

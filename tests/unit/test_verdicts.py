@@ -15,7 +15,7 @@ from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RunDirectoryError, WeightSyncError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import closing_lines, render
+from mismatch_ext.report import build, closing_lines
 from mismatch_ext.verdicts import ALL_WRITTEN, Verdicts
 from tests.unit.synthetic_runs import run_stream
 
@@ -135,7 +135,7 @@ def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None
     assert "no check failed" in "\n".join(closing_lines(read_run(nothing)))
     assert "check" not in "\n".join(closing_lines(read_run(enforced))[:2])
     pages = [
-        render(folder).read_text(encoding="utf-8").partition("<script>")[0] for folder in (found, nothing, enforced)
+        build(folder).path.read_text(encoding="utf-8").partition("<script>")[0] for folder in (found, nothing, enforced)
     ]
     assert "<td>first</td>" in pages[0] and "&lt;b&gt;of step 3" in pages[0]
     assert "No check failed." in pages[1] and 'id="observed"' not in pages[2]

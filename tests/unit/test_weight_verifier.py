@@ -264,7 +264,7 @@ def test_the_state_of_a_run_that_verified_nothing_leaves_the_baseline() -> None:
     begun = verifier.state_dict()
     off = WeightVerifier(trainer, engine, MonitorConfig(weight_sync="off"), PROBES, dtype="float16").state_dict()
     assert verifier.load_state_dict(off) is None and verifier.state_dict() == begun
-    with pytest.raises(RecordError, match="weight_sync.prefill.updates: not an integer"):
+    with pytest.raises(RecordError, match="weight_sync.prefill.updates: Input should be a valid integer"):
         verifier.load_state_dict({**begun, "prefill": {"updates": "two"}})
 
 

@@ -22,7 +22,7 @@ from trl.generation import vllm_generation
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import render
+from mismatch_ext.report import build as build_report
 from tests.peers.engines.sleeping import note_updates, sleepy
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -149,7 +149,7 @@ def train(
         "verdict": measured.verdict and measured.verdict.status,
         "events": [[event.name, event.message] for event in run.events],
         "told": [str(warning.message) for warning in told],
-        "report": len(render(measured.log.run_dir).read_text(encoding="utf-8")),
+        "report": len(build_report(measured.log.run_dir).path.read_text(encoding="utf-8")),
     }
 
 

@@ -22,7 +22,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import render
+from mismatch_ext.report import build
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 Fault = Callable[[Any], Any]
@@ -89,7 +89,7 @@ def pair(
     run = read_run(folder)
     found["findings"] = [e.data for e in run.events if e.name == "observed"]
     found["end"] = [end.status for end in run.ends]
-    found["report"] = render(folder).read_text(encoding="utf-8").partition("<script>")[0]
+    found["report"] = build(folder).path.read_text(encoding="utf-8").partition("<script>")[0]
     return found
 
 

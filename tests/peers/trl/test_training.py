@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM,
 
 from examples.arithmetic.tokenizer import make_tokenizer
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import render
+from mismatch_ext.report import build
 from tests.cpu import packs_linears, without_float16_packing
 from tests.models import tiny_model
 from tests.oracle import expect_float32
@@ -124,7 +124,8 @@ def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dens
     events = [event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor"]
     assert [(event.level, event.step, event.data["causes"]) for event in events] == [("warning", 1, ["top_p"])]  # type: ignore[index]
     assert (
-        "Why the two sides differ" in render(tmp_path / "mismatch").read_text(encoding="utf-8").partition("<script>")[0]
+        "Why the two sides differ"
+        in build(tmp_path / "mismatch").path.read_text(encoding="utf-8").partition("<script>")[0]
     )
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import render
+from mismatch_ext.report import build
 from tests.peers.conformance.origins import check_header
 from tests.peers.verl.cpu.at_start import LEFT
 from tests.peers.verl.cpu.faults import FAULT
@@ -176,7 +176,7 @@ def test_the_report_draws_verls_own_metrics_and_misses_nothing_before_the_failur
 ) -> None:
     run, work = experts
     steps = run.expect_failure(3)
-    page = render(work / "checkpoints/mismatch").read_text(encoding="utf-8")
+    page = build(work / "checkpoints/mismatch").path.read_text(encoding="utf-8")
     assert "1 thing is missing" in page and "ended with an error, later steps are missing" in page
     plots = {
         name: json.loads(found)["data"]

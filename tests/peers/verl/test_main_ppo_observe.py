@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import render
+from mismatch_ext.report import build
 from tests.models import tiny_model
 from tests.peers.death import plain
 from tests.peers.verl.cpu.faults import FAULT
@@ -85,5 +85,5 @@ def test_every_failed_check_warns_and_no_section_acts(runs: tuple[VerlRun, VerlR
         name for step in observed.steps for name in step if name.startswith(("mismatch/enforce/", "mismatch/routing/"))
     ]
     assert [end.status for end in run.ends] == ["completed"]
-    page = render(folder).read_text(encoding="utf-8")
+    page = build(folder).path.read_text(encoding="utf-8")
     assert all(check in page for check in findings)

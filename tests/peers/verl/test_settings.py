@@ -109,7 +109,7 @@ def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
         return block.block_of(prepared(*overrides).actor_rollout_ref)
 
     assert sent("+mismatch.lr={}") == sent("+mismatch={lr: {}}") == MismatchConfig(lr=LrConfig())
-    for nothing, said in (("null", "nothing is given"), ("''", "expected a mapping")):
+    for nothing, said in (("null", "nothing is given"), ("''", "'' is not allowed; allowed: a mapping")):
         for name in ("lr", "precision", "monitor"):
             with pytest.raises(ConfigError, match=f"mismatch.{name}: {said}"):
                 sent(f"+mismatch.{name}={nothing}")
