@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import re
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.trl.correction import native_options
 
 from mismatch_ext.config import MismatchConfig, PrecisionConfig
-from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, RoutingError
+from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.presets import resolve
 from mismatch_ext.versions import on_cpu_build
@@ -281,32 +278,3 @@ def check_reference(plugin: Any, processes: int, reference: bool) -> None:
             "a reference model with FSDP2 and fsdp_cpu_ram_efficient_loading=true: TRL shards it as each rank has loaded it, "
             "which is zeros on all but the first; set it to false in accelerate's config."
         )
-
-
-@contextmanager
-def engine_refusals(block: MismatchConfig) -> Iterator[None]:
-    """Turn vLLM's refusal of what a block asked for into an error that names the setting."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, MismatchError) or not _from_vllm(error):
-            raise  # an error of ours names its setting already
-        dtype = block.precision.dtype if block.precision is not None else None
-        if dtype is not None and re.search(rf"\b{dtype}\b", str(error)):
-            raise PrecisionError(
-                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
-                "Choose a dtype that both sides support."
-            ) from error
-        # vLLM's words for a dense model, and for a runner that records nothing; since 0.31 it names the connector of the routes.
-        if block.routing is not None and any(words in str(error) for words in ("outed-experts", "AuxOutput")):
-            raise RoutingError(
-                f"mismatch.routing.mode={block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
-                "Set mode='R2', which records it in the trainer, or remove mismatch.routing."
-            ) from error
-        raise
-
-
-def _from_vllm(error: BaseException) -> bool:
-    """Tell whether an error was raised by vLLM, or by what it calls."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(name.partition(".")[0] == "vllm" for name in modules)

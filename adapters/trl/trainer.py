@@ -9,7 +9,7 @@ from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, engine_refusals, refuse
+from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
 from transformers import TrainingArguments
@@ -49,7 +49,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         _check(type(self), block, config, mm, args, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
         building = overridden(mm, constructing=True)
-        with config.claimed(), building, patched as patches, engine_refusals(block):
+        with config.claimed(), building, patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             with mm.rewarding(config, args, kwargs) as (args, kwargs):

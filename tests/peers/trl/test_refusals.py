@@ -22,7 +22,6 @@ from mismatch_ext.errors import (
     PeerVersionError,
     PrecisionError,
     ReplayError,
-    RoutingError,
     RunDirectoryError,
 )
 from mismatch_ext.presets import PRESETS
@@ -440,32 +439,6 @@ def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(p
     config = GRPOConfig(**peers.arguments("nowhere", use_vllm=False, bf16=False))
     with pytest.warns(UserWarning, match="MismatchGRPOTrainer with GRPOConfig.*MismatchGRPOConfig"):
         MismatchGRPOTrainer(str(dense), peers.graded, args=config, train_dataset=peers.rows())
-
-
-def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
-    import inspect
-
-    from mismatch_ext.adapters.trl.refusals import engine_refusals
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
-
-    from mismatch_ext.config import MismatchConfig
-
-    words = "No supported MoE router found for routed-experts capture."
-    assert words in inspect.getsource(routed_experts_capturer)
-    vllm: dict[str, Any] = {"__name__": "vllm.config"}
-    exec("def refuse(words): raise ValueError(words)", vllm)
-    with pytest.raises(RoutingError, match="vLLM refuses to record this model's routing.*Set mode='R2'"):
-        with engine_refusals(MismatchConfig.parse(R3)):
-            vllm["refuse"](words)
-    with pytest.raises(PrecisionError, match="dtype='float16'"), engine_refusals(MismatchConfig.parse(FP16)):
-        vllm["refuse"]("float16 is not supported")
-    for error, refuse in (("bfloat16 is not supported", vllm["refuse"]), ("float16", int)):
-        with pytest.raises(ValueError, match=error) as refusal, engine_refusals(MismatchConfig.parse(FP16)):
-            refuse(error)
-        assert type(refusal.value) is ValueError
-    # A refusal of ours that names a dtype is not vLLM's.
-    with pytest.raises(ConfigError, match="^float16$"), engine_refusals(MismatchConfig.parse(FP16)):
-        raise ConfigError("float16")
 
 
 def test_a_device_without_float64_is_refused_where_log_probabilities_are_compared(peers: Any) -> None:

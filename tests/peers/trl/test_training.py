@@ -322,7 +322,7 @@ def test_fp16_on_a_model_that_the_engine_runs_in_bf16_only(run: Run, tmp_path: P
     tokenizer.save_pretrained(tmp_path / "model")
     ran = run(scenarios.train, model=tmp_path / "model", out=tmp_path / "run", block=FP16)
     assert ran.code != 0
-    assert "PrecisionError" in ran.stderr and "mismatch.precision.dtype='float16'" in ran.stderr
+    assert "'gemma3_text' does not support float16" in ran.stderr  # vLLM's own words
 
 
 def test_a_checkpoint_that_does_not_fit_fp16_is_refused_before_the_first_step(
