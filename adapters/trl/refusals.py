@@ -16,8 +16,6 @@ from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers that let a completion be stitched together from several generations.
 STITCHING = ("tools", "rollout_func", "environment_factory")
-# Columns in which TRL looks for images.
-IMAGE_COLUMNS = {"image", "images"}
 
 Test = Callable[[Any, Any], Any]
 
@@ -228,36 +226,6 @@ def check_peers(
         circumstances = {"vllm": True, "cpu": on_cpu_build(), "server": server, "tools": stitches}
         using |= {name for name, here in circumstances.items() if here}
     compat.check(peers, block.features, using)
-
-
-def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Refuse routing for datasets that show images; images that a dataset does not show are refused in the first pass."""
-    if block.routing is None:
-        return
-    for name, value in (*given.items(), *((f"argument {number}", value) for number, value in enumerate(args, 1))):
-        for dataset in value.values() if isinstance(value, dict) else [value]:
-            if hasattr(dataset, "column_names") and (found := _images_of(dataset)) is not None:
-                raise ConfigError(
-                    f"mismatch.routing.mode={block.routing.mode!r} with images ({name}: {found}): no token id tells what an "
-                    "image shows, so that a pass cannot be shown to be the one of its routes; allowed: text alone. Remove "
-                    "mismatch.routing for this data."
-                )
-
-
-def _images_of(dataset: Any) -> str | None:
-    """Return where a dataset has images: by its first row, as TRL does; for a stream by its column names, if it knows them."""
-    columns = dataset.column_names
-    if not hasattr(dataset, "__len__"):
-        named = sorted(IMAGE_COLUMNS & set(columns or ()))
-        return f"column {named[0]!r}" if named else None
-    row = dataset[0] if len(dataset) else {}
-    for name in sorted(IMAGE_COLUMNS & set(row)):
-        if row[name]:
-            return f"column {name!r}"
-    prompt = row.get("prompt")
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return "a part of a prompt" if any(part.get("type") == "image" for part in parts) else None
 
 
 def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:

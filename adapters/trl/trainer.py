@@ -9,7 +9,7 @@ from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, refuse
+from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
 from transformers import TrainingArguments
@@ -46,7 +46,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
             super().__init__(model, *args, **kwargs)
             return
         self.mm = mm = TrlRun(self, block, config)
-        _check(type(self), block, config, mm, args, kwargs)
+        _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
         building = overridden(mm, constructing=True)
         with config.claimed(), building, patched as patches:
@@ -122,7 +122,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         super()._save_checkpoint(model, trial)
 
 
-def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, args: Any, kwargs: Any) -> None:
+def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, kwargs: Any) -> None:
     """Refuse what can be judged before a model or an engine is built."""
     refuse(TRAINERS, trainer, block)
     for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
@@ -133,7 +133,6 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, a
         stitches = any(kwargs.get(key) for key in STITCHING)
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         check_loss(trainer, block, getattr(config, "loss_type", ""))
-    check_images(block, args, kwargs)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

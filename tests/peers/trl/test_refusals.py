@@ -22,6 +22,7 @@ from mismatch_ext.errors import (
     PeerVersionError,
     PrecisionError,
     ReplayError,
+    RoutingError,
     RunDirectoryError,
 )
 from mismatch_ext.presets import PRESETS
@@ -376,41 +377,14 @@ def test_half_precision_masters_are_refused_before_the_engine(construct: Make, d
     assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_routing_for_data_with_images_is_refused_before_the_model(peers: Any, configure: Make, mode: str) -> None:
-    from datasets import Dataset, IterableDataset
-    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+def test_a_pass_over_images_is_refused_under_replay(peers: Any) -> None:
+    from mismatch_ext.adapters.trl.replay import ScoreReplay
 
-    said = [{"role": "user", "content": "What?"}]
-    shown = [{"role": "user", "content": [{"type": "image", "image": "one.png"}, {"type": "text", "text": "What?"}]}]
-    columns = {"images": [["one.png"]], "image": ["one.png"]}
-    data = {
-        **{f"column '{name}'": Dataset.from_dict({"prompt": [said], name: value}) for name, value in columns.items()},
-        "a part of a prompt": Dataset.from_list([{"prompt": shown}]),
-    }
-    block = {"routing": {"mode": mode}}
-    for named, dataset in data.items():
-        for given in (
-            {"train_dataset": dataset},
-            {"train_dataset": peers.rows(), "eval_dataset": dataset},
-            {"train_dataset": peers.rows(), "eval_dataset": {"plain": peers.rows(), "seen": dataset}},
-        ):
-            with pytest.raises(ConfigError) as refusal:
-                MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), **given)
-            assert f"mismatch.routing.mode='{mode}' with images ({list(given)[-1]}: {named}" in str(refusal.value)
-    with pytest.raises(ConfigError, match=r"with images \(argument 3: column 'image'\)"):
-        MismatchGRPOTrainer(NOWHERE, peers.graded, configure(block), data["column 'image'"])
-    stream = IterableDataset.from_generator(lambda: iter(columns), features=data["column 'image'"].features)
-    with pytest.raises(ConfigError, match="column 'image'"):
-        MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), train_dataset=stream)
-    # No images, in a column for them: TRL takes none from there either.
-    without = Dataset.from_dict({"prompt": [said], "images": [[]]})
-    with pytest.raises(OSError, match="nowhere"):
-        MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), train_dataset=without)
-    with pytest.raises(OSError, match="nowhere"):
-        MismatchGRPOTrainer(
-            model=NOWHERE, reward_funcs=peers.graded, args=configure({}), train_dataset=data["column 'image'"]
-        )
+    replay: Any = object.__new__(ScoreReplay)
+    shown = {"pixel_values": torch.zeros(1), "image_grid_thw": None, "compute_entropy": True}
+    for score in (replay.replay, replay.record):
+        with pytest.raises(RoutingError, match=r"mismatch.routing with multimodal inputs \(pixel_values\)"):
+            score(None, None, (None, None, 1), (), "train", **shown)
 
 
 def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
