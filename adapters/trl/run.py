@@ -32,7 +32,7 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
-from mismatch_ext.adapters.trl.refusals import STITCHING, check_reference, check_sharding
+from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch, scored_again
@@ -131,33 +131,6 @@ class TrlRun(TrainerRun):
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
-    @contextlib.contextmanager
-    def rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
-        if self.block.kl is None or not self.block.kl.in_rewards:
-            yield args, kwargs
-            return
-        functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
-        if functions is None or any(kwargs.get(key) for key in STITCHING):
-            raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
-                "policy's is not known when rewards are computed; use reward_path='surrogate'."
-            )
-        self.kl_reward = KlReward()
-        with_kl = [*(functions if isinstance(functions, list) else [functions]), self.kl_reward]
-        args = args if "reward_funcs" in kwargs else (with_kl, *args[1:])
-        kwargs = dict(kwargs)
-        if "reward_funcs" in kwargs:
-            kwargs["reward_funcs"] = with_kl
-        if (processing := kwargs.get("reward_processing_classes")) is not None:
-            kwargs["reward_processing_classes"] = [
-                *(processing if isinstance(processing, list) else [processing]),
-                None,
-            ]
-        weights = config.reward_weights
-        with overridden(config, reward_weights=None if weights is None else [*weights, 1.0]):
-            yield args, kwargs
-
     def check_sharding(self) -> None:
         """Refuse sections that do not work with sharded parameters."""
         fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
@@ -203,6 +176,8 @@ class TrlRun(TrainerRun):
             trainer.add_callback(self.lr)
         if self.objective.sections:
             trainer.add_callback(LossCallback(self.objective))
+        if self.block.kl is not None and self.block.kl.in_rewards:
+            self._reward_kl()
         if self.block.kl is not None or self.block.correction is not None or isinstance(trainer, RLOOTrainer):
             self.scoring.watch()
         if self.block.correction is not None:
@@ -234,6 +209,14 @@ class TrlRun(TrainerRun):
                     self._check_vocabulary()
         with self.verdicts.checking("banner"):
             self.log.announce()
+
+    def _reward_kl(self) -> None:
+        """Put the KL penalty among the reward functions, as TRL does with an environment's own reward."""
+        trainer, self.kl_reward = self.trainer, KlReward()
+        trainer.reward_funcs = [*trainer.reward_funcs, self.kl_reward]
+        trainer.reward_func_names = [*trainer.reward_func_names, "kl"]
+        trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
+        trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
     def _warn_of_settings(self) -> None:
         trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")

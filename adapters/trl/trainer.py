@@ -16,6 +16,7 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.versions import installed, require
 
@@ -52,8 +53,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         with config.claimed(), building, patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
-            with mm.rewarding(config, args, kwargs) as (args, kwargs):
-                super().__init__(model, *args, **kwargs)
+            super().__init__(model, *args, **kwargs)
         mm.begin("none" if patches is None else digest_of(mm.patches))
 
     # One rollout, in its order.
@@ -128,9 +128,14 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
     for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
         if installed(peer) is None:
             require(peer)  # without it there is nothing to observe either
+    stitches = any(kwargs.get(key) for key in STITCHING)
+    if stitches and block.kl is not None and block.kl.in_rewards:
+        raise ConfigError(
+            "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
+            "not known when rewards are computed; use reward_path='surrogate'."
+        )
     with mm.verdicts.checking("versions"):
         server = config.vllm_mode == "server"
-        stitches = any(kwargs.get(key) for key in STITCHING)
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         check_loss(trainer, block, getattr(config, "loss_type", ""))
 
