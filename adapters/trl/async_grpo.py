@@ -28,7 +28,6 @@ from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import Row, check_peers, refuse
 from mismatch_ext.adapters.trl.seams import REFUSALS
@@ -613,7 +612,7 @@ class MismatchAsyncGRPOTrainer(MeasuredTrainer, AsyncGRPOTrainer):
         self.mm = mm = AsyncRun(self, block, config.output_dir)
         mm.verdicts.at(lambda: mm.step)
         check_peers(type(self), block, use_vllm=True, server=True)
-        with config.claimed(), overridden(mm, constructing=True):
+        with config.claimed():
             super().__init__(model, *args, **kwargs)
         mm.begin(config)
 

@@ -76,7 +76,6 @@ class TrainerRun(ABC):
         sampling: Settings that the engine samples with.
         readings: What was read back from each side, by its name.
         patches: Descriptions of the patches in use.
-        constructing: Whether TRL's constructor is running.
         eval_split: The evaluation that runs, because each evaluation's metrics are kept apart.
     """
 
@@ -105,7 +104,6 @@ class TrainerRun(ABC):
         self.readings: dict[str, Any] = {}
         self.patches: list[dict[str, Any]] = []
         self.audit_report: AuditReport | None = None
-        self.constructing = False
         self.eval_split = "eval/default"
         self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
         self._sync_audited = self._bias_told = False
@@ -168,8 +166,7 @@ class TrainerRun(ABC):
                 reduce_in_float32(configured(trainer.accelerator))  # the rest of float16 is DeepSpeed's own
             else:
                 compute_in_float16(trainer.accelerator, precision)
-        if self.constructing:
-            self.check_model()
+        self.check_model()
 
     def check_precision(self) -> None:
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""

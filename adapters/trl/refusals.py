@@ -237,9 +237,10 @@ def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:
         )
 
 
-def check_reference(plugin: Any, processes: int, reference: bool) -> None:
+def check_reference(accelerator: Any, built: bool) -> None:
     """Refuse a reference model of zeros: by accelerate's default for FSDP2, only the first rank loads weights."""
-    if plugin is None or not reference or processes == 1:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not built or accelerator.num_processes == 1:
         return
     if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
         raise ConfigError(

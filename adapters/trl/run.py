@@ -147,7 +147,8 @@ class TrlRun(TrainerRun):
             check_examinable(self.block, trainer.model)
         with self.verdicts.checking("reference"):
             # As TRL decides whether it builds one.
-            self._check_reference(trainer.args.beta != 0.0 and not is_peft_model(trainer.model))
+            built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
+            check_reference(trainer.accelerator, built)
         if trainer.use_vllm and is_peft_model(trainer.model):
             with self.verdicts.checking("lora"):
                 check_base(trainer.model)
@@ -160,10 +161,6 @@ class TrlRun(TrainerRun):
                     "mixture of experts."
                 ) from error
         self.check_precision()
-
-    def _check_reference(self, reference: bool) -> None:
-        accelerator = self.trainer.accelerator
-        check_reference(getattr(accelerator.state, "fsdp_plugin", None), accelerator.num_processes, reference)
 
     # Once TRL has built both.
 
@@ -189,8 +186,6 @@ class TrlRun(TrainerRun):
         self.log.sampled_with(self.scored_sampling)
         self.verdicts.at(lambda: self.step)
         self.alarms.install(trainer)
-        with self.verdicts.checking("reference"):
-            self._check_reference(trainer.ref_model is not None)
         if trainer.use_vllm:
             with self.verdicts.checking("engine"):
                 self._find_engine()

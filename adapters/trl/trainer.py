@@ -8,7 +8,6 @@ from typing import Any
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
@@ -49,8 +48,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         self.mm = mm = TrlRun(self, block, config)
         _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
-        building = overridden(mm, constructing=True)
-        with config.claimed(), building, patched as patches:
+        with config.claimed(), patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             super().__init__(model, *args, **kwargs)
