@@ -151,7 +151,6 @@ class Objective:
             kl.follow(trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs)
-        self._check_own()
         if kl is not None and kl.coef == 0:
             kl = None
         if kl is None and not reinforces:
@@ -240,17 +239,6 @@ class Objective:
                 "the loss does not depend on the weights that TRL's own GRPOTrainer._compute_loss multiplies by"
             )
         return loss
-
-    def _check_own(self) -> None:
-        """Refuse a function that somebody has put instead of TRL's, because what it adds would be taken for TRL's aggregation."""
-        own_loss = GRPOTrainer._compute_loss
-        home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
-        if home.partition(".")[0] != "trl":
-            raise ConfigError(
-                f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced by a function of "
-                f"{home}; the weight that TRL gives to each token cannot be read off it. Override the method in a subclass, or "
-                "remove these sections."
-            )
 
     def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the policy's and the reference's logits `[B, T, V]`, before they are divided by the temperature."""

@@ -23,7 +23,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, SeamError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from tests.peers.trl.scenarios_kl import moved
@@ -314,16 +314,16 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
 
 
 def replaced(model: str, out: str) -> str:
-    """Train with a function in the place of TRL's own, which would be taken for TRL's aggregation."""
-    trainer, own = built(model, out, KL, MismatchGRPOTrainer), GRPOTrainer._compute_loss
+    """Build a trainer with a function in the place of TRL's own, which would be taken for TRL's aggregation."""
+    own = GRPOTrainer._compute_loss
     GRPOTrainer._compute_loss = lambda self, model, inputs: own(self, model, inputs) * 2
     try:
-        trainer.train()
-    except ConfigError as error:
+        built(model, out, KL, MismatchGRPOTrainer)
+    except SeamError as error:
         return str(error)
     finally:
         GRPOTrainer._compute_loss = own
-    return "trained"
+    return "built"
 
 
 def policy_losses(model: str, out: str) -> dict[str, list[float]]:

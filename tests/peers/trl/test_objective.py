@@ -73,9 +73,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
     message = run(scenarios.replaced, model=dense, out=tmp_path).expect()
-    assert all(
-        word in message for word in ("GRPOTrainer._compute_loss was replaced", "scenarios_objective", "subclass")
-    )
+    assert all(word in message for word in ("GRPOTrainer._compute_loss of trl", "is not the loss", "comes to")), message
 
 
 def test_policy_loss_has_the_kl_in_it_as_trls_own(run: Run, dense: Path, tmp_path: Path) -> None:
