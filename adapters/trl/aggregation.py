@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from copy import copy
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,31 +25,18 @@ OwnLoss = Callable[[Any, Any, Any], Tensor]
 FAR_BELOW = -1.0e4
 
 
-@dataclass(frozen=True)
-class Aggregation:
-    """How TRL turns a per-token loss into its loss.
+def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -> Tensor:
+    """Return d loss / d per_token_loss of a micro-batch `[B, T]`, float32: positive where tokens are trained on, 0 elsewhere.
 
-    Attributes:
-        weights: d loss / d per_token_loss `[B, T]`, float32, positive at tokens that are trained on and 0 elsewhere.
-        policy_loss: The value that TRL logs as `policy_loss`, as a multiple of the loss; None if TRL logs none.
-    """
-
-    weights: Tensor
-    policy_loss: float | None
-
-
-def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -> Aggregation:
-    """Return TRL's aggregation of a micro-batch, from its loss with the policy term at zero and the KL term made linear.
-
-    TRL's own `_compute_loss` runs on a shallow copy of the trainer, so that neither the trainer nor its log is touched.
+    It is read off TRL's loss with the policy term at zero and the KL term made linear, on a shallow copy of the trainer, so that
+    neither the trainer nor its log is touched.
     """
     completion_mask = inputs["completion_mask"]
     zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
     logps = zero.clone().requires_grad_()
-    logged: dict[str, dict[str, list[float]]] = {"train": defaultdict(list), "eval": defaultdict(list)}
     args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
     args.use_bias_correction_kl = False
-    # Of `policy_loss`, which TRL logs as a mean over ranks, this rank's own value is needed; nothing else is read.
+    # What TRL logs over ranks is dropped, and costs no collective.
     accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
     vars(stand_in).update(
         args=args,
@@ -61,12 +47,12 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
         top_entropy_quantile=1.0,
         entropy_coef=0.0,
         use_adaptive_entropy=False,
-        _metrics=logged,
+        _metrics=defaultdict(lambda: defaultdict(list)),
         _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None),
     )
     with torch.enable_grad():
         loss = own_loss(stand_in, model, _probe(inputs, zero))
-        (weights,) = torch.autograd.grad(loss, logps)
+        weights: Tensor = torch.autograd.grad(loss, logps)[0]
     chosen = (completion_mask * inputs.get("tool_mask", 1)).bool()
     if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
         raise ConfigError(
@@ -75,8 +61,7 @@ def read_aggregation(trainer: Any, own_loss: OwnLoss, model: Any, inputs: Any) -
             f"{max(weights[~chosen].abs().tolist(), default=None)}; allowed: positive and 0. Remove what overrides methods that "
             "TRL's _compute_loss calls, or mismatch.kl and mismatch.correction."
         )
-    entries, value = [*logged["train"]["policy_loss"], *logged["eval"]["policy_loss"]], float(loss.detach())
-    return Aggregation(weights, None if not entries else entries[0] / value if value else 1.0)
+    return weights
 
 
 def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:

@@ -188,7 +188,8 @@ class Objective:
             advantages = inputs["advantages"]
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
-        return loss + self._aggregated(term, model, inputs)
+        # Masked tokens have weight 0, and their term is finite.
+        return loss + (read_aggregation(trainer, GRPOTrainer._compute_loss, model, inputs) * term).sum()
 
     def _scored_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> Tensor:
         """Return the log-probabilities `[B, T]` that TRL's loss has got for its micro-batch, with their graph."""
@@ -203,18 +204,6 @@ class Objective:
             )
         # A user may also have scored the same tokens for something that is only logged.
         return next((logps for logps in found if logps.requires_grad), found[0])
-
-    def _aggregated(self, term: Tensor, model: Any, inputs: Any) -> Tensor:
-        """Return the sum of a per-token term `[B, T]`, weighed as TRL weighs its own, and add it to what TRL logs of its loss."""
-        trainer = self.trainer
-        aggregation = read_aggregation(trainer, GRPOTrainer._compute_loss, model, inputs)
-        # Masked tokens have weight 0, and their term is finite.
-        added: Tensor = (aggregation.weights * term).sum()
-        logged = trainer._metrics[self.run.mode]["policy_loss"] if aggregation.policy_loss is not None else []
-        if aggregation.policy_loss is not None and logged:
-            # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
-            logged[-1] += trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
-        return added
 
     def _weighed(self, host: Loss, model: Any, inputs: Any) -> Tensor:
         """Compute a user's loss, and refuse one that the weights of the correction are no part of.

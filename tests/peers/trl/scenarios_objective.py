@@ -326,21 +326,6 @@ def replaced(model: str, out: str) -> str:
     return "built"
 
 
-def policy_losses(model: str, out: str) -> dict[str, list[float]]:
-    """Return what TRL logs as `policy_loss` and `loss`, with its own KL term and with ours."""
-    result = {}
-    for loss_type in ("grpo", "dapo"):
-        for kind, block, given in (("stock", None, STOCK), ("ours", KL, {})):
-            cls = MismatchGRPOTrainer if block else GRPOTrainer
-            trainer = built(model, f"{out}/{loss_type}-{kind}", block, cls, entropy_coef=0.1, loss_type=loss_type,
-                            gradient_accumulation_steps=2, steps_per_generation=2, **given)  # fmt: skip
-            trainer.train()
-            result[f"{loss_type}/{kind}"] = [
-                trainer.state.log_history[0][name] for name in ("policy_loss", "loss", "kl")
-            ]
-    return result
-
-
 class Rewarding:
     """Scores other prompts around the sampling of a batch, as an own reward or a filter does."""
 
