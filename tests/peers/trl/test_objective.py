@@ -55,7 +55,7 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
 def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> None:
     from typing import Any
 
-    from mismatch_ext.adapters.trl import aggregation, behavior
+    from mismatch_ext.adapters.trl import behavior, objective
     from trl import GRPOTrainer
 
     asked = []
@@ -67,7 +67,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
     trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None)
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
-    found = aggregation.read_aggregation(trainer, GRPOTrainer._compute_loss, behavior.MODEL, inputs)
+    found = objective.read_aggregation(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
 
 
