@@ -93,7 +93,7 @@ class Attached(TrainerRun):
         self.engine: Engine = (
             Colocated(generation.llm, sleeps=trainer.args.vllm_enable_sleep_mode)
             if generation.mode == "colocate"
-            else Served(generation, trainer.accelerator)
+            else Served(generation, self.ranks)
         )
         self._generating = False  # one rank may, while others do not
         self._sending = Sending()
@@ -172,7 +172,8 @@ class Attached(TrainerRun):
                         verifier.begin()
                     asked = verifier.look()
                 look = asked  # on all ranks or none
-        self.engine.update(self._plain_sync, self._parameters)
+        with together(ranks):
+            self.engine.update(self._plain_sync, self._parameters)
         if verifier is not None and look is not None:
             with self.verdicts.checking("weight_sync"), together(ranks):
                 verifier.verify(self._sending.samples, look)

@@ -255,7 +255,7 @@ class TrlRun(TrainerRun):
         if generation.mode == "colocate":
             self.engine = Colocated(generation.llm, sleeps=self.trainer.args.sleeps)
             return
-        self.engine = served = Served(generation, self.trainer.accelerator)
+        self.engine = served = Served(generation, self.ranks)
         if self.verdicts.observes:
             with self.verdicts.checking("server"):
                 served.check(ServerCheck(self.block), self.trainer.accelerator.device.type)

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import requests
-from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters.trl.engines import Colocated, Weights
 from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient
@@ -19,9 +18,9 @@ from mismatch_ext.adapters.vllm.server_checks import unchecked
 from mismatch_ext.adapters.vllm.stamps import is_fresh
 from torch import Tensor
 
-from mismatch_ext import errors
-from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
+from mismatch_ext.errors import RoutingError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.weights import Decoded, TensorComparison
 
 Answer = TypeVar("Answer")
@@ -30,8 +29,8 @@ Answer = TypeVar("Answer")
 class Served:
     """A vLLM server as TRL's engine."""
 
-    def __init__(self, generation: Any, accelerator: Accelerator) -> None:
-        self._accelerator = accelerator
+    def __init__(self, generation: Any, ranks: Ranks) -> None:
+        self._ranks = ranks
         self._client: Any = getattr(generation, "vllm_client", None)
         if isinstance(self._client, CheckedClient):
             self.remote = self._client.remote
@@ -43,23 +42,11 @@ class Served:
 
     def _everywhere(self, ask: Callable[[], Answer]) -> Answer:
         """Ask on the main process, and return the answer on every rank; raise on every rank where asking failed."""
-        if self._accelerator.num_processes == 1:
-            return ask()
-        box: list[Any] = [None, None]
-        if self._accelerator.is_main_process:
-            try:
+        box: list[Any] = [None]
+        with together(self._ranks):
+            if self._ranks.rank == 0:
                 box[0] = ask()
-            except Exception as error:  # noqa: BLE001  # raised below
-                box[1] = error
-            sent = [box[0], None if box[1] is None else (type(box[1]).__name__, str(box[1]))]
-            broadcast_object_list(sent, from_process=0)
-        else:
-            broadcast_object_list(box, from_process=0)
-        if isinstance(box[1], Exception):
-            raise box[1]
-        if box[1] is not None:
-            name, message = box[1]  # an error of ours is the same on every rank, for who catches it
-            raise getattr(errors, name, EngineError)(f"on the main process: {message}")
+        broadcast_object_list(box, from_process=0)
         answer: Answer = box[0]
         return answer
 
@@ -77,21 +64,13 @@ class Served:
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities of tokens."""
-
-        def ask() -> Tensor:
-            self._expect_own_weights()
-            return self.remote.score(tokens)
-
-        return self._everywhere(ask)
+        self._expect_own_weights()
+        return self._everywhere(lambda: self.remote.score(tokens))
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Sample tokens after prompts."""
-
-        def ask() -> Decoded:
-            self._expect_own_weights()
-            return self.remote.decode(tokens, count)
-
-        return self._everywhere(ask)
+        self._expect_own_weights()
+        return self._everywhere(lambda: self.remote.decode(tokens, count))
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare tensors just sent, and those before, with what it holds."""
@@ -103,27 +82,14 @@ class Served:
             raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
 
     def update(self, plain: Callable[[], None], weights: Weights) -> None:
-        """Send the trainer's weights in TRL's own way; only the main process sends, and its failure is raised on all ranks."""
+        """Send the trainer's weights in TRL's own way; only the main process sends."""
         before = None if self._unnamed else self._client.stamps.last
-        failed: Exception | None = None
-        try:
-            plain()
-        except Exception as error:  # noqa: BLE001  # raised below
-            failed = error
-
-        def check() -> None:
-            if failed is not None:
-                raise failed
-            if not self._unnamed and self._client.stamps.last == before:
-                raise WeightSyncError(
-                    f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
-                    "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
-                )
-
-        # On every rank: the others would go on, and wait for this one until their launcher ends them.
-        self._everywhere(check)
-        if failed is not None:
-            raise failed
+        plain()
+        if not self._unnamed and self._client.stamps.last == before:
+            raise WeightSyncError(
+                f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
+                "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
+            )
 
     @property
     def _unnamed(self) -> bool:
@@ -131,8 +97,8 @@ class Served:
         return not isinstance(self._client, CheckedClient)
 
     def _expect_own_weights(self) -> None:
-        if not self._unnamed:
-            self._client.expect_own_weights()
+        """Refuse to go on, on every rank, where the server does not hold this trainer's last update."""
+        self._everywhere(lambda: None if self._unnamed else self._client.expect_own_weights())
 
     @contextmanager
     def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:
@@ -141,7 +107,7 @@ class Served:
         The server must hold this trainer's last update, before and after. TRL resets the prefix cache after each update, and the
         client makes sure of it.
         """
-        self._everywhere(self._expect_own_weights)
+        self._expect_own_weights()
         outputs: list[Any] = []
         if not self._unnamed:
             self._client.choices = []
@@ -151,10 +117,10 @@ class Served:
             everything = self._everywhere(
                 lambda: [_received(choice) for choice in getattr(self._client, "choices", None) or []]
             )
-            size = len(everything) // self._accelerator.num_processes
-            first = self._accelerator.process_index * size
+            size = len(everything) // self._ranks.size
+            first = self._ranks.rank * size
             outputs += everything[first : first + size]
-            self._everywhere(self._expect_own_weights)
+            self._expect_own_weights()
         finally:
             if not self._unnamed:
                 self._client.choices = None

@@ -275,7 +275,7 @@ def served_update(fails: bool) -> None:
     """Fail on the main process in sending to a server, before the first weight."""
     found = checked()
     server = object.__new__(served.Served)
-    vars(server).update(_accelerator=PartialState(), _client=None, remote=None)
+    vars(server).update(_ranks=WORLD, _client=None, remote=None)
 
     def plain() -> None:
         weights = found._sent_parameters()
@@ -291,7 +291,7 @@ def served_update(fails: bool) -> None:
 def served_answer(fails: bool) -> None:
     """Fail on the main process in asking a server."""
     server = object.__new__(served.Served)
-    vars(server).update(_accelerator=PartialState(), _client=None)
+    vars(server).update(_ranks=WORLD, _client=None)
     server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
 
 
