@@ -105,7 +105,7 @@ MASTER_WEIGHTS = (
 
 
 @dataclass
-class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # sleeps, which is GRPO's
+class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):
     """TRL's `AsyncGRPOConfig` plus `mismatch`, of which it takes precision, correction and monitor."""
 
     _VALID_DICT_FIELDS = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "mismatch"]

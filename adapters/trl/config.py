@@ -110,11 +110,6 @@ class MismatchConfigMixin(_Host):
                 "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
             )
 
-    @property
-    def sleeps(self) -> bool:
-        """Whether the engine sleeps between generations; TRL lets no server sleep."""
-        return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"
-
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""
         refuse(SETTINGS, self, block)

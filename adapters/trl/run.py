@@ -22,7 +22,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine, phantom
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
-from mismatch_ext.adapters.trl.engines import Colocated
+from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun, of_agreement, prefixed
@@ -35,8 +35,7 @@ from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
-from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch, scored_again
-from mismatch_ext.adapters.trl.served import Engine, Served
+from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.trl.turns import joined_turns
 from mismatch_ext.adapters.vllm.engine import asked_of
@@ -61,10 +60,6 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present, one_provenance
-from mismatch_ext.weights import SyncVerdict
-
-OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
-"""TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
 
 
 class TrlRun(TrainerRun):
@@ -79,7 +74,6 @@ class TrlRun(TrainerRun):
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
     kl_reward: KlReward | None = None
-    engine: Engine
     _unchecked: str | None = None  # what of a server cannot be checked
     _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
@@ -197,7 +191,7 @@ class TrlRun(TrainerRun):
                 with together(self.ranks):
                     vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
                     wrapped = self._wrapped_engine(patch_digest, vocabulary)
-                trainer.vllm_generation = wrapped  # on all ranks or none
+                self.checked = wrapped  # on all ranks or none
                 wrapped.begin()
                 self._vocabulary = vocabulary
                 if zero_stage(trainer.accelerator) != ZERO3:  # whose model runs when training has begun
@@ -251,15 +245,12 @@ class TrlRun(TrainerRun):
 
     def _find_engine(self) -> None:
         """Note what stands behind TRL's wrapper."""
-        generation = self.trainer.vllm_generation
-        if generation.mode == "colocate":
-            self.engine = Colocated(generation.llm, sleeps=self.trainer.args.sleeps)
-            return
-        self.engine = served = Served(generation, self.ranks)
-        if self.verdicts.observes:
-            with self.verdicts.checking("server"):
-                served.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
-        self._unchecked = served.unchecked()
+        self.engine = found = engine_of(self.trainer, self.ranks)
+        if isinstance(found, Served):
+            if self.verdicts.observes:
+                with self.verdicts.checking("server"):
+                    found.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
+            self._unchecked = found.unchecked()
 
     def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
@@ -295,12 +286,6 @@ class TrlRun(TrainerRun):
             )
         return EngineMasks(min(self.block.sampling_mask.asked(self.sampling), vocabulary), vocabulary)
 
-    @property
-    def proves(self) -> bool:
-        """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
-        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
-
     def _check_vocabulary(self) -> None:
         """Warn of ids that the model has and the tokenizer has not, once."""
         vocabulary, self._vocabulary = self._vocabulary, None
@@ -327,17 +312,6 @@ class TrlRun(TrainerRun):
         """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
         self._check_vocabulary()
         super().sent(dtypes)
-
-    @property
-    def checked(self) -> CheckedGeneration | None:
-        """TRL's engine wrapper behind ours; None without vLLM, and where wrapping failed and the run is observed."""
-        generation = self.trainer.vllm_generation if self.trainer.use_vllm else None
-        return generation if isinstance(generation, CheckedGeneration) else None
-
-    @property
-    def verdict(self) -> SyncVerdict | None:
-        """The verdict on the last weight update, if any was verified."""
-        return None if self.checked is None else self.checked.verifier.verdict
 
     # One rollout batch.
 
@@ -465,9 +439,9 @@ class TrlRun(TrainerRun):
 
     def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
-        if rollouts.records:
+        if rollouts.records and self.checked is not None:
             origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(rollouts.records))
-            expect_present(origin, self.trainer.vllm_generation.weight_version)
+            expect_present(origin, self.checked.weight_version)
         return collate(rollouts.records_of(output))
 
     def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:
