@@ -397,13 +397,16 @@ def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
     assert "Turn mixed precision off (fp16=False, bf16=False)" in str(refusal.value)
 
 
-def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_a_step(
     peers: Any, configure: Make, dense: Path
 ) -> None:
     from trl import GRPOTrainer
 
+    args = configure(SURGE, use_vllm=False, bf16=False)
+    trainer = GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=args)
     with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
-        GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=configure(FP16))
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:

@@ -249,7 +249,9 @@ def test_engine_death_is_named_and_no_metric_is_lost(run: Run, dense: Path, tmp_
     assert ran.code != 0
     data = read_run(tmp_path / "mismatch")
     assert data.series("mismatch/k3_kl")[0] == [1, 2]
-    assert data.ends[-1].status == "failed" and data.ends[-1].message.split(": ")[0] in ran.stderr, data.ends[-1].message
+    assert data.ends[-1].status == "failed" and data.ends[-1].message.split(": ")[0] in ran.stderr, data.ends[
+        -1
+    ].message
 
 
 def test_what_was_measured_since_the_last_log_survives_a_failure(run: Run, dense: Path, tmp_path: Path) -> None:
