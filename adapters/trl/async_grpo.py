@@ -47,7 +47,6 @@ from mismatch_ext.drift import ENOUGH, UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RecordError, SeamError, WeightSyncError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rng import forked_rng
@@ -96,12 +95,6 @@ ABSENT = (
         "set it to False",
     ),
 )  # fmt: skip
-MASTER_WEIGHTS = (
-    Row(
-        "precision", "dtype={s!r} contradicts mismatch.precision", lambda s, b: s == "auto" or canonical(s) != "float32",
-        "the trainer's master weights stay float32 and autocast computes in the section's dtype", "remove the dtype",
-    ),
-)  # fmt: skip
 
 
 @dataclass
@@ -123,7 +116,7 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):
         refuse(ABSENT, self, block)
 
     def _check_settled(self, block: MismatchConfig) -> None:
-        refuse(MASTER_WEIGHTS, str((self.model_init_kwargs or {}).get("dtype") or self.dtype), block)  # type: ignore[union-attr]
+        """Refuse nothing: GRPO's settings are not this trainer's."""
 
 
 # Each request, and so each token, is of one weight version.

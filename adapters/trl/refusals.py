@@ -10,7 +10,6 @@ from mismatch_ext.adapters.trl.correction import native_options
 
 from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
-from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.presets import resolve
 from mismatch_ext.versions import on_cpu_build
 
@@ -86,11 +85,6 @@ SETTINGS = (
         "routes are followed on engines of one rank", "set it to 1, or mode='R2'",
     ),
     Row(
-        "routing.R3", "generation_kwargs={s.generation_kwargs!r} with mismatch.routing.mode='R3'",
-        lambda s, b: any(key.startswith("routed_experts") for key in s.generation_kwargs or {}),
-        "the routes of all tokens are needed", "remove routed_experts* from generation_kwargs",
-    ),
-    Row(
         "routing", "mismatch.routing.reference=True with beta=0 and no mismatch.kl",
         lambda s, b: b.routing.reference and s.beta == 0.0, "there is no reference model to be replayed",
         "set reference=False, or a KL coefficient",
@@ -105,10 +99,6 @@ SETTINGS = (
         "masks are read off as many log-probabilities as the section asks for", "remove logprobs",
     ),
     Row(
-        "sampling_mask", "mismatch.sampling_mask with temperature={s.temperature}", lambda s, b: not s.temperature > 0,
-        "greedy decoding samples nothing", "allowed: a value > 0",
-    ),
-    Row(
         "sampling_mask", "mismatch.sampling_mask with mismatch.kl.estimator='full'",
         lambda s, b: b.kl is not None and b.kl.estimator == "full", "the exact KL is over the whole vocabulary",
         "allowed: k1, k2 or k3",
@@ -116,12 +106,6 @@ SETTINGS = (
     Row(
         "sampling_mask", "mismatch.sampling_mask with mismatch.monitor.doctor={b.monitor.doctor!r}",
         lambda s, b: b.monitor.doctor is not None, "it examines log-probabilities over the whole vocabulary", "allowed: none",
-    ),
-    Row(
-        "precision", "model_init_kwargs['dtype']={s.model_init_kwargs[dtype]!r} contradicts mismatch.precision",
-        lambda s, b: canonical((s.model_init_kwargs or {}).get("dtype") or "float32") != "float32",
-        "the trainer's master weights stay float32, and autocast computes in its dtype",
-        "remove the dtype from model_init_kwargs",
     ),
     Row(
         "kl", f"{_REWARDS}mask_truncated_completions=True",

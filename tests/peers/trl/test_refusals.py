@@ -6,7 +6,6 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,10 +110,8 @@ EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
 GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
-START = {"routed_experts_prompt_start": 3}
 LAYERWISE = {"optim": "galore_adamw_layerwise"}
 RLOO = {"kind": "MismatchRLOOConfig"}
-HALF = {"dtype": "bfloat16"}
 CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     (
         "config",
@@ -125,19 +122,16 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", {}, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
     ("config", {}, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
     ("config", {}, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
+    ("config", MASKS, {"top_k": 4, "temperature": 0.0}, ["RecordError", "sampling temperature=0.0", "allowed: > 0"]),
     ("config", {}, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
     ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
-    ("config", FP16, {"model_init_kwargs": HALF}, ["['dtype']='bfloat16'", "master weights stay float32"]),
-    ("config", FP16, {"model_init_kwargs": json.dumps(HALF)}, ["master weights stay float32"]),
     ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
     ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
     ("config", {"kl": {"coef": 0.1}}, RLOO, ["mismatch.kl with MismatchRLOOConfig"]),
     ("config", R3, {"vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2"]),
     ("config", R3, {"use_vllm": False}, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
-    ("config", R3, {"generation_kwargs": START}, ["generation_kwargs={'routed_experts_prompt_start': 3}"]),
-    ("config", R3, {"generation_kwargs": json.dumps(START)}, ["generation_kwargs={'routed_experts_prompt_start': 3}"]),
     ("config", {"routing": {"mode": "R3", "reference": True}}, {}, ["reference=True with beta=0"]),
     ("config", MASKS, {}, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
     ("config", MASKS, {"top_p": 0.9}, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
@@ -375,6 +369,9 @@ def test_half_precision_masters_are_refused_before_the_engine(construct: Make, d
     with pytest.raises(PrecisionError) as refusal:
         construct(changed(dense, "model.layers.1.mlp.up_proj", 0.0).to(torch.bfloat16), FP16)
     assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
+    for given in ({"dtype": "bfloat16"}, '{"dtype": "bfloat16"}'):  # as on a command line
+        with pytest.raises(PrecisionError, match="trainer parameters: expected float32, found bfloat16"):
+            construct(dense, FP16, model_init_kwargs=given)
 
 
 def test_a_pass_over_images_is_refused_under_replay(peers: Any) -> None:
