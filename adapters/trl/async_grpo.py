@@ -28,7 +28,6 @@ from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import Row, check_peers, refuse
 from mismatch_ext.adapters.trl.seams import REFUSALS
@@ -48,7 +47,6 @@ from mismatch_ext.drift import ENOUGH, UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RecordError, SeamError, WeightSyncError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rng import forked_rng
@@ -97,16 +95,10 @@ ABSENT = (
         "set it to False",
     ),
 )  # fmt: skip
-MASTER_WEIGHTS = (
-    Row(
-        "precision", "dtype={s!r} contradicts mismatch.precision", lambda s, b: s == "auto" or canonical(s) != "float32",
-        "the trainer's master weights stay float32 and autocast computes in the section's dtype", "remove the dtype",
-    ),
-)  # fmt: skip
 
 
 @dataclass
-class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # sleeps, which is GRPO's
+class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):
     """TRL's `AsyncGRPOConfig` plus `mismatch`, of which it takes precision, correction and monitor."""
 
     _VALID_DICT_FIELDS = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "mismatch"]
@@ -124,7 +116,7 @@ class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ig
         refuse(ABSENT, self, block)
 
     def _check_settled(self, block: MismatchConfig) -> None:
-        refuse(MASTER_WEIGHTS, str((self.model_init_kwargs or {}).get("dtype") or self.dtype), block)  # type: ignore[union-attr]
+        """Refuse nothing: GRPO's settings are not this trainer's."""
 
 
 # Each request, and so each token, is of one weight version.
@@ -613,8 +605,8 @@ class MismatchAsyncGRPOTrainer(MeasuredTrainer, AsyncGRPOTrainer):
         self.mm = mm = AsyncRun(self, block, config.output_dir)
         mm.verdicts.at(lambda: mm.step)
         check_peers(type(self), block, use_vllm=True, server=True)
-        with config.claimed(), overridden(mm, constructing=True):
-            super().__init__(model, *args, **kwargs)
+        super().__init__(model, *args, **kwargs)
+        config._known = True
         mm.begin(config)
 
     def get_train_dataloader(self) -> Any:

@@ -10,7 +10,6 @@ to train on; after each weight update both sides score probe tokens. A check tha
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from accelerate import PartialState
@@ -19,12 +18,11 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.engines import Colocated
+from mismatch_ext.adapters.trl.engines import engine_of
+from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import TrainerRun, prefixed
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
-from mismatch_ext.adapters.trl.scoring import scored_again
-from mismatch_ext.adapters.trl.served import Engine, Served
-from mismatch_ext.adapters.vllm.weights import Sending
+from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -32,11 +30,8 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import EngineReading
-from mismatch_ext.ranks import ONE_PROCESS, together
+from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.weights import SyncVerdict, TrainerLook, WeightVerifier
-
-OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 
 
 def attach(trainer: GRPOTrainer) -> Attached:
@@ -75,6 +70,15 @@ def attach(trainer: GRPOTrainer) -> Attached:
     return attached
 
 
+class Updates(CheckedGeneration):
+    """Verifies weight updates, and leaves rollouts to TRL."""
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate as TRL does."""
+        self.sync_if_asleep()
+        return self.plain_generate(*args, **kwargs)
+
+
 class Attached(TrainerRun):
     """The measurement of one trainer, which `attach` returns.
 
@@ -89,31 +93,20 @@ class Attached(TrainerRun):
         with together(AcceleratorRanks(PartialState())):
             super().__init__(trainer, MismatchConfig(level="observe"), trainer.args.output_dir)
         self.verdicts.at(lambda: self.step)
-        generation = trainer.vllm_generation
-        self.engine: Engine = (
-            Colocated(generation.llm, sleeps=trainer.args.vllm_enable_sleep_mode)
-            if generation.mode == "colocate"
-            else Served(generation, trainer.accelerator)
-        )
-        self._generating = False  # one rank may, while others do not
-        self._sending = Sending()
+        self.engine = engine_of(trainer, self.ranks)
         self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.audit()
         self.log.sampled_with(self.sampling)
-        self._verifier = self._made_verifier()
-        self._plain_sync, self._plain_parameters = generation.sync_weights, generation._iter_named_params
-        self._plain_generate, self._plain_score = generation.generate, trainer._generate_and_score_completions
+        if not self.proves:
+            self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
+        self.checked = Updates(self, vocabulary=plain_vocabulary(trainer._tokenizer, trainer.accelerator.device))
+        self.checked.begin()
+        self._plain_score = trainer._generate_and_score_completions
         self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
-        generation.sync_weights, generation._iter_named_params = self._sync_weights, self._parameters
-        generation.generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
+        trainer._generate_and_score_completions = self._generate_and_score
         trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
         self.alarms.install(trainer)
         self.log.announce()
-
-    @property
-    def verdict(self) -> SyncVerdict | None:
-        """The judgment of the last weight update; None before the first."""
-        return None if self._verifier is None else self._verifier.verdict
 
     def read_engine(self) -> EngineReading:
         """Return what the engine computes with."""
@@ -138,51 +131,10 @@ class Attached(TrainerRun):
                 measured |= prefixed(self.grid.metrics(self.ranks))
         return measured, {}
 
-    # A weight update.
-
-    def _made_verifier(self) -> WeightVerifier | None:
-        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        if fsdp is not None and fsdp.fsdp_version == 1:
-            self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
-            return None
-        vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
-        return self.verifier_of(self.engine, vocabulary)
-
     def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
         with forked_rng(self.trainer.accelerator.device):
             return super().score(token_ids)
-
-    def _parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what TRL sends, noting what the engine should then hold."""
-        self._sending = Sending()
-        return self._sending.through(self._plain_parameters())
-
-    def _sync_weights(self) -> None:
-        """Send weights as TRL does, and judge whether the engine computes with them."""
-        # Sleeping engines get weights inside of `generate`, which a rank may call by itself.
-        ranks = ONE_PROCESS if self._generating else self.ranks
-        look: TrainerLook | None = None
-        verifier = self._verifier
-        # The trainer first: it needs all ranks where it is sharded, and has the device to itself while the engine sleeps.
-        if verifier is not None:
-            with self.verdicts.checking("weight_sync"):
-                with together(ranks):
-                    if self.engine.fresh and not verifier.begun and not self.step:
-                        verifier.begin()
-                    asked = verifier.look()
-                look = asked  # on all ranks or none
-        self.engine.update(self._plain_sync, self._parameters)
-        if verifier is not None and look is not None:
-            with self.verdicts.checking("weight_sync"), together(ranks):
-                verifier.verify(self._sending.samples, look)
-
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        self._generating = True
-        try:
-            return self._plain_generate(*args, **kwargs)
-        finally:
-            self._generating = False
 
     # A batch.
 

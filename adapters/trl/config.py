@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import inspect
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +11,6 @@ from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.correction import native_options, own_options
 from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import SETTINGS, check_sharding, refuse
-from transformers import Trainer
 from trl import GRPOConfig, RLOOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
@@ -73,47 +69,21 @@ class MismatchConfigMixin(_Host):
         block = MismatchConfig.parse(self.mismatch)
         return None if block is None else block.acting
 
-    @contextlib.contextmanager
-    def claimed(self) -> Iterator[None]:
-        """Tell the configuration that the trainer which is being built knows the block."""
-        self._claimed = self._known = True
-        try:
-            yield
-        finally:
-            self._claimed = False
-
-    @property
-    def train_batch_size(self) -> int:
-        """The batch size per process, as in the parent.
-
-        `Trainer.__init__` reads it. Only at that moment can a trainer that would ignore the block be told from ours.
-        """
-        builder = inspect.unwrap(Trainer.__init__).__code__
-        if not getattr(self, "_claimed", False) and sys._getframe(1).f_code is builder:
-            self._refuse_unknown_trainer()
-        return super().train_batch_size
-
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The number of warmup steps, as in the parent; a training asks for it, however its constructor was wrapped."""
-        asks = sys._getframe(1).f_globals.get("__name__", "")
-        if asks.partition(".")[0] == "transformers" and not getattr(self, "_known", False):
-            self._refuse_unknown_trainer()
+        """The number of warmup steps, as in the parent; a training asks for it, and is refused if it ignores the block."""
+        asks = sys._getframe(1).f_globals.get("__name__", "")  # a user may ask too
+        if (
+            asks.partition(".")[0] == "transformers"
+            and self.mismatch is not None
+            and not getattr(self, "_known", False)
+        ):
+            with self._verdicts.checking("trainer"):
+                raise ConfigError(
+                    f"mismatch={self.mismatch!r} was given, but the trainer does not know the block and would run without it; "
+                    "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+                )
         steps: int = super().get_warmup_steps(num_training_steps)
         return steps
-
-    def _refuse_unknown_trainer(self) -> None:
-        if self.mismatch is None:
-            return
-        with self._verdicts.checking("trainer"):
-            raise ConfigError(
-                f"mismatch={self.mismatch!r} was given, but the trainer does not know the block and would run without it; "
-                "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
-            )
-
-    @property
-    def sleeps(self) -> bool:
-        """Whether the engine sleeps between generations; TRL lets no server sleep."""
-        return self.vllm_enable_sleep_mode and self.vllm_mode == "colocate"
 
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""

@@ -1,20 +1,35 @@
-"""The engine behind TRL's `VLLMGeneration` in this process; `served.Served` is a server, with the same methods."""
+"""What stands behind TRL's `VLLMGeneration`: an engine in this process, or a vLLM server; every rank asks it at the same time."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, TypeVar
 
+import requests
+from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient
 from mismatch_ext.adapters.vllm.engine import is_cpu
+from mismatch_ext.adapters.vllm.http import ServerHttp
+from mismatch_ext.adapters.vllm.remote import RemoteEngine
+from mismatch_ext.adapters.vllm.routing import unpacked
+from mismatch_ext.adapters.vllm.server_checks import unchecked
+from mismatch_ext.adapters.vllm.stamps import is_fresh
 from torch import Tensor
+
+from mismatch_ext.errors import RoutingError, WeightSyncError
+from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.ranks import Ranks, together
+from mismatch_ext.weights import Decoded, TensorComparison
 
 if TYPE_CHECKING:
     from vllm import LLM
 
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns what TRL sends to its engine."""
+Answer = TypeVar("Answer")
 
 
 class Colocated(engine.InProcess):
@@ -48,3 +63,127 @@ class Colocated(engine.InProcess):
     def captured(self, version: Callable[[], int] | None) -> AbstractContextManager[list[Any]]:
         """Collect vLLM's outputs of what TRL generates in a block."""
         return engine.captured_outputs(self.llm, version=version)
+
+
+class Served:
+    """A vLLM server: the main process asks it, and every rank gets the answer."""
+
+    def __init__(self, generation: Any, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._client: Any = getattr(generation, "vllm_client", None)
+        if isinstance(self._client, CheckedClient):
+            self.remote = self._client.remote
+        elif self._client is not None:
+            # TRL's own, under `observe`.
+            timeout = generation.server_timeout or SILENCE
+            self.remote = RemoteEngine(ServerHttp(self._client.base_url, requests.Session(), timeout))
+        self.fresh, self.longest = self._everywhere(lambda: (is_fresh(self.remote), self.remote.longest))
+
+    def _everywhere(self, ask: Callable[[], Answer]) -> Answer:
+        """Ask on the main process, and return the answer on every rank; raise on every rank where asking failed."""
+        box: list[Any] = [None]
+        with together(self._ranks):
+            if self._ranks.rank == 0:
+                box[0] = ask()
+        broadcast_object_list(box, from_process=0)
+        answer: Answer = box[0]
+        return answer
+
+    def check(self, check: Check, device: str) -> None:
+        """Check the server on the main process; `device` is the type of the trainer's."""
+        self._everywhere(lambda: check(self.remote, device))
+
+    def unchecked(self) -> str | None:
+        """Say what of the server is not checked; None where all is."""
+        return self._everywhere(lambda: unchecked(self.remote))
+
+    def reading(self) -> EngineReading:
+        """Return what it computes with."""
+        return self._everywhere(lambda: self.remote.reading())
+
+    def score(self, tokens: Tensor) -> Tensor:
+        """Return prefill's log-probabilities of tokens."""
+        self._expect_own_weights()
+        return self._everywhere(lambda: self.remote.score(tokens))
+
+    def decode(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample tokens after prompts."""
+        self._expect_own_weights()
+        return self._everywhere(lambda: self.remote.decode(tokens, count))
+
+    def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
+        """Compare tensors just sent, and those before, with what it holds."""
+        return self._everywhere(lambda: self.remote.compare(sent, before))
+
+    def record_routing(self) -> None:
+        """Take the routes of rollouts from here on."""
+        if not self._everywhere(lambda: self.remote.records_routing):
+            raise RoutingError("the vLLM server does not record routing; start it with --enable-return-routed-experts.")
+
+    def update(self, plain: Callable[[], None], weights: Weights) -> None:
+        """Send the trainer's weights in TRL's own way; only the main process sends."""
+        before = None if self._unnamed else self._client.stamps.last
+        plain()
+        if not self._unnamed and self._client.stamps.last == before:
+            raise WeightSyncError(
+                f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
+                "VLLMGeneration.sync_weights or for its client's update_named_params has sent nothing. Remove it."
+            )
+
+    @property
+    def _unnamed(self) -> bool:
+        """Whether this process names no updates: other ranks, and TRL's own client."""
+        return not isinstance(self._client, CheckedClient)
+
+    def _expect_own_weights(self) -> None:
+        """Refuse to go on, on every rank, where the server does not hold this trainer's last update."""
+        self._everywhere(lambda: None if self._unnamed else self._client.expect_own_weights())
+
+    @contextmanager
+    def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:
+        """Collect what the server answers to TRL's generations, as outputs of vLLM's; each rank gets those of its own prompts.
+
+        The server must hold this trainer's last update, before and after. TRL resets the prefix cache after each update, and the
+        client makes sure of it.
+        """
+        self._expect_own_weights()
+        outputs: list[Any] = []
+        if not self._unnamed:
+            self._client.choices = []
+        try:
+            yield outputs
+            # TRL has given each rank its part, in their order.
+            everything = self._everywhere(
+                lambda: [_received(choice) for choice in getattr(self._client, "choices", None) or []]
+            )
+            size = len(everything) // self._ranks.size
+            first = self._ranks.rank * size
+            outputs += everything[first : first + size]
+            self._expect_own_weights()
+        finally:
+            if not self._unnamed:
+                self._client.choices = None
+
+
+def _received(choice: Mapping[str, Any]) -> SimpleNamespace:
+    """Return a choice of an answer as vLLM's output of one completion, with its routes unpacked."""
+    completion = SimpleNamespace(
+        index=0,
+        token_ids=choice["token_ids"],
+        finish_reason=choice.get("finish_reason"),
+        routed_experts=unpacked(choice.get("routed_experts")),
+    )
+    return SimpleNamespace(
+        request_id=f"choice {choice['index']}", prompt_token_ids=choice.get("prompt_token_ids"), outputs=[completion]
+    )
+
+
+Engine = Colocated | Served
+
+
+def engine_of(trainer: Any, ranks: Ranks) -> Engine:
+    """Return what stands behind a trainer's engine wrapper."""
+    generation = trainer.vllm_generation
+    if generation.mode == "colocate":
+        return Colocated(generation.llm, sleeps=trainer.args.vllm_enable_sleep_mode)
+    return Served(generation, ranks)

@@ -1,4 +1,4 @@
-"""TRL's engine wrapper, with every weight update verified and every rollout recorded."""
+"""Verifies every weight update of TRL's engine wrapper, and records every rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
 
-from mismatch_ext.errors import EngineError, MismatchError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.rollout import Provenance, RolloutRecord, to_records
@@ -22,27 +22,27 @@ from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.weights import TrainerLook
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.trl.run import TrlRun
+    from mismatch_ext.adapters.trl.host import TrainerRun
 
 
 class CheckedGeneration:
-    """Stands in for TRL's `VLLMGeneration` and passes everything on to it.
+    """Puts its own methods before those of TRL's `VLLMGeneration`.
 
     Attributes:
+        plain_generate: TRL's own `generate`.
         sent: Copy of what the last weight update sent, where a batch is to be examined.
     """
 
     def __init__(
         self,
-        run: TrlRun,
+        run: TrainerRun,
         *,
         vocabulary: Tensor,  # ids [V] that probes may use, on the model's device
-        patch_digest: str,
+        patch_digest: str = "none",
         layout: MoeLayout | None = None,  # None records no routes
         masks: EngineMasks | None = None,
         base: Base | None = None,
     ) -> None:
-        inner = run.trainer.vllm_generation
         self.run, self.engine, self.verdicts = run, run.engine, run.verdicts
         self.patch_digest, self.layout, self.masks, self.base = patch_digest, layout, masks, base
         if layout is not None:
@@ -53,39 +53,22 @@ class CheckedGeneration:
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
         self.sent: SentWeights | None = None
-        self.inner = inner  # from here on, a name of TRL's is set on TRL's object
+        self._inner = inner = run.trainer.vllm_generation
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
+        self.plain_generate = inner.generate
         self._sending = engine.Sending()
         self.verifier = run.verifier_of(self.engine, vocabulary)
-        self.verifies = False
-        self._begins_later = self.engine.fresh and not run.prepared
+        self.verifies = run.proves
 
     def begin(self) -> None:
-        """Take the place of TRL's wrapper, and note the gap before the first update; all ranks do so together."""
+        """Take the place of TRL's methods."""
         # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
-        self.inner.logprobs = 0 if self.inner.logprobs is None else self.inner.logprobs
+        self._inner.logprobs = 0 if self._inner.logprobs is None else self._inner.logprobs
         if self.masks is not None:
-            self.inner.logprobs = self.masks.asked
+            self._inner.logprobs = self.masks.asked
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
-        self.inner.sync_weights, self.inner._iter_named_params = self.sync_weights, self._sent_parameters
-        if self.run.proves:
-            with self.verdicts.checking("weight_sync"):
-                with together(self.run.ranks):
-                    if self.engine.fresh and self.run.prepared:
-                        self.verifier.begin()
-                self.verifies = True  # on all ranks or none, because verifying takes all of them
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["inner"], name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # An attribute of TRL's wrapper is set on the wrapper, as a callback that changes its temperature expects.
-        inner = self.__dict__.get("inner")
-        ours = name in self.__dict__ or name in ("sync_weights", "_iter_named_params")
-        if inner is not None and name in vars(inner) and not ours:
-            setattr(inner, name, value)
-        else:
-            super().__setattr__(name, value)
+        self._inner.sync_weights, self._inner._iter_named_params = self.sync_weights, self._sent_parameters
+        self._inner.generate = self.generate
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues with, as JSON-able data."""
@@ -96,27 +79,11 @@ class CheckedGeneration:
         self.weight_version = state["weight_version"]
         return self.verifier.load_state_dict(state["weight_sync"])
 
-    @contextmanager
-    def _engine_failures_named(self, doing: str) -> Iterator[None]:
-        if self.verdicts.observes:
-            yield  # the host's own error
-            return
-        try:
-            yield
-        except MismatchError:
-            raise
-        except Exception as error:
-            raise EngineError(
-                f"vLLM {self.reading.version} failed while {doing} at step {self.run.step}: "
-                f"{type(error).__name__}: {error}"
-            ) from error
-
     def sync_weights(self) -> None:
         """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together."""
         self._sync(self.run.ranks)
 
     def _sync(self, ranks: Ranks) -> None:
-        self._begin_later(ranks)
         # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
@@ -127,10 +94,12 @@ class CheckedGeneration:
         if self.verifies:
             with alone(), self.verdicts.checking("weight_sync"):
                 with together(ranks):
+                    if self.engine.fresh and not self.run.step and not self.verifier.begun:
+                        self.verifier.begin()
                     found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
-        with together(ranks), self._engine_failures_named("updating weights"), self._to_the_end():
-            self.engine.update(self._sent_by_trl, self._sent_parameters)
+        with together(ranks), self._to_the_end():
+            self.engine.update(self._plain_sync, self._sent_parameters)
         self.weight_version += 1
         self._sent_at = self.run.step
         with alone(), self.verdicts.checking("precision"), together(ranks):
@@ -138,12 +107,7 @@ class CheckedGeneration:
         if scores is not None:
             with alone(), self.verdicts.checking("weight_sync"), together(ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.run.fingerprint())
-                with self._engine_failures_named("verifying its weights"):
-                    self.verifier.verify(self._sending.samples, look)
-
-    def _sent_by_trl(self) -> None:
-        with self._to_the_end():
-            self._plain_sync()
+                self.verifier.verify(self._sending.samples, look)
 
     @contextmanager
     def _to_the_end(self) -> Iterator[None]:
@@ -156,24 +120,15 @@ class CheckedGeneration:
                 pass
             raise
 
-    def _begin_later(self, ranks: Ranks) -> None:
-        """Note the gap before the first update, if the trainer could not be asked when the engine was started."""
-        begins, self._begins_later = self._begins_later and self.verifies and self.run.step == 0, False
-        if begins and not self.verifier.begun:
-            with self.verdicts.checking("weight_sync"), together(ranks):
-                self.verifier.begin()
-
     def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over what TRL sends to the engine."""
         self._parameters = self._noted_parameters()
         return self._parameters
 
     def _noted_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold.
-
-        One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out
-        the same twice.
-        """
+        """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold."""
+        # One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out the
+        # same twice.
         self._sending = engine.Sending()
         self.sent = SentWeights() if self.run.examines else None
         with nullcontext() if self.base is None else self.base.kept():
@@ -183,6 +138,11 @@ class CheckedGeneration:
                 if self.sent is not None:
                     self.sent.note(name, parameter)
                 yield name, parameter
+
+    def sync_if_asleep(self) -> None:
+        """Update an engine that sleeps, which TRL would do while it generates, among outputs that are not probes'."""
+        if getattr(self._inner, "_llm_weights_sleeping", False):
+            self._sync(ONE_PROCESS)  # a rank may generate by itself
 
     def provenance(self) -> Provenance:
         """Describe where a rollout made now comes from."""
@@ -209,16 +169,14 @@ class CheckedGeneration:
             self.send_moved()
         elif self._sent_at != self.run.step:
             self.send_moved(self.run.ranks)  # a subclass generates without TRL's update
-        if getattr(self.inner, "_llm_weights_sleeping", False):
-            self._sync(ONE_PROCESS)  # TRL would in its own `generate`, where outputs are captured that are not probes'
+        self.sync_if_asleep()
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         capture = self.verdicts.around("records", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
-        with self._engine_failures_named("generating"), capture as outputs:
-            with applied(*patches):
-                result: tuple[Any, ...] = self.inner.generate(prompts, *args, **kwargs)
+        with capture as outputs, applied(*patches):
+            result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
         with self._refusing(), self.verdicts.checking("records"):
             supports = None
             if self.masks is not None:

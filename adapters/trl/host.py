@@ -18,7 +18,7 @@ from accelerate import PartialState
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
 from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded, same_everywhere
+from mismatch_ext.adapters.accelerate.sharded import gathered, held, same_everywhere
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
@@ -51,9 +51,11 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, fingerprint
 
 if TYPE_CHECKING:
+    from mismatch_ext.adapters.trl.engines import Engine
+    from mismatch_ext.adapters.trl.generation import CheckedGeneration
     from trl import GRPOTrainer as _Host
 else:
     _Host = object
@@ -76,12 +78,14 @@ class TrainerRun(ABC):
         sampling: Settings that the engine samples with.
         readings: What was read back from each side, by its name.
         patches: Descriptions of the patches in use.
-        constructing: Whether TRL's constructor is running.
         eval_split: The evaluation that runs, because each evaluation's metrics are kept apart.
     """
 
     kl: Any = None
     routing: Any = None
+    engine: Engine
+    checked: CheckedGeneration | None = None
+    """What stands before TRL's engine wrapper; None without vLLM, and where wrapping failed and the run is observed."""
     how = ""
     """How the trainer came by it, for the header of the metrics file."""
 
@@ -105,7 +109,6 @@ class TrainerRun(ABC):
         self.readings: dict[str, Any] = {}
         self.patches: list[dict[str, Any]] = []
         self.audit_report: AuditReport | None = None
-        self.constructing = False
         self.eval_split = "eval/default"
         self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
         self._sync_audited = self._bias_told = False
@@ -168,8 +171,7 @@ class TrainerRun(ABC):
                 reduce_in_float32(configured(trainer.accelerator))  # the rest of float16 is DeepSpeed's own
             else:
                 compute_in_float16(trainer.accelerator, precision)
-        if self.constructing:
-            self.check_model()
+        self.check_model()
 
     def check_precision(self) -> None:
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
@@ -237,10 +239,15 @@ class TrainerRun(ABC):
     # Weight updates.
 
     @property
-    def prepared(self) -> bool:
-        """Whether the model can score before training has begun, and scores as it does from then on."""
-        # DeepSpeed casts the model when training begins.
-        return not is_sharded(self.trainer.accelerator) and not self.trainer.is_deepspeed_enabled
+    def proves(self) -> bool:
+        """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
+        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
+        return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
+
+    @property
+    def verdict(self) -> SyncVerdict | None:
+        """The judgment of the last weight update; None before the first."""
+        return None if self.checked is None else self.checked.verifier.verdict
 
     @property
     def examines(self) -> bool:

@@ -129,8 +129,6 @@ def kl_loss(
 class KlReward:
     """One of TRL's reward functions: minus the KL penalty of each completion."""
 
-    __name__ = "kl"  # in TRL's logs
-
     def __init__(self) -> None:
         self.penalties: list[float] = []
         """KL penalties of the completions that are about to be rewarded."""

@@ -1,18 +1,19 @@
 """What the block changes in TRL's objective: the KL term, and the policy term of `correction.mode: bypass`.
 
 TRL's `_compute_loss` runs with its own KL term switched off; what is added is weighted token by token as TRL weights its own
-per-token loss (`aggregation.read_aggregation`), so that denominators are TRL's for every `loss_type`. The terms stand where this
+per-token loss (`read_aggregation`), so that denominators are TRL's for every `loss_type`. The terms stand where this
 package's class stands among the bases of a trainer: outside of a user's `_compute_loss` if it is first, inside if it is last.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl.aggregation import read_aggregation
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -44,6 +45,8 @@ HOSTS = ("mismatch_ext", "transformers")
 OWN = "trl.trainer.grpo_trainer"
 WEIGHTS = "importance_sampling_ratio"
 """TRL's key of the weights that it multiplies its per-token loss by."""
+# exp(ref - logp) is exactly 0 here, so that the derivative of TRL's k3 term is exactly 1.
+FAR_BELOW = -1.0e4
 
 
 def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
@@ -151,7 +154,6 @@ class Objective:
             kl.follow(trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs)
-        self._check_own()
         if kl is not None and kl.coef == 0:
             kl = None
         if kl is None and not reinforces:
@@ -189,7 +191,8 @@ class Objective:
             advantages = inputs["advantages"]
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
-        return loss + self._aggregated(term, model, inputs)
+        # Masked tokens have weight 0, and their term is finite.
+        return loss + (read_aggregation(trainer, model, inputs) * term).sum()
 
     def _scored_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> Tensor:
         """Return the log-probabilities `[B, T]` that TRL's loss has got for its micro-batch, with their graph."""
@@ -204,18 +207,6 @@ class Objective:
             )
         # A user may also have scored the same tokens for something that is only logged.
         return next((logps for logps in found if logps.requires_grad), found[0])
-
-    def _aggregated(self, term: Tensor, model: Any, inputs: Any) -> Tensor:
-        """Return the sum of a per-token term `[B, T]`, weighed as TRL weighs its own, and add it to what TRL logs of its loss."""
-        trainer = self.trainer
-        aggregation = read_aggregation(trainer, GRPOTrainer._compute_loss, model, inputs)
-        # Masked tokens have weight 0, and their term is finite.
-        added: Tensor = (aggregation.weights * term).sum()
-        logged = trainer._metrics[self.run.mode]["policy_loss"] if aggregation.policy_loss is not None else []
-        if aggregation.policy_loss is not None and logged:
-            # TRL's own metric includes the KL term, not yet divided for gradient accumulation, as a mean over ranks.
-            logged[-1] += trainer.accelerator.gather(added.detach() * aggregation.policy_loss).nanmean().item()
-        return added
 
     def _weighed(self, host: Loss, model: Any, inputs: Any) -> Tensor:
         """Compute a user's loss, and refuse one that the weights of the correction are no part of.
@@ -240,17 +231,6 @@ class Objective:
                 "the loss does not depend on the weights that TRL's own GRPOTrainer._compute_loss multiplies by"
             )
         return loss
-
-    def _check_own(self) -> None:
-        """Refuse a function that somebody has put instead of TRL's, because what it adds would be taken for TRL's aggregation."""
-        own_loss = GRPOTrainer._compute_loss
-        home = getattr(own_loss, "__globals__", {}).get("__name__", type(own_loss).__name__)
-        if home.partition(".")[0] != "trl":
-            raise ConfigError(
-                f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced by a function of "
-                f"{home}; the weight that TRL gives to each token cannot be read off it. Override the method in a subclass, or "
-                "remove these sections."
-            )
 
     def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
         """Return the policy's and the reference's logits `[B, T, V]`, before they are divided by the temperature."""
@@ -310,6 +290,57 @@ class Objective:
             f"super()._compute_loss(model, inputs) is a part of, in a class that is first, class T(Yours, "
             f"MismatchGRPOTrainer); or remove {sections}."
         )
+
+
+def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
+    """Return d loss / d per_token_loss of a micro-batch `[B, T]`, float32: positive where tokens are trained on, 0 elsewhere.
+
+    Each `loss_type` divides by something different, and what is added has to be divided by the same. TRL's loss is linear in the
+    per-token loss, so that its derivative is the weight: with the policy term at zero and the KL term made linear, on a copy of
+    the trainer, whose log stays as it is. TRL's own function is asked: a subclass's terms depend on log-probabilities too.
+    """
+    completion_mask = inputs["completion_mask"]
+    zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
+    logps = zero.clone().requires_grad_()
+    args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
+    args.use_bias_correction_kl = False
+    # What TRL logs over ranks is dropped, and costs no collective.
+    accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
+    vars(stand_in).update(
+        args=args,
+        accelerator=accelerator,
+        beta=1.0,
+        aux_loss_enabled=False,
+        off_policy_mask_threshold=None,
+        top_entropy_quantile=1.0,
+        entropy_coef=0.0,
+        use_adaptive_entropy=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None),
+    )
+    with torch.enable_grad():
+        loss = GRPOTrainer._compute_loss(stand_in, model, _probe(inputs, zero))
+        weights: Tensor = torch.autograd.grad(loss, logps)[0]
+    chosen = (completion_mask * inputs.get("tool_mask", 1)).bool()
+    if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
+        raise ConfigError(
+            f"the aggregation of loss_type={trainer.loss_type!r} gives trained tokens weights from "
+            f"{min(weights[chosen].tolist(), default=None)} and masked tokens up to "
+            f"{max(weights[~chosen].abs().tolist(), default=None)}; allowed: positive and 0. Remove what overrides methods that "
+            "TRL's _compute_loss calls, or mismatch.kl and mismatch.correction."
+        )
+    return weights
+
+
+def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
+    probe = dict(inputs)
+    probe["advantages"] = zero[:, 0]
+    probe["ref_per_token_logps"] = torch.full_like(zero, FAR_BELOW)
+    probe.pop("old_per_token_logps", None)
+    probe.pop("sampling_per_token_logps", None)
+    if "importance_sampling_ratio" in inputs:
+        probe["importance_sampling_ratio"] = torch.ones_like(zero)
+    return probe
 
 
 def _is_users(host: Loss) -> bool:

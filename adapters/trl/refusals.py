@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import re
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.trl.correction import native_options
 
 from mismatch_ext.config import MismatchConfig, PrecisionConfig
-from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError, RoutingError
-from mismatch_ext.precision.dtypes import canonical
+from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
 from mismatch_ext.presets import resolve
 from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers that let a completion be stitched together from several generations.
 STITCHING = ("tools", "rollout_func", "environment_factory")
-# Columns in which TRL looks for images.
-IMAGE_COLUMNS = {"image", "images"}
 
 Test = Callable[[Any, Any], Any]
 
@@ -91,11 +85,6 @@ SETTINGS = (
         "routes are followed on engines of one rank", "set it to 1, or mode='R2'",
     ),
     Row(
-        "routing.R3", "generation_kwargs={s.generation_kwargs!r} with mismatch.routing.mode='R3'",
-        lambda s, b: any(key.startswith("routed_experts") for key in s.generation_kwargs or {}),
-        "the routes of all tokens are needed", "remove routed_experts* from generation_kwargs",
-    ),
-    Row(
         "routing", "mismatch.routing.reference=True with beta=0 and no mismatch.kl",
         lambda s, b: b.routing.reference and s.beta == 0.0, "there is no reference model to be replayed",
         "set reference=False, or a KL coefficient",
@@ -110,10 +99,6 @@ SETTINGS = (
         "masks are read off as many log-probabilities as the section asks for", "remove logprobs",
     ),
     Row(
-        "sampling_mask", "mismatch.sampling_mask with temperature={s.temperature}", lambda s, b: not s.temperature > 0,
-        "greedy decoding samples nothing", "allowed: a value > 0",
-    ),
-    Row(
         "sampling_mask", "mismatch.sampling_mask with mismatch.kl.estimator='full'",
         lambda s, b: b.kl is not None and b.kl.estimator == "full", "the exact KL is over the whole vocabulary",
         "allowed: k1, k2 or k3",
@@ -121,12 +106,6 @@ SETTINGS = (
     Row(
         "sampling_mask", "mismatch.sampling_mask with mismatch.monitor.doctor={b.monitor.doctor!r}",
         lambda s, b: b.monitor.doctor is not None, "it examines log-probabilities over the whole vocabulary", "allowed: none",
-    ),
-    Row(
-        "precision", "model_init_kwargs['dtype']={s.model_init_kwargs[dtype]!r} contradicts mismatch.precision",
-        lambda s, b: canonical((s.model_init_kwargs or {}).get("dtype") or "float32") != "float32",
-        "the trainer's master weights stay float32, and autocast computes in its dtype",
-        "remove the dtype from model_init_kwargs",
     ),
     Row(
         "kl", f"{_REWARDS}mask_truncated_completions=True",
@@ -233,36 +212,6 @@ def check_peers(
     compat.check(peers, block.features, using)
 
 
-def check_images(block: MismatchConfig, args: tuple[Any, ...], given: Mapping[str, Any]) -> None:
-    """Refuse routing for datasets that show images; images that a dataset does not show are refused in the first pass."""
-    if block.routing is None:
-        return
-    for name, value in (*given.items(), *((f"argument {number}", value) for number, value in enumerate(args, 1))):
-        for dataset in value.values() if isinstance(value, dict) else [value]:
-            if hasattr(dataset, "column_names") and (found := _images_of(dataset)) is not None:
-                raise ConfigError(
-                    f"mismatch.routing.mode={block.routing.mode!r} with images ({name}: {found}): no token id tells what an "
-                    "image shows, so that a pass cannot be shown to be the one of its routes; allowed: text alone. Remove "
-                    "mismatch.routing for this data."
-                )
-
-
-def _images_of(dataset: Any) -> str | None:
-    """Return where a dataset has images: by its first row, as TRL does; for a stream by its column names, if it knows them."""
-    columns = dataset.column_names
-    if not hasattr(dataset, "__len__"):
-        named = sorted(IMAGE_COLUMNS & set(columns or ()))
-        return f"column {named[0]!r}" if named else None
-    row = dataset[0] if len(dataset) else {}
-    for name in sorted(IMAGE_COLUMNS & set(row)):
-        if row[name]:
-            return f"column {name!r}"
-    prompt = row.get("prompt")
-    contents = [message.get("content") for message in prompt] if isinstance(prompt, list) else []
-    parts = [part for content in contents if isinstance(content, list) for part in content]
-    return "a part of a prompt" if any(part.get("type") == "image" for part in parts) else None
-
-
 def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:
     """Refuse a device without float64, in which log-probabilities are compared."""
     if device == "mps" and (engine or block.kl is not None or block.routing is not None):
@@ -272,41 +221,13 @@ def check_device(device: str, block: MismatchConfig, *, engine: bool) -> None:
         )
 
 
-def check_reference(plugin: Any, processes: int, reference: bool) -> None:
+def check_reference(accelerator: Any, built: bool) -> None:
     """Refuse a reference model of zeros: by accelerate's default for FSDP2, only the first rank loads weights."""
-    if plugin is None or not reference or processes == 1:
+    plugin = getattr(accelerator.state, "fsdp_plugin", None)
+    if plugin is None or not built or accelerator.num_processes == 1:
         return
     if plugin.fsdp_version == 2 and plugin.cpu_ram_efficient_loading:
         raise ConfigError(
             "a reference model with FSDP2 and fsdp_cpu_ram_efficient_loading=true: TRL shards it as each rank has loaded it, "
             "which is zeros on all but the first; set it to false in accelerate's config."
         )
-
-
-@contextmanager
-def engine_refusals(block: MismatchConfig) -> Iterator[None]:
-    """Turn vLLM's refusal of what a block asked for into an error that names the setting."""
-    try:
-        yield
-    except ValueError as error:
-        if isinstance(error, MismatchError) or not _from_vllm(error):
-            raise  # an error of ours names its setting already
-        dtype = block.precision.dtype if block.precision is not None else None
-        if dtype is not None and re.search(rf"\b{dtype}\b", str(error)):
-            raise PrecisionError(
-                f"mismatch.precision.dtype={dtype!r}: vLLM refuses to run this model in it: {error} "
-                "Choose a dtype that both sides support."
-            ) from error
-        # vLLM's words for a dense model, and for a runner that records nothing; since 0.31 it names the connector of the routes.
-        if block.routing is not None and any(words in str(error) for words in ("outed-experts", "AuxOutput")):
-            raise RoutingError(
-                f"mismatch.routing.mode={block.routing.mode!r}: vLLM refuses to record this model's routing: {error} "
-                "Set mode='R2', which records it in the trainer, or remove mismatch.routing."
-            ) from error
-        raise
-
-
-def _from_vllm(error: BaseException) -> bool:
-    """Tell whether an error was raised by vLLM, or by what it calls."""
-    modules = (frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__))
-    return any(name.partition(".")[0] == "vllm" for name in modules)

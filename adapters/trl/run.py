@@ -22,7 +22,7 @@ from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine, phantom
 from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
 from mismatch_ext.adapters.trl.engine_masks import EngineMasks
-from mismatch_ext.adapters.trl.engines import Colocated
+from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun, of_agreement, prefixed
@@ -32,11 +32,10 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
-from mismatch_ext.adapters.trl.refusals import STITCHING, check_reference, check_sharding
+from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import mean_size
-from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES, Scoring, rows_of_batch, scored_again
-from mismatch_ext.adapters.trl.served import Engine, Served
+from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.trl.turns import joined_turns
 from mismatch_ext.adapters.vllm.engine import asked_of
@@ -61,10 +60,6 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present, one_provenance
-from mismatch_ext.weights import SyncVerdict
-
-OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
-"""TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
 
 
 class TrlRun(TrainerRun):
@@ -79,7 +74,6 @@ class TrlRun(TrainerRun):
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
     kl_reward: KlReward | None = None
-    engine: Engine
     _unchecked: str | None = None  # what of a server cannot be checked
     _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
@@ -131,33 +125,6 @@ class TrlRun(TrainerRun):
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
-    @contextlib.contextmanager
-    def rewarding(self, config: Any, args: Any, kwargs: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-        """Yield the constructor's arguments, with the KL penalty among the reward functions when it is to be there."""
-        if self.block.kl is None or not self.block.kl.in_rewards:
-            yield args, kwargs
-            return
-        functions = kwargs["reward_funcs"] if "reward_funcs" in kwargs else args[0] if args else None
-        if functions is None or any(kwargs.get(key) for key in STITCHING):
-            raise ConfigError(
-                "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the "
-                "policy's is not known when rewards are computed; use reward_path='surrogate'."
-            )
-        self.kl_reward = KlReward()
-        with_kl = [*(functions if isinstance(functions, list) else [functions]), self.kl_reward]
-        args = args if "reward_funcs" in kwargs else (with_kl, *args[1:])
-        kwargs = dict(kwargs)
-        if "reward_funcs" in kwargs:
-            kwargs["reward_funcs"] = with_kl
-        if (processing := kwargs.get("reward_processing_classes")) is not None:
-            kwargs["reward_processing_classes"] = [
-                *(processing if isinstance(processing, list) else [processing]),
-                None,
-            ]
-        weights = config.reward_weights
-        with overridden(config, reward_weights=None if weights is None else [*weights, 1.0]):
-            yield args, kwargs
-
     def check_sharding(self) -> None:
         """Refuse sections that do not work with sharded parameters."""
         fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
@@ -174,7 +141,8 @@ class TrlRun(TrainerRun):
             check_examinable(self.block, trainer.model)
         with self.verdicts.checking("reference"):
             # As TRL decides whether it builds one.
-            self._check_reference(trainer.args.beta != 0.0 and not is_peft_model(trainer.model))
+            built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
+            check_reference(trainer.accelerator, built)
         if trainer.use_vllm and is_peft_model(trainer.model):
             with self.verdicts.checking("lora"):
                 check_base(trainer.model)
@@ -188,10 +156,6 @@ class TrlRun(TrainerRun):
                 ) from error
         self.check_precision()
 
-    def _check_reference(self, reference: bool) -> None:
-        accelerator = self.trainer.accelerator
-        check_reference(getattr(accelerator.state, "fsdp_plugin", None), accelerator.num_processes, reference)
-
     # Once TRL has built both.
 
     def begin(self, patch_digest: str) -> None:
@@ -203,6 +167,8 @@ class TrlRun(TrainerRun):
             trainer.add_callback(self.lr)
         if self.objective.sections:
             trainer.add_callback(LossCallback(self.objective))
+        if self.block.kl is not None and self.block.kl.in_rewards:
+            self._reward_kl()
         if self.block.kl is not None or self.block.correction is not None or isinstance(trainer, RLOOTrainer):
             self.scoring.watch()
         if self.block.correction is not None:
@@ -214,8 +180,6 @@ class TrlRun(TrainerRun):
         self.log.sampled_with(self.scored_sampling)
         self.verdicts.at(lambda: self.step)
         self.alarms.install(trainer)
-        with self.verdicts.checking("reference"):
-            self._check_reference(trainer.ref_model is not None)
         if trainer.use_vllm:
             with self.verdicts.checking("engine"):
                 self._find_engine()
@@ -227,13 +191,21 @@ class TrlRun(TrainerRun):
                 with together(self.ranks):
                     vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
                     wrapped = self._wrapped_engine(patch_digest, vocabulary)
-                trainer.vllm_generation = wrapped  # on all ranks or none
+                self.checked = wrapped  # on all ranks or none
                 wrapped.begin()
                 self._vocabulary = vocabulary
                 if zero_stage(trainer.accelerator) != ZERO3:  # whose model runs when training has begun
                     self._check_vocabulary()
         with self.verdicts.checking("banner"):
             self.log.announce()
+
+    def _reward_kl(self) -> None:
+        """Put the KL penalty among the reward functions, as TRL does with an environment's own reward."""
+        trainer, self.kl_reward = self.trainer, KlReward()
+        trainer.reward_funcs = [*trainer.reward_funcs, self.kl_reward]
+        trainer.reward_func_names = [*trainer.reward_func_names, "kl"]
+        trainer.reward_processing_classes = [*trainer.reward_processing_classes, None]
+        trainer.reward_weights = torch.cat([trainer.reward_weights, torch.ones(1)])
 
     def _warn_of_settings(self) -> None:
         trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
@@ -273,15 +245,12 @@ class TrlRun(TrainerRun):
 
     def _find_engine(self) -> None:
         """Note what stands behind TRL's wrapper."""
-        generation = self.trainer.vllm_generation
-        if generation.mode == "colocate":
-            self.engine = Colocated(generation.llm, sleeps=self.trainer.args.sleeps)
-            return
-        self.engine = served = Served(generation, self.trainer.accelerator)
-        if self.verdicts.observes:
-            with self.verdicts.checking("server"):
-                served.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
-        self._unchecked = served.unchecked()
+        self.engine = found = engine_of(self.trainer, self.ranks)
+        if isinstance(found, Served):
+            if self.verdicts.observes:
+                with self.verdicts.checking("server"):
+                    found.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
+            self._unchecked = found.unchecked()
 
     def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
@@ -317,12 +286,6 @@ class TrlRun(TrainerRun):
             )
         return EngineMasks(min(self.block.sampling_mask.asked(self.sampling), vocabulary), vocabulary)
 
-    @property
-    def proves(self) -> bool:
-        """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
-        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
-
     def _check_vocabulary(self) -> None:
         """Warn of ids that the model has and the tokenizer has not, once."""
         vocabulary, self._vocabulary = self._vocabulary, None
@@ -349,17 +312,6 @@ class TrlRun(TrainerRun):
         """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
         self._check_vocabulary()
         super().sent(dtypes)
-
-    @property
-    def checked(self) -> CheckedGeneration | None:
-        """TRL's engine wrapper behind ours; None without vLLM, and where wrapping failed and the run is observed."""
-        generation = self.trainer.vllm_generation if self.trainer.use_vllm else None
-        return generation if isinstance(generation, CheckedGeneration) else None
-
-    @property
-    def verdict(self) -> SyncVerdict | None:
-        """The verdict on the last weight update, if any was verified."""
-        return None if self.checked is None else self.checked.verifier.verdict
 
     # One rollout batch.
 
@@ -487,9 +439,9 @@ class TrlRun(TrainerRun):
 
     def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
         """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
-        if rollouts.records:
+        if rollouts.records and self.checked is not None:
             origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(rollouts.records))
-            expect_present(origin, self.trainer.vllm_generation.weight_version)
+            expect_present(origin, self.checked.weight_version)
         return collate(rollouts.records_of(output))
 
     def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:

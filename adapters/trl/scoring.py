@@ -31,6 +31,8 @@ from mismatch_ext.routing.replay import REFERENCE
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.run import TrlRun
 
+OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
+"""TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
 ROUTES, MASKS = "routing", "sampling_mask"
 """Keys of TRL's inputs under which routes and masks travel."""
 Host = Callable[..., Any]
@@ -220,10 +222,10 @@ class Scoring:
         assert self.routing is not None
         if batch.routes or batch.joining or not batch.records or self.routing.config.mode != "R3":
             return
-        routes, version = [], self.trainer.vllm_generation.weight_version
+        routes, checked = [], self.run.checked
         for record in batch.records:
-            assert record.routing is not None  # recorded, or refused, where CheckedGeneration has a layout
-            record.routing.expect_version(version)
+            assert checked is not None and record.routing is not None  # recorded, or refused, where it has a layout
+            record.routing.expect_version(checked.weight_version)
             routes.append(record.routing)
         batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
 

@@ -7,6 +7,7 @@ from mismatch_ext.seams import Refusal, Seam, exists
 _ENGINE = "trl.generation.vllm_generation"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
 _ASYNC = "trl.experimental.async_grpo"
+_WORKER = f"{_ASYNC}.async_rollout_worker"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 _BASE = "transformers.trainer:Trainer"
@@ -24,19 +25,11 @@ def _trainer(name: str, target: str, file: str) -> tuple[Seam, ...]:
             claims=(
                 exists(f"{target}.__init__", "model", "reward_funcs", "args"),
                 exists(f"{target}._generate_and_score_completions", "inputs"),
+                exists(f"{target}._generate", "prompts"),
                 exists(f"{target}._get_per_token_logps_and_entropies", "model"),
                 exists(f"{target}.log", "logs", "start_time"),
             ),
             checked="rollouts are matched with the rows of a batch by their tokens",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_generate",
-            features=("kl", "routing"),
-            what="knowing which completions are being scored and rewarded",
-            claims=(exists(f"{target}._generate", "prompts"),),
-            checked="a pass is replayed only over the tokens that its routes are of",
             upstream=upstream,
             where=where,
         ),
@@ -106,50 +99,28 @@ SEAMS = (
         where=("GRPOTrainer",),
     ),
     Seam(
-        name="trl/async_rollouts",
+        name="trl/async",
         features=("monitor",),
-        what="the version of the weights of each token, from the request that sampled it to the collator",
+        what="the version of each token's weights, weight updates between requests, and the batch between forward pass and loss",
         claims=(
-            exists(f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker._loop_cls"),
-            exists(f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker.check_health", "stale_after_s"),
-            exists(f"{_ASYNC}.async_rollout_worker:AsyncRolloutWorker.stop"),
-            exists(
-                f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop._post", "path", "payload", "timeout", "max_retries"
-            ),
-            exists(f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop._retry", "coro_factory"),
-            exists(f"{_ASYNC}.async_rollout_worker:_AsyncRolloutLoop._score_group", "group"),
+            exists(f"{_WORKER}:AsyncRolloutWorker._loop_cls"),
+            exists(f"{_WORKER}:AsyncRolloutWorker.check_health", "stale_after_s"),
+            exists(f"{_WORKER}:AsyncRolloutWorker.stop"),
+            exists(f"{_WORKER}:_AsyncRolloutLoop._post", "path", "payload", "timeout", "max_retries"),
+            exists(f"{_WORKER}:_AsyncRolloutLoop._score_group", "group"),
             exists(f"{_ASYNC}.packing:TreeRow.pack"),
-        ),
-        checked="a row whose versions are not one for each token is an error",
-        upstream=_SOURCE + "experimental/async_grpo/async_rollout_worker.py",
-        where=("AsyncGRPOTrainer",),
-    ),
-    Seam(
-        name="trl/async_weights",
-        features=("monitor",),
-        what="holding requests back around each weight update, naming and verifying it",
-        claims=(
             exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.init_weight_transfer"),
             exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.pause"),
             exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.send_weights", "iterator"),
             exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.resume"),
-        ),
-        checked="probe tokens are scored after each update, whose name is read back from the server",
-        upstream=_SOURCE + "experimental/async_grpo/weight_transfer.py",
-        where=("AsyncGRPOTrainer",),
-    ),
-    Seam(
-        name="trl/async_loss",
-        features=("monitor",),
-        what="measuring and correcting between the forward pass and the loss",
-        claims=(
             exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.compute_loss", "model", "inputs"),
             exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.get_train_dataloader"),
             exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.log", "logs", "start_time"),
             exists(f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout"),
         ),
-        checked="versions of TRL whose loss nobody has looked at are refused (`versions.KNOWN_WRONG`)",
-        upstream=_SOURCE + "experimental/async_grpo/async_grpo_trainer.py",
+        checked="a row needs one version for each token, updates are probed and their names read back, and versions of TRL whose "
+        "loss nobody has looked at are refused (`versions.KNOWN_WRONG`)",
+        upstream=_SOURCE + "experimental/async_grpo/",
         where=("AsyncGRPOTrainer",),
     ),
     Seam(

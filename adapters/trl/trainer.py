@@ -8,14 +8,14 @@ from typing import Any
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
 from mismatch_ext.adapters.trl.host import MeasuredTrainer
-from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_images, check_peers, engine_refusals, refuse
+from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
 from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.versions import installed, require
 
@@ -46,14 +46,13 @@ class MismatchTrainerMixin(MeasuredTrainer):
             super().__init__(model, *args, **kwargs)
             return
         self.mm = mm = TrlRun(self, block, config)
-        _check(type(self), block, config, mm, args, kwargs)
+        _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
-        building = overridden(mm, constructing=True)
-        with config.claimed(), building, patched as patches, engine_refusals(block):
+        with patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
-            with mm.rewarding(config, args, kwargs) as (args, kwargs):
-                super().__init__(model, *args, **kwargs)
+            super().__init__(model, *args, **kwargs)
+        config._known = True
         mm.begin("none" if patches is None else digest_of(mm.patches))
 
     # One rollout, in its order.
@@ -122,18 +121,22 @@ class MismatchTrainerMixin(MeasuredTrainer):
         super()._save_checkpoint(model, trial)
 
 
-def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, args: Any, kwargs: Any) -> None:
+def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, kwargs: Any) -> None:
     """Refuse what can be judged before a model or an engine is built."""
     refuse(TRAINERS, trainer, block)
     for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
         if installed(peer) is None:
             require(peer)  # without it there is nothing to observe either
+    stitches = any(kwargs.get(key) for key in STITCHING)
+    if stitches and block.kl is not None and block.kl.in_rewards:
+        raise ConfigError(
+            "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
+            "not known when rewards are computed; use reward_path='surrogate'."
+        )
     with mm.verdicts.checking("versions"):
         server = config.vllm_mode == "server"
-        stitches = any(kwargs.get(key) for key in STITCHING)
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         check_loss(trainer, block, getattr(config, "loss_type", ""))
-    check_images(block, args, kwargs)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

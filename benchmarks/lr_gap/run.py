@@ -127,7 +127,7 @@ def train(settings: dict[str, Any], out: Path) -> None:
     trainer.remove_callback(ProgressCallback)
     trainer.remove_callback(PrinterCallback)
     if settings["engine"] == "trainer":
-        trainer.vllm_generation.inner.generate = TrainerSampler(trainer, config.seed).generate
+        trainer.mm.checked.plain_generate = TrainerSampler(trainer, config.seed).generate
     trainer.train()
     problems = make_dataset(settings["eval_prompts"], digits, seed=1)
     prompts = [trainer._tokenizer(row["prompt"])["input_ids"] for row in problems]

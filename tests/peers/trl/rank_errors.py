@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer, generation, objective, served
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.examining import Examiner
 from mismatch_ext.adapters.trl.kl import BASELINE
@@ -85,12 +85,12 @@ def checked(**changes: Any) -> Any:
         score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=STEP, ranks=WORLD,
         sent=lambda dtypes: None, examines=False,
     )  # fmt: skip
-    engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]))
+    engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
     found = object.__new__(generation.CheckedGeneration)
     vars(found).update(
-        inner=SimpleNamespace(generate=lambda *_, **__: ([], [], [], None)), verdicts=Verdicts("enforce"), layout=None,
+        _inner=SimpleNamespace(), plain_generate=lambda *_, **__: ([], [], [], None), verdicts=Verdicts("enforce"), layout=None,
         engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer, _kept=None,
-        _refused=None, _sent_at=STEP, _begins_later=False, _plain_sync=lambda: None, _plain_parameters=parameters,
+        _refused=None, _sent_at=STEP, _plain_sync=lambda: None, _plain_parameters=parameters,
         reading=SimpleNamespace(version="0"), provenance=lambda: None, _sending=SimpleNamespace(dtypes=(), samples={}),
     )  # fmt: skip
     vars(found).update(changes)
@@ -116,14 +116,15 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
     found: Any = object.__new__(MismatchGRPOTrainer)
     correction = None if block.correction is None else CorrectionTerm(resolve(block.correction), WORLD)
     vars(found).update(
-        use_vllm=True, vllm_generation=wrapper, beta=0.1, tools=None, loss_type="dapo", rollout_func=None,
+        use_vllm=True, vllm_generation=None, beta=0.1, tools=None, loss_type="dapo", rollout_func=None,
         max_completion_length=3,
         model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, state=SimpleNamespace(global_step=STEP),
         epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", _tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
     found.mm = mm = object.__new__(TrlRun)
     vars(mm).update(
-        trainer=found, block=block, kl=None if block.kl is None else KlTerm(block.kl, 0.1), verdicts=Verdicts("enforce"),
+        trainer=found, checked=wrapper, block=block,
+        kl=None if block.kl is None else KlTerm(block.kl, 0.1), verdicts=Verdicts("enforce"),
         ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(observe=lambda *_, **__: None, doctor=None),
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: None,
     )  # fmt: skip
@@ -202,7 +203,7 @@ def _origin() -> Provenance:
 def refused_rollout(fails: bool) -> None:
     """Get a log-probability that is no number from the engine of one rank, in the second of its turns."""
     rows = [([[1]], [[2]], [[[float("nan") if fails and turn else -1.0]]], None) for turn in range(2)]
-    found = checked(inner=SimpleNamespace(generate=lambda *_, **__: rows.pop(0)))
+    found = checked(plain_generate=lambda *_, **__: rows.pop(0))
 
     def generate(*_: Any) -> Any:
         for _ in range(2):
@@ -242,14 +243,13 @@ def observed_begin(fails: bool) -> str:
     """Fail on one rank in noting the gap before the first update."""
     verifier = Verifier()
     verifier.begin = fail(OSError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
-    inner = SimpleNamespace(logprobs=0, sync_weights=None, _iter_named_params=None)
+    verifier.begun = False  # type: ignore[attr-defined]
 
     def case(found: Any) -> None:
-        found.engine.fresh = found.run.prepared = found.run.proves = True
-        found.begin()
+        found.engine.fresh, found.run.step = True, 0
         found._sync(WORLD)
 
-    return observed(case, fails, inner=inner, verifier=verifier, verifies=False)
+    return observed(case, fails, verifier=verifier)
 
 
 def observed_score(fails: bool) -> str:
@@ -267,15 +267,16 @@ def observed_score(fails: bool) -> str:
 
 def observed_rollout(fails: bool) -> str:
     """Get a rollout of one rank's engine that is refused."""
-    inner = SimpleNamespace(generate=lambda *_, **__: ([[1]], [[2]], [[[float("nan") if fails else -1.0]]], None))
-    return observed(lambda found: found.generate([[1]]), fails, inner=inner, provenance=_origin)
+    rows = ([[1]], [[2]], [[[float("nan") if fails else -1.0]]], None)
+    case = lambda found: found.generate([[1]])  # noqa: E731
+    return observed(case, fails, plain_generate=lambda *_, **__: rows, provenance=_origin)
 
 
 def served_update(fails: bool) -> None:
     """Fail on the main process in sending to a server, before the first weight."""
     found = checked()
-    server = object.__new__(served.Served)
-    vars(server).update(_accelerator=PartialState(), _client=None, remote=None)
+    server = object.__new__(engines.Served)
+    vars(server).update(_ranks=WORLD, _client=None, remote=None)
 
     def plain() -> None:
         weights = found._sent_parameters()
@@ -290,8 +291,8 @@ def served_update(fails: bool) -> None:
 
 def served_answer(fails: bool) -> None:
     """Fail on the main process in asking a server."""
-    server = object.__new__(served.Served)
-    vars(server).update(_accelerator=PartialState(), _client=None)
+    server = object.__new__(engines.Served)
+    vars(server).update(_ranks=WORLD, _client=None)
     server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
 
 

@@ -87,7 +87,7 @@ class SendsNothing(TrainerCallback):
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """Take the way to the engine away."""
-        self.trainer.vllm_generation.engine.update = lambda plain, weights: None
+        self.trainer.mm.engine.update = lambda plain, weights: None
 
 
 def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, SeamError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from tests.peers.trl.scenarios_kl import moved
@@ -314,31 +314,16 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
 
 
 def replaced(model: str, out: str) -> str:
-    """Train with a function in the place of TRL's own, which would be taken for TRL's aggregation."""
-    trainer, own = built(model, out, KL, MismatchGRPOTrainer), GRPOTrainer._compute_loss
+    """Build a trainer with a function in the place of TRL's own, which would be taken for TRL's aggregation."""
+    own = GRPOTrainer._compute_loss
     GRPOTrainer._compute_loss = lambda self, model, inputs: own(self, model, inputs) * 2
     try:
-        trainer.train()
-    except ConfigError as error:
+        built(model, out, KL, MismatchGRPOTrainer)
+    except SeamError as error:
         return str(error)
     finally:
         GRPOTrainer._compute_loss = own
-    return "trained"
-
-
-def policy_losses(model: str, out: str) -> dict[str, list[float]]:
-    """Return what TRL logs as `policy_loss` and `loss`, with its own KL term and with ours."""
-    result = {}
-    for loss_type in ("grpo", "dapo"):
-        for kind, block, given in (("stock", None, STOCK), ("ours", KL, {})):
-            cls = MismatchGRPOTrainer if block else GRPOTrainer
-            trainer = built(model, f"{out}/{loss_type}-{kind}", block, cls, entropy_coef=0.1, loss_type=loss_type,
-                            gradient_accumulation_steps=2, steps_per_generation=2, **given)  # fmt: skip
-            trainer.train()
-            result[f"{loss_type}/{kind}"] = [
-                trainer.state.log_history[0][name] for name in ("policy_loss", "loss", "kl")
-            ]
-    return result
+    return "built"
 
 
 class Rewarding:

@@ -347,7 +347,7 @@ def engines(model: str, out: str) -> dict[str, Any]:
     result = outcome(trainer, heard=heard, scales=scales)
     verdict = None if trainer.mm.verdict is None else trainer.mm.verdict.status
     examined = [event.data for event in read_run(trainer.mm.log.run_dir).events if event.name == "doctor"]
-    version = trainer.vllm_generation.weight_version
+    version = trainer.mm.checked.weight_version
     # In the same processes: starting them takes longer than these two steps.
     masks = masked(model, f"{out}/masked") if SHARDED else None
     return {**result, "verdict": verdict, "weight_version": version, "examined": examined, "masked": masks}

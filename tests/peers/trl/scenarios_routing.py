@@ -249,7 +249,7 @@ def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]
         result[name], result[f"native/{name}"] = (logged(trainer, f"mismatch/{way}{name}") for way in ("", "native/"))
     for name in ("tokens", "native/tokens"):
         result[name] = logged(trainer, f"mismatch/{name}")
-    result["weight_version"] = trainer.vllm_generation.weight_version
+    result["weight_version"] = trainer.mm.checked.weight_version
     result["shared"] = [len({id(t.parts[0]) for t in batch["routing"]}) for batch in trainer._buffered_inputs]
     result["versions"] = sorted({v for batch in trainer._buffered_inputs for t in batch["routing"] for v in t.versions})
     return result
@@ -303,7 +303,7 @@ FAULTS: dict[str, Callable[[Any], None]] = {
 def faults(model: str, out: str) -> dict[str, Any]:
     """Corrupt what vLLM returns, one way after the other, and train a step on it."""
     trainer = build(model, out, R3, use_vllm=True, rest={"precision": {"dtype": "float32"}}, max_steps=1)
-    llm, result = trainer.vllm_generation.inner.llm, {}
+    llm, result = trainer.vllm_generation.llm, {}
     generate, before = llm.generate, digest_of(trainer.model)
     trainer.current_gradient_accumulation_steps = 1
     batches = iter(trainer.get_train_dataloader())
@@ -333,18 +333,18 @@ def faults(model: str, out: str) -> dict[str, Any]:
         llm.generate = corrupted
         result[name] = attempt()
     llm.generate = generate
-    with overridden(trainer.vllm_generation, weight_version=7):
+    with overridden(trainer.mm.checked, weight_version=7):
         plain = trainer.vllm_generation.generate
 
         def older(*args: Any, **kwargs: Any) -> Any:
             output = plain(*args, **kwargs)
-            trainer.vllm_generation.weight_version = 8
+            trainer.mm.checked.weight_version = 8
             returned[0] = time.perf_counter()
             return output
 
         trainer.vllm_generation.generate = older
         result["policy version"] = attempt()
-        del trainer.vllm_generation.generate
+        trainer.vllm_generation.generate = plain
     result["none"] = attempt()
     return result
 

@@ -40,22 +40,22 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
     exact = (block.get("precision") or {}).get("dtype") == "float32"
     errors = watch_float32_error(trainer) if exact else []
     verdicts: list[Any] = []
-    verify = trainer.vllm_generation.verifier.verify
+    verify = trainer.mm.checked.verifier.verify
     ends = watch_ends(trainer)
 
     def noted(*args: Any) -> Any:
         verdicts.append(verify(*args))
         return verdicts[-1]
 
-    trainer.vllm_generation.verifier.verify = noted  # type: ignore[method-assign]
+    trainer.mm.checked.verifier.verify = noted  # type: ignore[method-assign]
     trainer.train()
     return {
         "history": history(trainer),
         "float32_errors": errors,
         "ends": ends,
         "verdicts": [[verdict.status, verdict.gap_mean, verdict.message] for verdict in verdicts],
-        "weight_version": trainer.vllm_generation.weight_version,
-        "engine": vars(trainer.vllm_generation.reading),
+        "weight_version": trainer.mm.checked.weight_version,
+        "engine": vars(trainer.mm.checked.reading),
     }
 
 

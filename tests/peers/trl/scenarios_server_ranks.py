@@ -17,17 +17,17 @@ def train(model: str, out: str, url: str) -> dict[str, Any]:
     server = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 60.0}
     trainer = build(model, f"{out}/trained", block, bf16=None, **server)
     heard, errors, verdicts = listen(trainer), watch_float32_error(trainer), []
-    verify = trainer.vllm_generation.verifier.verify
+    verify = trainer.mm.checked.verifier.verify
 
     def noted(*args: Any) -> Any:
         verdicts.append(verify(*args))
         return verdicts[-1]
 
-    trainer.vllm_generation.verifier.verify = noted
+    trainer.mm.checked.verifier.verify = noted
     result = outcome(trainer, heard=heard, float32_errors=errors)
     found = {
         "verdicts": [[verdict.status, verdict.gap_mean, verdict.message] for verdict in verdicts],
-        "weight_version": trainer.vllm_generation.weight_version,
+        "weight_version": trainer.mm.checked.weight_version,
         "client": hasattr(trainer.vllm_generation, "vllm_client"),
     }
     overtaken = build(model, f"{out}/overtaken", block, bf16=None, **server)

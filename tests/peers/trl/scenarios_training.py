@@ -150,8 +150,8 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         ends=ends,
         packed=packed_layers(trainer),
         scaler=None if scaler is None else scaler.state_dict(),
-        engine_dtype=trainer.vllm_generation.reading.model_dtype,
-        weight_version=trainer.vllm_generation.weight_version,
+        engine_dtype=trainer.mm.checked.reading.model_dtype,
+        weight_version=trainer.mm.checked.weight_version,
         verdict=status_of(trainer),
         seen=seen.names,
     )
@@ -194,7 +194,7 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
         ),
     )
     errors = watch_float32_error(trainer) if dtype == "float32" else []
-    probes = trainer.vllm_generation.verifier.probes
+    probes = trainer.mm.checked.verifier.probes
     before = trainer.mm.score(probes)
     trainer.train()
     moved = float((trainer.mm.score(probes) - before).abs().mean())
@@ -224,14 +224,14 @@ def seams(model: str, out: str) -> dict[str, Any]:
     trainer = build(model, out, {"precision": {"dtype": "float32"}}, max_steps=1)
     trainer.train()
     trainer.vllm_generation.max_completion_length = 3
-    version = trainer.vllm_generation.weight_version
+    version = trainer.mm.checked.weight_version
     with torch.no_grad():
         trainer.model.model.norm.weight.mul_(1.5)
     _, completions, _, _ = trainer.vllm_generation.generate([[5, 6, 7]] * 4, None, 1)
     return {
-        "inner": trainer.vllm_generation.inner.max_completion_length,
+        "inner": trainer.vllm_generation.max_completion_length,
         "longest": max(map(len, completions)),
-        "updates": trainer.vllm_generation.weight_version - version,
+        "updates": trainer.mm.checked.weight_version - version,
         "verdict": trainer.mm.verdict.status,
     }
 
@@ -275,7 +275,7 @@ def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
     with sleepy(loses) as slept:
         trainer = build(model, out, {}, vllm_enable_sleep_mode=True)
         error = ""
-        note_updates(trainer.mm.engine, trainer.vllm_generation.inner, slept)
+        note_updates(trainer.mm.engine, trainer.vllm_generation, slept)
         try:
             trainer.train()
         except WeightSyncError as raised:
@@ -306,8 +306,8 @@ def engine_dies(model: str, out: str, **overrides: Any) -> dict[str, Any]:
 def nan_logprobs(model: str, out: str) -> dict[str, Any]:
     """Make the engine report NaN for one sampled token of the second batch."""
     trainer = build(model, out, {}, max_steps=5)
-    inner = trainer.vllm_generation.inner
-    generate = inner.generate
+    checked = trainer.mm.checked
+    generate = checked.plain_generate
     calls = []
 
     def spoiled(*args: Any, **kwargs: Any) -> Any:
@@ -317,7 +317,7 @@ def nan_logprobs(model: str, out: str) -> dict[str, Any]:
             result[2][3][1][0] = None  # TRL's form of NaN: rollout 3, token 1
         return result
 
-    inner.generate = spoiled
+    checked.plain_generate = spoiled
     trainer.train()
     return outcome(trainer)
 

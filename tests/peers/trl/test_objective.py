@@ -55,7 +55,7 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
 def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> None:
     from typing import Any
 
-    from mismatch_ext.adapters.trl import aggregation, behavior
+    from mismatch_ext.adapters.trl import behavior, objective
     from trl import GRPOTrainer
 
     asked = []
@@ -67,23 +67,13 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
     trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None)
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
-    found = aggregation.read_aggregation(trainer, GRPOTrainer._compute_loss, behavior.MODEL, inputs)
-    assert not asked and bool((found.weights > 0).equal(inputs["completion_mask"].bool()))
+    found = objective.read_aggregation(trainer, behavior.MODEL, inputs)
+    assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
     message = run(scenarios.replaced, model=dense, out=tmp_path).expect()
-    assert all(
-        word in message for word in ("GRPOTrainer._compute_loss was replaced", "scenarios_objective", "subclass")
-    )
-
-
-def test_policy_loss_has_the_kl_in_it_as_trls_own(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.policy_losses, model=dense, out=tmp_path).expect()
-    for loss_type in ("grpo", "dapo"):
-        ours, stock = found[f"{loss_type}/ours"], found[f"{loss_type}/stock"]
-        assert ours == pytest.approx(stock, rel=1e-5, abs=1e-6), loss_type
-        assert 0.3 * stock[2] > 1e-3, loss_type  # without the KL it would be less by as much
+    assert all(word in message for word in ("GRPOTrainer._compute_loss of trl", "is not the loss", "comes to")), message
 
 
 def test_passes_of_a_batch_are_bound_to_its_tokens(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -244,7 +244,7 @@ ENDS = {
     "engine": "engine is gone",
     "rollouts": "log-probability nan",
     "masks": "more tokens are left",
-    "observed begin": "verifies False, 1 findings",
+    "observed begin": "verifies True, 1 findings",
     "observed score": "verifies True, 1 findings",
     "observed rollouts": "verifies True, 1 findings",
     "served update": "the server is gone",

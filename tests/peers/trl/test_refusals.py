@@ -6,7 +6,6 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 from __future__ import annotations
 
 import importlib
-import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -111,10 +110,8 @@ EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
 GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
-START = {"routed_experts_prompt_start": 3}
 LAYERWISE = {"optim": "galore_adamw_layerwise"}
 RLOO = {"kind": "MismatchRLOOConfig"}
-HALF = {"dtype": "bfloat16"}
 CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     (
         "config",
@@ -125,19 +122,16 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", {}, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
     ("config", {}, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
     ("config", {}, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
+    ("config", MASKS, {"top_k": 4, "temperature": 0.0}, ["RecordError", "sampling temperature=0.0", "allowed: > 0"]),
     ("config", {}, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
     ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
-    ("config", FP16, {"model_init_kwargs": HALF}, ["['dtype']='bfloat16'", "master weights stay float32"]),
-    ("config", FP16, {"model_init_kwargs": json.dumps(HALF)}, ["master weights stay float32"]),
     ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
     ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
     ("config", {"kl": {"coef": 0.1}}, RLOO, ["mismatch.kl with MismatchRLOOConfig"]),
     ("config", R3, {"vllm_tensor_parallel_size": 2}, ["vllm_tensor_parallel_size=2"]),
     ("config", R3, {"use_vllm": False}, ["mismatch.routing.mode='R3' with use_vllm=False", "mode='R2'"]),
-    ("config", R3, {"generation_kwargs": START}, ["generation_kwargs={'routed_experts_prompt_start': 3}"]),
-    ("config", R3, {"generation_kwargs": json.dumps(START)}, ["generation_kwargs={'routed_experts_prompt_start': 3}"]),
     ("config", {"routing": {"mode": "R3", "reference": True}}, {}, ["reference=True with beta=0"]),
     ("config", MASKS, {}, ["top_p=1, top_k=0 and min_p=0", "nothing is cut off"]),
     ("config", MASKS, {"top_p": 0.9}, ["mismatch.sampling_mask.max_support is absent", "set max_support"]),
@@ -375,43 +369,19 @@ def test_half_precision_masters_are_refused_before_the_engine(construct: Make, d
     with pytest.raises(PrecisionError) as refusal:
         construct(changed(dense, "model.layers.1.mlp.up_proj", 0.0).to(torch.bfloat16), FP16)
     assert "trainer parameters: expected float32, found bfloat16" in str(refusal.value)
+    for given in ({"dtype": "bfloat16"}, '{"dtype": "bfloat16"}'):  # as on a command line
+        with pytest.raises(PrecisionError, match="trainer parameters: expected float32, found bfloat16"):
+            construct(dense, FP16, model_init_kwargs=given)
 
 
-@pytest.mark.parametrize("mode", ["R2", "R3"])
-def test_routing_for_data_with_images_is_refused_before_the_model(peers: Any, configure: Make, mode: str) -> None:
-    from datasets import Dataset, IterableDataset
-    from mismatch_ext.adapters.trl import MismatchGRPOTrainer
+def test_a_pass_over_images_is_refused_under_replay(peers: Any) -> None:
+    from mismatch_ext.adapters.trl.replay import ScoreReplay
 
-    said = [{"role": "user", "content": "What?"}]
-    shown = [{"role": "user", "content": [{"type": "image", "image": "one.png"}, {"type": "text", "text": "What?"}]}]
-    columns = {"images": [["one.png"]], "image": ["one.png"]}
-    data = {
-        **{f"column '{name}'": Dataset.from_dict({"prompt": [said], name: value}) for name, value in columns.items()},
-        "a part of a prompt": Dataset.from_list([{"prompt": shown}]),
-    }
-    block = {"routing": {"mode": mode}}
-    for named, dataset in data.items():
-        for given in (
-            {"train_dataset": dataset},
-            {"train_dataset": peers.rows(), "eval_dataset": dataset},
-            {"train_dataset": peers.rows(), "eval_dataset": {"plain": peers.rows(), "seen": dataset}},
-        ):
-            with pytest.raises(ConfigError) as refusal:
-                MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), **given)
-            assert f"mismatch.routing.mode='{mode}' with images ({list(given)[-1]}: {named}" in str(refusal.value)
-    with pytest.raises(ConfigError, match=r"with images \(argument 3: column 'image'\)"):
-        MismatchGRPOTrainer(NOWHERE, peers.graded, configure(block), data["column 'image'"])
-    stream = IterableDataset.from_generator(lambda: iter(columns), features=data["column 'image'"].features)
-    with pytest.raises(ConfigError, match="column 'image'"):
-        MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), train_dataset=stream)
-    # No images, in a column for them: TRL takes none from there either.
-    without = Dataset.from_dict({"prompt": [said], "images": [[]]})
-    with pytest.raises(OSError, match="nowhere"):
-        MismatchGRPOTrainer(model=NOWHERE, reward_funcs=peers.graded, args=configure(block), train_dataset=without)
-    with pytest.raises(OSError, match="nowhere"):
-        MismatchGRPOTrainer(
-            model=NOWHERE, reward_funcs=peers.graded, args=configure({}), train_dataset=data["column 'image'"]
-        )
+    replay: Any = object.__new__(ScoreReplay)
+    shown = {"pixel_values": torch.zeros(1), "image_grid_thw": None, "compute_entropy": True}
+    for score in (replay.replay, replay.record):
+        with pytest.raises(RoutingError, match=r"mismatch.routing with multimodal inputs \(pixel_values\)"):
+            score(None, None, (None, None, 1), (), "train", **shown)
 
 
 def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
@@ -424,13 +394,16 @@ def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
     assert "Turn mixed precision off (fp16=False, bf16=False)" in str(refusal.value)
 
 
-def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_a_step(
     peers: Any, configure: Make, dense: Path
 ) -> None:
     from trl import GRPOTrainer
 
+    args = configure(SURGE, use_vllm=False, bf16=False)
+    trainer = GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=args)
     with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
-        GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=configure(FP16))
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
 def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:
@@ -440,32 +413,6 @@ def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(p
     config = GRPOConfig(**peers.arguments("nowhere", use_vllm=False, bf16=False))
     with pytest.warns(UserWarning, match="MismatchGRPOTrainer with GRPOConfig.*MismatchGRPOConfig"):
         MismatchGRPOTrainer(str(dense), peers.graded, args=config, train_dataset=peers.rows())
-
-
-def test_what_vllm_refuses_names_the_setting(peers: Any) -> None:
-    import inspect
-
-    from mismatch_ext.adapters.trl.refusals import engine_refusals
-    from vllm.model_executor.layers.fused_moe import routed_experts_capturer
-
-    from mismatch_ext.config import MismatchConfig
-
-    words = "No supported MoE router found for routed-experts capture."
-    assert words in inspect.getsource(routed_experts_capturer)
-    vllm: dict[str, Any] = {"__name__": "vllm.config"}
-    exec("def refuse(words): raise ValueError(words)", vllm)
-    with pytest.raises(RoutingError, match="vLLM refuses to record this model's routing.*Set mode='R2'"):
-        with engine_refusals(MismatchConfig.parse(R3)):
-            vllm["refuse"](words)
-    with pytest.raises(PrecisionError, match="dtype='float16'"), engine_refusals(MismatchConfig.parse(FP16)):
-        vllm["refuse"]("float16 is not supported")
-    for error, refuse in (("bfloat16 is not supported", vllm["refuse"]), ("float16", int)):
-        with pytest.raises(ValueError, match=error) as refusal, engine_refusals(MismatchConfig.parse(FP16)):
-            refuse(error)
-        assert type(refusal.value) is ValueError
-    # A refusal of ours that names a dtype is not vLLM's.
-    with pytest.raises(ConfigError, match="^float16$"), engine_refusals(MismatchConfig.parse(FP16)):
-        raise ConfigError("float16")
 
 
 def test_a_device_without_float64_is_refused_where_log_probabilities_are_compared(peers: Any) -> None:

@@ -111,7 +111,7 @@ def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
         assert entry["mismatch/logp_abs_diff_max"] == pytest.approx(max(largest, their_largest), rel=1e-6)
     # A failure that the main process alone can see ends both, and neither has stepped on.
     first, second = (rank["overtaken"] for rank in found)
-    assert "another trainer, elsewhere:1:0" in first and second == f"on the main process: {first}", (first, second)
+    assert "another trainer, elsewhere:1:0" in first and second == f"rank 0: {first}", (first, second)
     assert [rank["steps of the overtaken"] for rank in found] == [1, 1]
 
 

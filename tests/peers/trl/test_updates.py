@@ -22,9 +22,6 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     llm: Any = SimpleNamespace(wake_up=lambda tags: said.extend(tags))
     engine: Any = engines.Colocated(llm, sleeps=True)
     engine.captured = lambda version: nullcontext([])
-    inner = SimpleNamespace(
-        _llm_weights_sleeping=True, generate=lambda *_: said.append("generated") or ([], [], [], None)
-    )
     verifier = SimpleNamespace(verify=lambda sent, look: said.append(f"probed {look.logprobs}"), probes=None)
     trainer = SimpleNamespace(
         sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3, examines=False,
@@ -32,9 +29,10 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     )  # fmt: skip
     checked = object.__new__(generation.CheckedGeneration)
     vars(checked).update(
-        inner=inner, engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, _begins_later=False,
-        run=trainer, _sending=SimpleNamespace(dtypes=(), samples={}), layout=None, _plain_sync=lambda: said.append("weights"),
-        weight_version=0, masks=None, _kept=[], _refused=None, _sent_at=3, provenance=lambda: None,
+        engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, run=trainer, layout=None, masks=None,
+        weight_version=0, provenance=lambda: None, _inner=SimpleNamespace(_llm_weights_sleeping=True), _kept=[], _refused=None,
+        _sending=SimpleNamespace(dtypes=(), samples={}), _plain_sync=lambda: said.append("weights"), _sent_at=3,
+        plain_generate=lambda *_: said.append("generated") or ([], [], [], None),
     )  # fmt: skip
     checked.generate([])
     assert said == ["scored", "weights", "kv_cache", "probed 2", "generated"]
