@@ -48,12 +48,7 @@ def needs_own_loss(block: MismatchConfig) -> str | None:
 
 
 def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
-    """Return the function for `TrainingWorker.set_loss_fn`, picklable.
-
-    Args:
-        actor_config: verl's ActorConfig of this worker; its own is left alone, the loss gets a copy.
-        block: The block of this run.
-    """
+    """Return the function for `TrainingWorker.set_loss_fn`, picklable, with a copy of verl's ActorConfig."""
     kl = block.kl
     settings = None if block.correction is None else settings_of(block.correction)
     config = actor_config
@@ -87,21 +82,10 @@ def mismatch_loss(
     off_policy: float | None = None,
     **logits: Any,
 ) -> Any:
-    """Compute verl's loss of a micro-batch and add the block's terms.
+    """Compute verl's loss of a micro-batch, `base` with `config`, and add the block's terms; return loss and metrics, as verl's.
 
-    Args:
-        model_output: `log_probs` and what else verl's engine computed, or None where it asks for a term of the logits.
-        data: The micro-batch.
-        dp_group: verl's data-parallel group.
-        base: verl's loss.
-        config: The actor's configuration that `base` runs with.
-        kl: The `kl` section, where it has a part in the loss.
-        coef: Its coefficient, unless the batch carries one.
-        off_policy: Threshold of the off-policy mask, nats; None without one.
-        **logits: What verl's engine passes with the logits.
-
-    Returns:
-        Loss and metrics, as verl's.
+    verl's engine gives `logits` and no output where it asks for a term of the logits. `kl` is the section where it has a part in
+    the loss, `coef` its coefficient unless the batch carries one, `off_policy` the threshold of the off-policy mask, nats.
     """
     if model_output is None:
         return base(data=data, **logits)
@@ -137,18 +121,10 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
 
 
 def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) -> Tensor:
-    """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1.
+    """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1, from current log-probabilities and `FIELDS`.
 
     It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
-    responses because of what was sampled would change what is regularised.
-
-    Args:
-        logps: Current log-probabilities `[B, T]`, with their graph.
-        fields: Padded fields of the micro-batch `[B, T]`, of `FIELDS`.
-        section: The `kl` section.
-
-    Raises:
-        RecordError: A field is missing.
+    responses because of what was sampled would change what is regularised. Raises RecordError if a field is missing.
     """
     return kl_terms(
         logps,

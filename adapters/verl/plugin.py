@@ -35,11 +35,7 @@ def _put(*patches: Patch) -> None:
 
 
 def load() -> None:
-    """Patch the two functions that verl's driver calls with its configuration; loading twice is harmless.
-
-    Raises:
-        MismatchError: This verl is too old, or a function that is patched does not behave as it must.
-    """
+    """Patch the two functions that verl's driver calls with its configuration; loading twice is harmless."""
     from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 
     try:

@@ -69,12 +69,7 @@ def trainer_of(mode: str) -> str:
 
 
 class Asked:
-    """A configuration of verl as its user gave it, with the block.
-
-    Args:
-        config: verl's, or the part of it that is known.
-        block: The block with the sections that act.
-    """
+    """A configuration of verl as its user gave it, or the part that is known, with the sections of the block that act."""
 
     def __init__(self, config: Mapping[str, Any], block: MismatchConfig) -> None:
         self._config, self.block = config, block
@@ -185,38 +180,23 @@ Bad = Callable[[Any, Asked], bool]
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that is refused for some of its values.
+    """A setting that is refused for some of its values."""
 
-    Args:
-        path: Its name in verl's configuration, or in the block below `mismatch.`.
-        bad: Tells by its value, and all of the configuration, whether it is refused.
-        allowed: What is allowed.
-        why: Why no other value is.
-        instead: What to do.
-        value: Reads its value where it is not the one of that name.
-    """
-
-    path: str
-    bad: Bad
+    path: str  # its name in verl's configuration, or in the block below `mismatch.`
+    bad: Bad  # tells by its value, and all of the configuration, whether it is refused
     allowed: str
-    why: str
+    why: str  # no other value is
     instead: str = "Change it"
-    value: Callable[[Asked], Any] | None = None
+    value: Callable[[Asked], Any] | None = None  # reads it where it is not the one of that name
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is refused in one case.
+    """What is refused in one case."""
 
-    Args:
-        words: The case, as it follows "with" in a message.
-        holds: Tells whether a configuration is one.
-        settings: Refused then.
-    """
-
-    words: str
+    words: str  # as they follow "with" in a message
     holds: Callable[[Asked], bool]
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # refused then
 
 
 def given(value: Any, _: Asked) -> bool:
@@ -548,13 +528,7 @@ TABLE = (
 
 
 def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> Iterator[tuple[Case, Setting, Any]]:
-    """Yield what is refused of a configuration: the case, the setting and its value.
-
-    Args:
-        config: verl's configuration as it was given, or the part of it that is known.
-        block: The block with the sections that act.
-        case: Only cases whose words begin so.
-    """
+    """Yield the case, setting and value of what is refused of a configuration, in cases whose words begin with `case`."""
     asked = Asked(config, block)
     for one in TABLE:
         for setting in one.settings if one.words.startswith(case) and one.holds(asked) else ():
@@ -564,11 +538,7 @@ def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") ->
 
 
 def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:
-    """Refuse a configuration of verl with which the block cannot work; arguments are those of `refused`.
-
-    Raises:
-        ConfigError: A setting is refused; the message names it, its value, why, and what is allowed.
-    """
+    """Raise ConfigError for the first setting of verl with which the block cannot work; arguments are those of `refused`."""
     for module in ELSEWHERE:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
             raise ConfigError(

@@ -17,10 +17,7 @@ _BATCH = ("batch", "metrics")
 
 
 def _members(host: str, **params: tuple[str, ...]) -> tuple[Claim, ...]:
-    """Claim methods and properties that our classes override or call, with the first parameters that we pass or take.
-
-    An override of a name that the host no longer has would be called by nobody, without an error.
-    """
+    """Claim methods and properties that our classes override or call: nobody would call an override of a name that is gone."""
     return tuple(exists(f"{host}.{name}", *first) for name, first in params.items())
 
 

@@ -127,10 +127,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:
-        """Return what is active in this process, read back from the live objects, and what its weights are fit for.
-
-        Nothing here is collective: one rank may raise while others do not.
-        """
+        """Return what is active in this process, read back from the live objects; not collective, as one rank may raise."""
         engine = self._engine
         live = {} if self._megatron else {"trainer": asdict(self._reading())}
         return {
@@ -163,11 +160,10 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
-        """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights.
+        """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights; all ranks must call this.
 
-        Every rank takes part, because the forward pass of a sharded model is collective. `logprobs` are `[N, T-1]`, and
-        `fingerprint` is a digest of the shards. `sums` are the sums of the bits of tensors that an engine may hold in the same
-        layout, after rounding to a dtype; `shapes` are those of the whole tensors.
+        `fingerprint` is a digest of the shards, `sums` are of the bits of tensors that an engine may hold too, after rounding to
+        a dtype.
         """
         function = score_fused if self._fused else score_tokens
         with self._scoring() as score:
@@ -182,10 +178,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
-        """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none.
-
-        Every rank takes part, because a forward pass of a sharded model over the probe tokens `[N, T]` is collective.
-        """
+        """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
         if self._megatron:
             return None  # probes are scored only in FSDP models
 
@@ -201,12 +194,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_update_lr(self, *earlier: Mapping[str, float], **statistics: float) -> dict[str, float]:
-        """Let statistics of the batch, the same on all ranks, lead the rate of the step that learns from it.
-
-        Args:
-            *earlier: Statistics of batches since the rule's last step.
-            **statistics: Of this one.
-        """
+        """Let a batch's statistics lead the rate of the step that learns from it, after those of batches since the last step."""
         return dict(self._engine.mismatch_update_lr(*earlier, **statistics))
 
     @on_all_ranks
@@ -258,16 +246,7 @@ class _Scoring:
 
 
 def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
-    """Score fixed token sequences by the fused head itself, which the actor trains with, at temperature 1.
-
-    Args:
-        model: The actor's model.
-        token_ids: Tokens `[N, T]`, int64, on the model's device.
-        autocast: Returns the trainer's autocast context.
-
-    Returns:
-        Log-probabilities `[N, T-1]`, float64, on the CPU.
-    """
+    """Return log-probabilities `[N, T-1]`, float64, on the CPU, of tokens `[N, T]` by the fused head, at temperature 1."""
     with torch.no_grad(), evaluating(model), autocast():
         output = model(input_ids=token_ids, use_cache=False, return_dict=True, temperature=1.0)
     # The last place is scored against the first token.
@@ -275,13 +254,7 @@ def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullco
 
 
 class WithLogits(nn.Module):
-    """A model with a fused head, whose output has logits: those of its output layer, on the same hidden states.
-
-    The output layer runs inside the model's own pass, where its weights are gathered.
-
-    Args:
-        model: The actor's model.
-    """
+    """A model with a fused head, whose output has logits: those of its output layer, run inside the model's own pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()

@@ -18,12 +18,7 @@ from mismatch_ext.patching import Patch, apply
 
 
 class DriverKl:
-    """The KL of a run in verl's driver; while it lives, verl's own penalty among the rewards is this one.
-
-    Args:
-        section: The `kl` section.
-        config: verl's configuration.
-    """
+    """The KL of a run in verl's driver; while it lives, verl's own penalty among the rewards is this one."""
 
     def __init__(self, section: KlConfig, config: DictConfig) -> None:
         self.term = KlTerm(section, coefficient(section, config))
@@ -61,15 +56,9 @@ class DriverKl:
 
 
 def apply_kl_to_rewards(data: Any, term: KlTerm) -> dict[str, float]:
-    """Take the KL penalty off verl's token-level scores, instead of verl's `apply_kl_penalty`.
+    """Take the KL penalty off the token-level scores of verl's DataProto, in the place of verl's `apply_kl_penalty`.
 
-    Args:
-        data: verl's DataProto with `token_level_scores`, `old_log_probs`, `ref_log_prob` and `response_mask` before rejection;
-            `token_level_rewards` is set.
-        term: The run's.
-
-    Returns:
-        verl's own two metrics: the mean over responses of the mean estimate per token, nats, and the coefficient.
+    Returns verl's own two metrics: the mean over responses of the mean estimate per token, nats, and the coefficient.
     """
     batch, mask = data.batch, data.batch["response_mask"].bool()
     penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward

@@ -39,40 +39,24 @@ NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutAnswer:
-    """What one of verl's rollout servers said.
+    """What one of verl's rollout servers said."""
 
-    Args:
-        engine: "vllm" or "sglang".
-        expected: How many reports it owes: one for each of vLLM's workers, one for an SGLang server.
-        reports: Those that came.
-        failure: What went wrong instead; None when it answered.
-    """
-
-    engine: str
-    expected: int
+    engine: str  # "vllm" or "sglang"
+    expected: int  # reports that it owes: one for each of vLLM's workers, one for an SGLang server
     reports: Sequence[Report] = ()
-    failure: Exception | None = None
+    failure: Exception | None = None  # what went wrong instead
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a run with the block really runs with, for its banner and the header of its metrics.
+    """What a run with the block really runs with, for its banner and the header of its metrics."""
 
-    Args:
-        worker: The first worker's report; the others agree with it.
-        trainer: What that worker computes with.
-        engine: What the first rollout worker computes with; the others agree with it.
-        audit: The precision audit, or None when no precision was asked for.
-        patches: Descriptions of the patches that the first rollout server has in its own process.
-        readiness: Warnings about weights, each once, with the first rank that has it where there are several ranks.
-    """
-
-    worker: Report
-    trainer: TrainerReading
-    engine: EngineReading
-    audit: AuditReport | None
-    patches: Sequence[Mapping[str, Any]] = ()
-    readiness: Sequence[str] = ()
+    worker: Report  # of the first one, with which the others agree
+    trainer: TrainerReading  # of that worker
+    engine: EngineReading  # of the first rollout worker, with which the others agree
+    audit: AuditReport | None  # None when no precision was asked for
+    patches: Sequence[Mapping[str, Any]] = ()  # descriptions of those in the first rollout server's process
+    readiness: Sequence[str] = ()  # warnings about weights, each once, with the first rank that has it
 
 
 def check_reports(
@@ -81,19 +65,9 @@ def check_reports(
     rollouts: Sequence[RolloutAnswer],
     verdicts: Verdicts | None = None,
 ) -> Checked:
-    """Check that every worker and every rollout server runs a block, in the dtypes that it asks for.
+    """Check that every worker, in the order of ranks, and every rollout server runs the block, in the dtypes that it asks for.
 
-    Args:
-        block: The driver's block.
-        workers: What the actor's workers report, in the order of ranks.
-        rollouts: What each rollout server answered.
-        verdicts: Decides what happens when a check fails; None raises its error.
-
-    Returns:
-        What is active.
-
-    Raises:
-        MismatchError: A process runs with something else; names it and what it runs with.
+    Returns what is active. Raises MismatchError if a process runs with something else, which the message names.
     """
     verdicts = Verdicts("enforce") if verdicts is None else verdicts
     trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
@@ -154,24 +128,13 @@ def of_ranks(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def under_our_names(metrics: MutableMapping[str, Any]) -> None:
-    """Take verl's `actor/` off metrics that the workers' loss has given our prefix.
-
-    Args:
-        metrics: Those of a step; changed in place.
-    """
+    """Take verl's `actor/` off metrics that the workers' loss has given our prefix, in place."""
     for name in [name for name in metrics if name.startswith(f"actor/{PREFIX}")]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
-    """Check that ids without text in the tokenizer, which the rollout masks, have almost no probability.
-
-    Args:
-        surplus: What a worker's report has measured; None where there are no such ids.
-
-    Raises:
-        ConfigError: They have enough of it to be taken for a gap between rollout and trainer.
-    """
+    """Refuse a model whose ids without text in the tokenizer, which the rollout masks, are probable, as a worker has measured."""
     if surplus is None or surplus["mass_mean"] <= SURPLUS_MASS:
         return
     model, tokenizer = surplus["model_size"], surplus["tokenizer_size"]
@@ -184,11 +147,7 @@ def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
 
 
 def engine_answers(rollouts: Sequence[RolloutAnswer]) -> list[EngineAnswer]:
-    """Return what the rollout servers say of themselves after a weight update.
-
-    Raises:
-        EngineError: One does not.
-    """
+    """Return what the rollout servers say of themselves after a weight update; raises EngineError if one does not."""
     found = []
     for number, answer in enumerate(rollouts):
         _check_answer(number, answer)

@@ -254,11 +254,7 @@ class MismatchTrainer(_Host):
             return super()._compute_values(batch, metrics)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, after the KL's coefficient and baseline; then count what verl's correction discards.
-
-        Raises:
-            PatchError: verl did not ask for the penalty among the rewards.
-        """
+        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards."""
         if self._kl is not None:
             metrics.update(self._kl.prepare(batch, self.global_steps))
         batch = super()._compute_advantage(batch, metrics)
@@ -433,12 +429,7 @@ class MismatchTrainer(_Host):
 
 
 def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:
-    """Return the statistics in a checkpoint that no update has taken: of the run's trigger, none of one that leads no more.
-
-    Args:
-        state: What the checkpoint holds.
-        block: That of the run that goes on.
-    """
+    """Return the statistics in a checkpoint's state that no update has taken, if they are of the run's trigger."""
     saved = ((state.get("config") or {}).get("lr") or {}).get("trigger")
     if block.lr is None or block.lr.trigger != saved:
         return []

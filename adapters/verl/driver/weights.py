@@ -38,12 +38,7 @@ ANSWER_TIMEOUT = 120.0
 
 
 def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
-    """Return why weight updates cannot be verified although the block asks for it; None if they are, or it does not ask.
-
-    Args:
-        rollout: verl's configuration of the rollout.
-        monitor: The `monitor` section.
-    """
+    """Return why weight updates cannot be verified although the block asks for it; None if they are, or it does not ask."""
     size = int(rollout.get("data_parallel_size") or 1)
     if size == 1 or monitor.weight_sync == "off":
         return None
@@ -54,15 +49,9 @@ def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
 
 
 class Actor:
-    """The trainer's side: verl's actor, in its workers.
+    """The trainer's side: verl's actor, in its workers, whose tensors are compared in the rollout's dtype.
 
-    Args:
-        workers: verl's worker group of the actor.
-        dtype: The rollout's dtype, in which tensors are compared.
-
-    Attributes:
-        shapes: Shapes of the whole tensors that can be compared, by name.
-        sums: The sums of their bits when the actor was last asked.
+    `shapes` are those of the whole tensors that can be compared, and `sums` the sums of their bits when the actor was last asked.
     """
 
     def __init__(self, workers: Any, dtype: str) -> None:
@@ -71,10 +60,7 @@ class Actor:
         self.sums: dict[str, BitSums] = {}
 
     def look(self, tokens: Tensor) -> TrainerLook:
-        """Return what all ranks say of the actor's present weights.
-
-        To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
-        """
+        """Return what all ranks say of the actor's present weights, which come to the device for it: the rollout must sleep."""
         found = self._workers.mismatch_look(tokens.tolist(), self._dtype)
         self.shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
         self.sums = added(answer["sums"] for answer in found)
@@ -93,13 +79,8 @@ class Actor:
 class Engine:
     """The rollout's side: one replica's engine. All engines are asked before any is waited for, so that they compute at once.
 
-    Args:
-        actor: The actor, for the shapes of its tensors.
-
-    Attributes:
-        decoded: What it decoded after the probes' beginnings; None where it was not asked to.
-        probes: The pending scores of the probes, and of what it decoded.
-        sums: The sums of the bits of the engine's tensors.
+    `decoded` is what it decoded after the probes' beginnings, `probes` are the pending scores of the probes and of that, `sums`
+    the sums of the bits of its tensors.
     """
 
     def __init__(self, actor: Actor) -> None:
@@ -109,11 +90,7 @@ class Engine:
         self.sums: Mapping[str, BitSums] = {}
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return the answer to the tokens that were last asked `[N, T-1]`, float64.
-
-        Raises:
-            EngineError: The server failed, or does not answer.
-        """
+        """Return the answer to the tokens that were last asked `[N, T-1]`, float64."""
         # Dropped here, so that no answer stays in memory until the next update.
         probes, self.probes = self.probes, ()
         return answered(probes, ANSWER_TIMEOUT)
@@ -129,17 +106,7 @@ class Engine:
 
 
 class RolloutWeights:
-    """Verifies each weight update of a run.
-
-    Args:
-        workers: verl's worker group of the actor.
-        replicas: verl's rollout replicas.
-        monitor: The `monitor` section.
-        probes: Probe tokens `[N, T]`.
-        dtype: The rollout's compute dtype.
-        trainer_dtype: The actor's.
-        event: Writes what is wrong: level, name, message.
-    """
+    """Verifies each weight update of a run by probe tokens `[N, T]`; `event` gets level, name and message of what is wrong."""
 
     def __init__(
         self,
@@ -182,9 +149,7 @@ class RolloutWeights:
     def verify(self) -> None:
         """Check that each engine computes with the weights that the actor had when it was asked.
 
-        Raises:
-            WeightSyncError: One does not, and `monitor.weight_sync` is "error".
-            EngineError: A server does not answer.
+        Raises WeightSyncError if one does not and `monitor.weight_sync` is "error", EngineError if a server does not answer.
         """
         if self._looked is None:
             return
