@@ -23,7 +23,7 @@ from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.engine import REQUIRED, SteeredEngine, register
 from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
-from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from torch import nn
 from torch.optim import Optimizer
 from verl.utils import tensordict_utils as tu
@@ -66,7 +66,7 @@ class ReplayGuard:
         self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
-    def batch(self, engine: Any, data: Any, loss_function: Any = None, forward_only: bool = False) -> Iterator[None]:
+    def batch(self, engine: Any, data: Any, forward_only: bool) -> Iterator[None]:
         """Check the routes of a batch's samples, and then that all routers replayed or recorded it; all ranks raise together."""
         if not self._replays(engine, data, forward_only):
             yield
@@ -268,12 +268,12 @@ def _check_sample(
 
 
 @cache
-def guarded() -> tuple[ReplayGuard, tuple[Patch, ...]]:
-    """Check verl's replay in this process from now on, and return the guard and its patches."""
+def guarded() -> tuple[ReplayGuard, Patch]:
+    """Check what verl's routers replay in this process from now on, and return the guard and its patch."""
     guard = ReplayGuard()
-    patches = (REPLAYED_BATCH.calling(guard), CLOSED_TOPK.calling(guard))
-    apply(*patches)
-    return guard, patches
+    patch = CLOSED_TOPK.calling(guard)
+    apply(patch)
+    return guard, patch
 
 
 # The rate
@@ -335,6 +335,13 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             twin = rank > 0 and not self.tf_config.sequence_parallel
             self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
             guarded()[0].agreement = self.mismatch_routes
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run a mini-batch as the parent does; its routes are checked before any of it is reordered, split or sent."""
+        if self.block is None or self.block.routing is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        with guarded()[0].batch(self, data, forward_only):
+            return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _controlled(self) -> LrControl:
         assert self.block is not None and self.block.lr is not None
@@ -400,12 +407,12 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             "trainer": asdict(reading),
             "routing": None if mode == "disabled" else mode,
             "lr": None if self._rate is None else self._rate.multiplier,
-            "patches": described(*guarded()[1]) if guarded.cache_info().currsize else [],
+            "patches": described(guarded()[1]) if guarded.cache_info().currsize else [],
         }
 
 
 def register_megatron_engine(block: MismatchConfig, mode: RunMode) -> type[MismatchMegatronEngine]:
     """Let verl build this engine for a Megatron actor of this process, with a block and its checks, and return its class."""
     if block.routing is not None:
-        verify(*guarded()[1])
+        verify(guarded()[1])
     return register(MismatchMegatronEngine, block, mode, "megatron")

@@ -84,6 +84,7 @@ SEAMS = (
         claims=_members(
             _MEGATRON,
             initialize=(),
+            forward_backward_batch=("data", "loss_function", "forward_only"),
             optimizer_step=(),
             lr_scheduler_step=(),
             save_checkpoint=("local_path",),
