@@ -52,8 +52,6 @@ def load() -> None:
 def unload() -> None:
     """Take the patches out of this process again; what verl has built with it stays as it is."""
     _put()
-    if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
-        sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replicas()
 
 
 def _load() -> None:

@@ -132,7 +132,6 @@ SEAMS = (
                 f"{_TRAINER}:PPOTrainer",
                 init=(),
                 fit=("agent_loop_manager",),
-                _setup=(),
                 _init_resource_pool_mgr=(),
                 _rollout_server_managers=(),
                 on_init_end=(),
