@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
-from mismatch_ext.adapters.verl.fixes import FIXES
 from mismatch_ext.adapters.verl.loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
 from mismatch_ext.rollout import EngineAnswer
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
@@ -31,6 +30,14 @@ LOSS = "mismatch_ext.adapters.verl.loss"
 SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
 
+_MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+FIXES = TrainerFixes(
+    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
+    autocast_off=f"Set {_MIXED}.param_dtype=fp32, or leave it out",
+    autocast=f"Set {_MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
+    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
+    reduction=f"Set {_MIXED}.reduce_dtype=fp32",
+)
 NEEDED = {
     "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it.",
     "sglang": "Its process needs the server class of this package in verl's registry.",
@@ -103,13 +110,12 @@ def check_reports(
     audited = None
     with verdicts.checking("precision"):
         audited = _audit(block, readings, found)
-    patches = engines[0][1].get("patches", ())
     return Checked(
         worker=trainers[0][1],
         trainer=readings[0],
         engine=found[0],
         audit=audited,
-        patches=patches,
+        patches=engines[0][1].get("patches", ()),
         readiness=_warnings(workers),
     )
 
@@ -214,25 +220,17 @@ def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
 
 
 # What all processes of a kind must report alike. Parameter counts by dtype are not in it, because they depend on a rank's shards.
-_WORKER: tuple[tuple[str, ...], ...] = (
-    ("versions",),
-    ("engine",),
-    ("strategy",),
-    ("loss",),
-    *(("trainer", name) for name in ("autocast_dtype", "scaler", "reduce_dtype")),
-    ("lr",),
-    ("patches",),
+_WORKER = (
+    *("versions", "engine", "strategy", "loss", "lr", "patches"),
+    *("trainer.autocast_dtype", "trainer.scaler", "trainer.reduce_dtype"),
 )
-_ROLLOUT: tuple[tuple[str, ...], ...] = (
-    *(
-        ("reading", name)
-        for name in ("engine", "version", "model_dtype", "kv_cache_dtype", "logprobs_mode", "quantization")
-    ),
-    ("records_routing",),
+_ROLLOUT = (
+    *("records_routing", "reading.engine", "reading.version", "reading.model_dtype", "reading.kv_cache_dtype"),
+    *("reading.logprobs_mode", "reading.quantization"),
 )
 
 
-def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[tuple[str, ...]]) -> None:
+def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[str]) -> None:
     """Refuse processes of a kind that differ: what is said of the first would not hold for the others."""
     first, given = named[0]
     for name, report in named[1:]:
@@ -240,16 +238,14 @@ def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[tuple[
             one, other = _at(given, path), _at(report, path)
             if one != other:
                 raise ConfigError(
-                    f"the {name} runs with {'.'.join(path)}={other!r}, the {first} with {one!r}: all have to agree. Install and "
+                    f"the {name} runs with {path}={other!r}, the {first} with {one!r}: all have to agree. Install and "
                     "configure the same on every node."
                 )
 
 
-def _at(report: Report, path: tuple[str, ...]) -> Any:
-    found: Any = report
-    for name in path:
-        found = found.get(name)
-    return found
+def _at(report: Report, path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    return (report[section] if section else report).get(name)
 
 
 def _audit(
