@@ -71,12 +71,7 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     Raises EngineError if a server does not answer.
     """
     servers = [replica.servers[0] for replica in replicas if _is_sglang(replica)]
-    try:
-        found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
-    except Exception as error:
-        raise EngineError(
-            f"a rollout server does not say which answers it refused: {type(error).__name__}: {error}"
-        ) from error
+    found = _answers([server.mismatch_refusals.remote() for server in servers], timeout, "say what it refused")
     count, messages = sum(number for number, _ in found), [text for _, texts in found for text in texts]
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 
@@ -92,11 +87,7 @@ def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) 
 
 def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, BitSums]]:
     """Return what each worker holds, by name; raises EngineError if a server failed or does not answer."""
-    try:
-        found = ray.get(list(asked), timeout=timeout)
-    except Exception as error:
-        raise EngineError(f"the rollout server could not read its weights: {type(error).__name__}: {error}") from error
-    return [sums for answer in found for sums in answer]
+    return [sums for answer in _answers(asked, timeout, "read its weights") for sums in answer]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
@@ -138,7 +129,7 @@ def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mappin
 
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
     """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64; raises EngineError if there are none."""
-    outputs = _outputs(asked, timeout, "score probe tokens")
+    outputs = _answers(asked, timeout, "score probe tokens")
     # verl pads the list by one entry, for the token that was decoded.
     rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
     return torch.tensor(rows, dtype=torch.float64)
@@ -146,7 +137,7 @@ def answered(asked: Sequence[Any], timeout: float) -> Tensor:
 
 def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], timeout: float) -> Decoded:
     """Return what a server decoded after prompts `token_ids`; raises EngineError if it decoded nothing."""
-    outputs = _outputs(asked, timeout, "decode after probe tokens")
+    outputs = _answers(asked, timeout, "decode after probe tokens")
     if any(out.log_probs is None for out in outputs):
         raise EngineError("the rollout server reported no log-probabilities of tokens that it decoded; see its log.")
     return Decoded(
@@ -155,9 +146,8 @@ def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], ti
     )
 
 
-def _outputs(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
+def _answers(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
     try:
-        outputs: list[Any] = ray.get(list(asked), timeout=timeout)
+        return list(ray.get(list(asked), timeout=timeout))
     except Exception as error:
         raise EngineError(f"the rollout server could not {what}: {type(error).__name__}: {error}") from error
-    return outputs
