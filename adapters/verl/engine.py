@@ -150,27 +150,11 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 self._check_setup(given.acting)
 
     def _check_setup(self, block: MismatchConfig) -> None:
-        if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
-            raise ConfigError(
-                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not its embeddings': "
-                'verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard ("mixed torch.Tensor and '
-                'DTensor"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp.'
-            )
         if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
             raise ConfigError(
                 f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing, of a model with "
                 "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
             )
-        dtype = "bfloat16" if block.precision is None else block.precision.dtype
-        if dtype != "bfloat16" and self._trains and self._is_lora and self.model_config.lora.get("merge"):
-            raise ConfigError(
-                f"mismatch.precision.dtype={dtype!r} with model.lora.merge=True: verl sends merged weights to the rollout engine "
-                "in bfloat16; set model.lora.merge=False."
-            )
-
-    @property
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def initialize(self) -> None:
         """Build model, optimizer and schedule as the parent does, and put the block on them."""
@@ -383,21 +367,13 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        scaler, moe = self.scaler if self._trains else None, None
+        moe = None
         if self.replay is not None:
             layout = self.replay.layout
-            moe = {
-                "family": layout.family,
-                "layers": list(layout.layers),
-                "num_experts": layout.num_experts,
-                "top_k": layout.top_k,
-            }
+            moe = {name: getattr(layout, name) for name in ("family", "num_experts", "top_k")}
+            moe["layers"] = list(layout.layers)
         return {
             "strategy": self.engine_config.strategy,
-            "autocast_dtype": _name(self._autocast_dtype),
-            "scaler": None
-            if scaler is None
-            else {"kind": type(scaler).__name__, "enabled": scaler.is_enabled(), "scale": float(scaler.get_scale())},
             "routing": None if self.replay is None else self.replay.config.mode,
             "sampling_mask": self.masks is not None,
             "moe": moe,

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
@@ -131,7 +132,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         engine = self._engine
         live = {} if self._megatron else {"trainer": asdict(self._reading())}
         return {
-            "pid": os.getpid(),
             "rank": self.rank,
             "engine": type(engine).__name__,
             "model_type": str(engine.model_config.hf_config.model_type),
@@ -150,13 +150,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     def _reading(self) -> TrainerReading:
         engine = self._fsdp
-        device = torch.device(get_device_name())
-        return read_trainer(
-            engine.module,
-            lambda: torch.autocast(device_type=device.type, dtype=engine._autocast_dtype),
-            engine.scaler,
-            device,
-        )
+        return read_trainer(engine.module, partial(_autocast, engine), engine.scaler, torch.device(get_device_name()))
 
     @on_all_ranks
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
@@ -166,13 +160,13 @@ class MismatchWorker(ActorRolloutRefWorker):
         a dtype.
         """
         function = score_fused if self._fused else score_tokens
-        with self._scoring() as score:
+        with _scoring(self._engine) as score:
             # The shards are read before the forward pass, which may leave some weights gathered.
             model = self._engine.module
             digest = fingerprint(named_shards(model))
             pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
             sums = {name: sums_of(piece, torch_dtype(dtype)) for name, piece in pieces.items()}
-            logprobs: list[list[float]] = score(function, torch.tensor(token_ids)).tolist()
+            logprobs: list[list[float]] = score(function, token_ids).tolist()
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
@@ -185,12 +179,9 @@ class MismatchWorker(ActorRolloutRefWorker):
         def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
             return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
 
-        with self._scoring() as score:
-            found = score(measure, torch.tensor(token_ids))
+        with _scoring(self._engine) as score:
+            found = score(measure, token_ids)
         return None if found is None else asdict(found)
-
-    def _scoring(self) -> Any:
-        return _Scoring(self._engine)
 
     @on_all_ranks
     def mismatch_update_lr(self, *earlier: Mapping[str, float], **statistics: float) -> dict[str, float]:
@@ -212,34 +203,24 @@ class MismatchWorker(ActorRolloutRefWorker):
         return dict(self._engine.mismatch_metrics())
 
 
-class _Scoring:
-    """The engine in evaluation, loaded where it is offloaded, under its own autocast, and left as it was found."""
+def _autocast(engine: Any) -> torch.autocast:
+    return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
 
-    def __enter__(self) -> Callable[..., Any]:
-        self._mode = self._engine.eval_mode()
-        self._mode.__enter__()
-        # Every rank scores all tokens by itself.
-        self._sequence_parallel = get_ulysses_sequence_parallel_group()
-        # verl's annotation does not allow None, although its own getter returns it without sequence parallelism.
+@contextmanager
+def _scoring(engine: Any) -> Iterator[Callable[..., Any]]:
+    """Give a function that scores tokens under the engine's autocast, in evaluation, loaded where it is offloaded."""
+
+    with engine.eval_mode():  # ends with the group of ranks that was there before
+        # Every rank scores all tokens by itself. verl's annotation does not allow None, although its own getter returns it.
         set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
-        engine, device_type = self._engine, get_device_name()
-
-        def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
-            # verl's own passes put their tensors there too, even if the parameters are kept on the CPU.
-            tokens = token_ids.to(get_device_id())
-            return function(
-                engine.module, tokens, lambda: torch.autocast(device_type=device_type, dtype=engine._autocast_dtype)
+        try:
+            # verl's own passes put their tensors on this device too, even if the parameters are kept on the CPU.
+            yield lambda function, tokens: function(
+                engine.module, torch.tensor(tokens).to(get_device_id()), partial(_autocast, engine)
             )
-
-        return score
-
-    def __exit__(self, *error: Any) -> None:
-        reshard(self._engine.module)
-        set_ulysses_sequence_parallel_group(self._sequence_parallel)  # type: ignore[arg-type]
-        self._mode.__exit__(*error)
+        finally:
+            reshard(engine.module)
 
 
 # Probes of an actor whose head is one of verl's fused kernels (`model.use_fused_kernels`): log-probabilities without logits

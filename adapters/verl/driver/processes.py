@@ -180,5 +180,5 @@ def bypasses(config: DictConfig) -> bool:
 
 def logs_applied_rate(report: Mapping[str, Any]) -> bool:
     """Return whether `actor/lr` is the rate that an update applied, by a worker's report; stock engines log the next update's."""
-    steered = report.get("lr") is not None
-    return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
+    steered = report["lr"] is not None
+    return steered or (report["strategy"] != "megatron" and report["trainer"]["scaler"] is not None)
