@@ -8,7 +8,7 @@ imports our trainer there (`VERL_USE_EXTERNAL_MODULES`), and the trainer's confi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,7 +43,7 @@ def load() -> None:
     except Exception as error:
         message = f"mismatch-ext could not be loaded into verl: {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
-        refuse = _refusing(message)
+        refuse = partial(_refuse, message)
         # Both: a program that has started Ray itself calls the first alone.
         _put(VALIDATE_CONFIG.calling(refuse), GUARD.calling(refuse))
         raise
@@ -82,10 +82,5 @@ def _refuse_unprepared(config: Any) -> None:
         )
 
 
-def _refusing(message: str) -> Callable[[Any], Any]:
-    """Return a handler that ends a program whose configuration has a block."""
-
-    def refuse(config: Any) -> Any:
-        raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")
-
-    return refuse
+def _refuse(message: str, config: Any) -> Any:
+    raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")

@@ -35,8 +35,6 @@ FSDP = ("fsdp", "fsdp2")
 """Strategies of verl's FSDP engine; verl has one class for both."""
 PROCESSED = "processed_logprobs"
 """Mode in which vLLM returns log-probabilities after truncation."""
-QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
-"""Values that verl accepts as `rollout.quantization`, by engine."""
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
@@ -61,6 +59,7 @@ SAME = ({"fsdp"}, {"fsdp2"}, {"megatron"}, {*FSDP})
 HYBRID = "actor_rollout_ref.hybrid_engine"
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 CORRECTION, POLICY_LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
+DTYPE, ENGINE_WEIGHTS = "mismatch.precision.dtype", "mismatch.precision.engine_weights"
 
 
 def trainer_of(mode: str) -> str:
@@ -128,16 +127,6 @@ class Asked:
         """Whether the `correction` section has weights, and bounds them instead of masking tokens."""
         section = self.correction
         return section is not None and section.level != "none" and section.bound in ("truncate", "clip")
-
-    @property
-    def engine_weights(self) -> str | None:
-        """What `mismatch.precision` says the engine's weights are quantized to."""
-        return None if self.block.precision is None else self.block.precision.engine_weights
-
-    @property
-    def half(self) -> bool:
-        """Whether `mismatch.precision` asks for another dtype than bfloat16, which verl sends in any case."""
-        return self.block.precision is not None and self.block.precision.dtype != "bfloat16"
 
     @property
     def drops(self) -> bool:
@@ -364,7 +353,7 @@ TABLE = (
             "False with R2", "verl would replay the rollout's routes instead of the actor's own",
         ),
     )),
-    Case("mismatch.precision of another dtype than bfloat16", lambda asked: asked.half, (
+    Case("mismatch.precision of another dtype than bfloat16", lambda asked: asked.at(DTYPE, "bfloat16") != "bfloat16", (
         Setting(f"{MODEL}.lora.merge", given, "False", "merged adapters are sent in bfloat16"),
         Setting(f"{ACTOR}.fsdp_config.qat.enable", given, "False", "quantized weights have a dtype of their own"),
         Setting(
@@ -373,12 +362,6 @@ TABLE = (
         ),
     )),
     Case("mismatch.precision", lambda asked: asked.block.precision is not None, (
-        Setting(
-            f"{ROLLOUT}.quantization",
-            lambda value, asked: bool(value) and value not in QUANTIZATIONS.get(asked.engine, (value,)),
-            "'fp8', and with vLLM 'torchao' or 'ascend'", "verl refuses others when the rollout starts",
-            f"Give the engine's own name of a format as {KWARGS}.vllm.quantization",
-        ),
         Setting(
             f"{KWARGS}.sglang.quantization",
             lambda value, asked: asked.engine == "sglang" and bool(value) and value != asked.at(f"{ROLLOUT}.quantization"),
@@ -394,13 +377,13 @@ TABLE = (
         ),
         Setting(
             f"{KWARGS}.vllm.quantization",
-            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.engine_weights,
+            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.at(ENGINE_WEIGHTS),
             *OTHER_FORMAT,
         ),
         Setting(
             f"{ROLLOUT}.quantization",
             lambda value, asked: not asked.at(f"{KWARGS}.{asked.engine}.quantization")
-            and (value or None) != asked.engine_weights,
+            and (value or None) != asked.at(ENGINE_WEIGHTS),
             *OTHER_FORMAT,
         ),
         *(

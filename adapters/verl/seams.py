@@ -175,14 +175,13 @@ SEAMS = (
         what="measuring a batch in chunks of rows, and sending a pass the fields that it needs",
         claims=(
             exists("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask"),
-            exists("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta"),
             exists("transfer_queue:get_client"),
             exists("transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "keys", "partition_id"),
             exists("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
             exists("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
         ),
         checked="lengths and log-probabilities of each chunk are checked before they are summed",
-        upstream=_SOURCE + "utils/transferqueue_utils.py",
+        upstream=_SOURCE + "workers/utils/padding.py",
         where=("verl",),
     ),
     Seam(
