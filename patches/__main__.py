@@ -6,7 +6,7 @@ from mismatch_ext.patches.trl.engine_arguments import ENGINE_ARGUMENTS
 from mismatch_ext.patches.trl.fused_head import FUSED_HEAD
 from mismatch_ext.patches.trl.server_client import SERVER_CLIENT
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
-from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 from mismatch_ext.patches.vllm.cpu_moe_repack import CPU_MOE_REPACK
 from mismatch_ext.patches.vllm.cpu_routes import CPU_ROUTES
@@ -25,7 +25,6 @@ DECLARED: tuple[tuple[Patch, str], ...] = (
     (VALIDATE_CONFIG, "wherever verl has loaded this package; without a `mismatch` block it calls verl's own"),
     (GUARD, "wherever verl has loaded this package, or failed to; without a `mismatch` block it calls verl's own"),
     (KL_IN_REWARDS, "in verl's driver, with `kl.reward_path: rewards`"),
-    (REPLAYED_BATCH, "in workers of a Megatron actor of verl, with `routing`"),
     (CLOSED_TOPK, "in workers of a Megatron actor of verl, with `routing`"),
 )
 

@@ -30,15 +30,7 @@ RANKS, TOKENS, SAMPLES = 2, 20, 6
 
 
 def check_loss(block: MismatchConfig, mode: str) -> None:
-    """Refuse sections inside the actor's loss if verl's loss is not the one that was run.
-
-    Args:
-        block: The block of the run.
-        mode: verl's `loss_agg_mode`.
-
-    Raises:
-        SeamError: It computes something else; says what was seen.
-    """
+    """Refuse sections in the actor's loss if verl's, with a `loss_agg_mode`, is not the one that was run; raises SeamError."""
     try:
         seen = _computed(mode)
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what was seen
@@ -97,15 +89,10 @@ def _mean(term: Tensor, mode: str) -> Tensor:
 
 
 def check_layout(prepare: Callable[[Any], Any], packed: bool, block: MismatchConfig) -> None:
-    """Refuse routes and masks if verl's engine does not lay tokens out as they are laid out.
+    """Refuse routes and masks if verl's engine lays tokens out in another way; raises SeamError.
 
-    Args:
-        prepare: `prepare_model_inputs` of verl's own engine, which begins no replay.
-        packed: Whether it packs tokens into one row.
-        block: The block of the run.
-
-    Raises:
-        SeamError: It does not; says what was seen.
+    `prepare` is `prepare_model_inputs` of verl's own engine, which begins no replay; `packed` says whether it packs tokens into
+    one row.
     """
     ids = torch.arange(3, 3 + sum(_lengths()), device=get_device_id())
     places = torch.cat([torch.arange(count) for count in _lengths()]).to(ids.device)

@@ -19,15 +19,10 @@ KEY = "mismatch"
 
 @dataclass(frozen=True, kw_only=True)
 class RunMode:
-    """How verl's trainer takes turns with its rollout servers.
+    """How verl's trainer takes turns with its rollout servers."""
 
-    Args:
-        name: "sync", "colocate_async" or "separate_async".
-        updates: Local updates of the actor between two weight updates, verl's `parameter_sync_step`.
-    """
-
-    name: str = "sync"
-    updates: int = 1
+    name: str = "sync"  # or "colocate_async", "separate_async"
+    updates: int = 1  # local ones of the actor between two weight updates, verl's `parameter_sync_step`
 
     @property
     def asynchronous(self) -> bool:
@@ -36,13 +31,7 @@ class RunMode:
 
 
 def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode) -> None:
-    """Put the block of a run where verl's processes read theirs.
-
-    Args:
-        config: All of verl's configuration; changed in place.
-        block: The block that acts.
-        mode: The trainer's mode, which verl does not tell its workers.
-    """
+    """Put the block that acts, and the mode, which verl does not tell its workers, where verl's processes read theirs."""
     group = config.actor_rollout_ref
     group[KEY] = {"block": block.to_dict(), "mode": asdict(mode)}
     group.rollout.custom = OmegaConf.merge(group.rollout.get("custom") or {}, {KEY: block.to_dict()})

@@ -39,18 +39,10 @@ UNBOUNDED = (1e-9, 1e9)
 
 
 def prepare(config: DictConfig) -> dict[str, Any]:
-    """Read the block from verl's configuration, and set the settings there that carry it out.
+    """Set verl's settings from the block `mismatch` of its configuration, and return new values for arguments of verl's check.
 
-    Args:
-        config: All of verl's configuration, with a root block `mismatch`; changed in place.
-
-    Returns:
-        New values for the arguments of verl's check that verl computed before the block was read.
-
-    Raises:
-        ConfigError: The block is malformed, or this configuration of verl cannot do what the block asks; the message names the
-            setting, its value, what is allowed and what to do.
-        PeerVersionError: A peer is missing, too old, or known to be wrong for the block.
+    Raises ConfigError if the block is malformed or this configuration cannot do what it asks; PeerVersionError if a peer is
+    missing, too old, or known to be wrong for the block.
     """
     # A trainer_mode that was set by hand is not enough.
     ours = OmegaConf.select(config, "trainer.v1.trainer_mode") in {trainer_of(mode) for mode in MODES}
@@ -187,11 +179,7 @@ def _set_megatron(config: DictConfig, block: MismatchConfig) -> list[str]:
 
 
 def coefficient(section: KlConfig, config: DictConfig) -> float:
-    """Return the first coefficient: the section's, or verl's `actor.kl_loss_coef` or, for rewards, `kl_ctrl.kl_coef`.
-
-    Raises:
-        ConfigError: It is not a number > 0.
-    """
+    """Return the first coefficient: the section's, or verl's `actor.kl_loss_coef` or, for rewards, `kl_ctrl.kl_coef`."""
     if section.coef is not None:
         return section.coef
     name = "algorithm.kl_ctrl.kl_coef" if section.in_rewards else f"{ACTOR}.kl_loss_coef"
@@ -205,13 +193,6 @@ def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
     """Let verl build its reference policy and carry what the section needs, and say what was set.
 
     verl's own KL term stays out of the loss: see `loss.py`.
-
-    Args:
-        config: All of verl's configuration; changed in place.
-        section: The `kl` section.
-
-    Raises:
-        ConfigError: verl's own coefficient, which the section takes, is not a number > 0.
     """
     actor, algorithm, coef = config.actor_rollout_ref.actor, config.algorithm, coefficient(section, config)
     done = []
@@ -237,9 +218,7 @@ def set_kl(config: DictConfig, section: KlConfig) -> list[str]:
 def set_correction(config: DictConfig, section: CorrectionConfig | None) -> list[str]:
     """Set in verl's configuration what the section asks for, and say what was set.
 
-    Args:
-        config: All of verl's configuration; changed in place.
-        section: The `correction` section; None makes the user's own `algorithm.rollout_correction` work where verl ignores it.
+    Without a section the user's own `algorithm.rollout_correction` is made to work where verl ignores it.
     """
     given = config.algorithm.get("rollout_correction") or DictConfig({})
     policy_loss = config.actor_rollout_ref.actor.policy_loss
@@ -267,10 +246,7 @@ def _set_policy_loss(policy_loss: DictConfig, native: Any) -> str:
 
 
 def native_rollout_correction(settings: ResolvedCorrection) -> dict[str, Any]:
-    """Return verl's `rollout_correction` that does what the settings ask.
-
-    `off_policy_threshold` is left out, because the loss applies it for any kind of weights.
-    """
+    """Return verl's `rollout_correction` for resolved settings, without `off_policy_threshold`, which the loss applies."""
     inverse = "verl_inverse_k1" in settings.compat
     return {
         "rollout_is": None if settings.level == "none" else settings.level,

@@ -41,17 +41,10 @@ LEFT_OUT = {
 
 
 def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRun:
-    """Compose verl's configuration, and read what its rollout server and its actor are started with.
+    """Compose verl's configuration from `main_ppo`'s overrides, and read what its rollout server and its actor are started with.
 
-    Args:
-        overrides: Overrides of `main_ppo`, as on its command line.
-        checkpoint: The checkpoint to examine instead of the run's own model; None examines that model.
-
-    Returns:
-        The run, with the engine's arguments and sampling settings as verl 0.9.1 passes them on.
-
-    Raises:
-        ConfigError: Hydra refuses an override, a setting is missing, or its engine is not one that the doctor starts.
+    `checkpoint` is examined instead of the run's own model. Raises ConfigError if Hydra refuses an override, a setting is
+    missing, or the engine is not one that the doctor starts.
     """
     from omegaconf import OmegaConf
 

@@ -66,11 +66,7 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
         """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
 
     def optimizer_step(self) -> Any:
-        """Step as the parent does, at the rate that the driver's statistics lead.
-
-        Raises:
-            ConfigError: The rate was to be led by statistics that nobody gave.
-        """
+        """Step as the parent does, at the rate that the driver's statistics lead; raises ConfigError if nobody gave any."""
         if self._rate is None:
             return super().optimizer_step()
         with self._rate.applied():
@@ -82,14 +78,8 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
         """Take the driver's statistics before an update, the same on all ranks, and return what to log of the rate.
 
         One of verl's updates is a step, however many mini-batches and epochs it has, and `period` and warm-up count updates too.
-        In `separate_async`, the local updates between two weight updates are one step.
-
-        Args:
-            *earlier: Statistics of batches that no step of the rule has counted yet.
-            **statistics: Of the batch, as `mismatch_ext.lr.Statistics` names them; none where `mismatch.lr` watches nothing.
-
-        Raises:
-            RecordError: The trigger's statistic is missing or not finite.
+        In `separate_async`, the local updates between two weight updates are one step: `earlier` are statistics that no step has
+        counted yet. Raises RecordError if the trigger's statistic is missing or not finite.
         """
         if self._rate is None:
             return {}
@@ -106,23 +96,14 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
         super().save_checkpoint(local_path, *args, **kwargs)
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
-        """Load as the parent does, and what this package kept of the engine where its schedule is loaded too.
-
-        Raises:
-            RecordError: That state is damaged, of another rule, or of another update than the schedule.
-            PrecisionError: The scaler's state is damaged.
-        """
+        """Load as the parent does, and what this package kept of the engine where its schedule is loaded too."""
         super().load_checkpoint(local_path, *args, **kwargs)
         if local_path is not None and self._resumes:
             self._resume(read_state(local_path) or {}, local_path)
 
 
 def read_state(folder: str) -> dict[str, Any] | None:
-    """Return what rank 0 finds of ours in a checkpoint, on all ranks, which must all call this; None where there is nothing.
-
-    Raises:
-        RecordError: The file is damaged, or of another version of this package.
-    """
+    """Return what rank 0 finds of ours in a checkpoint, on all ranks, which must all call this; None where there is nothing."""
     state = None
     with together(WORLD):
         if WORLD.rank == 0:
@@ -132,16 +113,9 @@ def read_state(folder: str) -> dict[str, Any] | None:
 
 
 def register(engine: type[E], block: MismatchConfig | None, mode: RunMode, *backends: str) -> type[E]:
-    """Let verl build an engine with a block in this process, from now on; another run's engine of the same kind is replaced.
+    """Let verl build an engine of this class with a block in this process, for some of its strategies; return what it builds.
 
-    Args:
-        engine: Our class.
-        block: The run's; None for an engine that does what its parent does.
-        mode: The trainer's mode.
-        *backends: verl's names of the strategies that the engine is for.
-
-    Returns:
-        The class that verl builds.
+    Another run's engine of the same kind is replaced; without a block it does what its parent does.
     """
     of_run = type(engine.__name__, (engine,), {"run_block": block, "run_mode": mode, "__module__": engine.__module__})
     for backend in backends:
@@ -153,11 +127,7 @@ def register(engine: type[E], block: MismatchConfig | None, mode: RunMode, *back
 
 
 class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
-    """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2.
-
-    Raises:
-        ConfigError: This engine cannot do what the block asks for.
-    """
+    """verl's FSDP engine with the block: FSDP1 (`strategy: fsdp`) or FSDP2."""
 
     scaler: Any
     replay: EngineReplay | None = None
@@ -180,35 +150,14 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 self._check_setup(given.acting)
 
     def _check_setup(self, block: MismatchConfig) -> None:
-        if self.model_config.use_fused_kernels and self.engine_config.strategy == "fsdp2" and not self._tied:
-            raise ConfigError(
-                "model.use_fused_kernels=True with strategy='fsdp2', of a model whose output layer is not its embeddings': "
-                'verl 0.9.1 shards that layer by itself, and its fused head then multiplies by a shard ("mixed torch.Tensor and '
-                'DTensor"); set actor_rollout_ref.actor.strategy=fsdp and actor_rollout_ref.ref.strategy=fsdp.'
-            )
         if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
             raise ConfigError(
                 f"ulysses_sequence_parallel_size={self.ulysses_sequence_parallel_size} with mismatch.routing, of a model with "
                 "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
             )
-        dtype = "bfloat16" if block.precision is None else block.precision.dtype
-        if dtype != "bfloat16" and self._trains and self._is_lora and self.model_config.lora.get("merge"):
-            raise ConfigError(
-                f"mismatch.precision.dtype={dtype!r} with model.lora.merge=True: verl sends merged weights to the rollout engine "
-                "in bfloat16; set model.lora.merge=False."
-            )
-
-    @property
-    def _tied(self) -> bool:
-        return bool(getattr(self.model_config.hf_config, "tie_word_embeddings", False))
 
     def initialize(self) -> None:
-        """Build model, optimizer and schedule as the parent does, and put the block on them.
-
-        Raises:
-            ConfigError: The engine computes in another dtype than the block asks for.
-            ReplayError: The model's routing cannot be replayed.
-        """
+        """Build model, optimizer and schedule as the parent does, and put the block on them."""
         super().initialize()
         block = self.block
         if self._looked_at and self._trains:
@@ -302,10 +251,8 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         """Run a mini-batch as the parent does, under the routes and over the masks that travel with its samples.
 
-        Raises:
-            RoutingError, RecordError: A sample's routes or masks are missing, malformed, or in an update of other tokens, on any
-                rank; names it. No forward pass has run then.
-            ReplayError: A forward pass did not obey them.
+        Raises RoutingError or RecordError before any pass if a sample's are missing, malformed, or in an update of other tokens,
+        on any rank; ReplayError if a pass did not obey them.
         """
         masks: AbstractContextManager[Any] = nullcontext(data)
         replay = self.replay
@@ -331,11 +278,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         return inputs, output_args
 
     def prepare_model_outputs(self, output: Any, output_args: Any, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        """Prepare a pass's outputs as the parent does, in float32, over the masks, and with the routes that were recorded.
-
-        Raises:
-            ConfigError: A fused head has rounded the log-probabilities.
-        """
+        """Prepare a pass's outputs as the parent does, in float32, over the masks, and with the routes that were recorded."""
         if self.block is not None and self.block.precision is not None:
             _widen(output)
         found = super().prepare_model_outputs(output, output_args, micro_batch, *args, **kwargs)
@@ -348,12 +291,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     # Optimizer and schedule
 
     def optimizer_step(self) -> float:
-        """Step as the parent does, and count what was skipped.
-
-        Raises:
-            PrecisionError: Overflows did not end.
-            ConfigError: The rate was to be led by statistics that nobody gave.
-        """
+        """Step as the parent does, and count what was skipped; raises PrecisionError if overflows do not end."""
         if self.block is None:
             return super().optimizer_step()  # type: ignore[no-any-return]
         before = self._steps
@@ -362,10 +300,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         return norm
 
     def lr_scheduler_step(self) -> float:
-        """Move the schedule on unless every step of the update was skipped, and return the rate that the update applied.
-
-        Stock verl moves it in any case, and returns the next rate.
-        """
+        """Move the schedule on unless every step of the update was skipped; return the applied rate, where verl's is the next."""
         steps, self._steps = self._steps, 0
         self._updates += 1
         if self._rate is None and (self.block is None or self.scaler is None):
@@ -416,11 +351,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     # What the rollout gets
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights that the rollout gets, and its adapter's configuration, as the parent does.
-
-        Raises:
-            ConfigError: There is an adapter, and verl has found none of its weights to send.
-        """
+        """Return the weights that the rollout gets, and its adapter, as the parent does; refuse an adapter without weights."""
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         if self._looked_at:
             with self.verdicts.checking("adapter"):
@@ -436,21 +367,13 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
 
     def mismatch_report(self) -> dict[str, Any]:
         """Return what this engine really does, as plain data, for the check before the first step."""
-        scaler, moe = self.scaler if self._trains else None, None
+        moe = None
         if self.replay is not None:
             layout = self.replay.layout
-            moe = {
-                "family": layout.family,
-                "layers": list(layout.layers),
-                "num_experts": layout.num_experts,
-                "top_k": layout.top_k,
-            }
+            moe = {name: getattr(layout, name) for name in ("family", "num_experts", "top_k")}
+            moe["layers"] = list(layout.layers)
         return {
             "strategy": self.engine_config.strategy,
-            "autocast_dtype": _name(self._autocast_dtype),
-            "scaler": None
-            if scaler is None
-            else {"kind": type(scaler).__name__, "enabled": scaler.is_enabled(), "scale": float(scaler.get_scale())},
             "routing": None if self.replay is None else self.replay.config.mode,
             "sampling_mask": self.masks is not None,
             "moe": moe,
@@ -483,11 +406,7 @@ def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[Mismatc
 
 
 def _widen(output: Any) -> None:
-    """Give verl logits in float32 where it would take log-probabilities in their own half precision.
-
-    With flash-attention's cross-entropy verl's are float32. Without it they are rounded, in bfloat16 to steps of 1/32 from -4 to
-    -8, while the rollout engine's are float32: a gap from this rounding only.
-    """
+    """Give verl logits in float32: without flash-attention's cross-entropy it rounds log-probabilities to half precision."""
     rounds = not torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
     logits = getattr(output, "logits", None)
     if isinstance(logits, torch.Tensor) and (rounds or os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"):
@@ -497,11 +416,7 @@ def _widen(output: Any) -> None:
 
 
 def checked(logprobs: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities of one of verl's fused heads, which returns no logits.
-
-    Raises:
-        ConfigError: They are rounded to half precision.
-    """
+    """Return the log-probabilities of one of verl's fused heads; raises ConfigError if they are in half precision."""
     if logprobs.dtype not in (torch.float32, torch.float64):
         raise ConfigError(
             "actor_rollout_ref.model.fused_kernel_options.impl_backend: the fused head returns log-probabilities in "

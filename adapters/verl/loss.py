@@ -23,7 +23,6 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.correction import correct
-from mismatch_ext.errors import RecordError
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
@@ -48,12 +47,7 @@ def needs_own_loss(block: MismatchConfig) -> str | None:
 
 
 def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
-    """Return the function for `TrainingWorker.set_loss_fn`, picklable.
-
-    Args:
-        actor_config: verl's ActorConfig of this worker; its own is left alone, the loss gets a copy.
-        block: The block of this run.
-    """
+    """Return the function for `TrainingWorker.set_loss_fn`, picklable, with a copy of verl's ActorConfig."""
     kl = block.kl
     settings = None if block.correction is None else settings_of(block.correction)
     config = actor_config
@@ -87,21 +81,10 @@ def mismatch_loss(
     off_policy: float | None = None,
     **logits: Any,
 ) -> Any:
-    """Compute verl's loss of a micro-batch and add the block's terms.
+    """Compute verl's loss of a micro-batch, `base` with `config`, and add the block's terms; return loss and metrics, as verl's.
 
-    Args:
-        model_output: `log_probs` and what else verl's engine computed, or None where it asks for a term of the logits.
-        data: The micro-batch.
-        dp_group: verl's data-parallel group.
-        base: verl's loss.
-        config: The actor's configuration that `base` runs with.
-        kl: The `kl` section, where it has a part in the loss.
-        coef: Its coefficient, unless the batch carries one.
-        off_policy: Threshold of the off-policy mask, nats; None without one.
-        **logits: What verl's engine passes with the logits.
-
-    Returns:
-        Loss and metrics, as verl's.
+    verl's engine gives `logits` and no output where it asks for a term of the logits. `kl` is the section where it has a part in
+    the loss, `coef` its coefficient unless the batch carries one, `off_policy` the threshold of the off-policy mask, nats.
     """
     if model_output is None:
         return base(data=data, **logits)
@@ -137,50 +120,29 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
 
 
 def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) -> Tensor:
-    """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1.
+    """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1, from current log-probabilities and `FIELDS`.
 
     It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
     responses because of what was sampled would change what is regularised.
-
-    Args:
-        logps: Current log-probabilities `[B, T]`, with their graph.
-        fields: Padded fields of the micro-batch `[B, T]`, of `FIELDS`.
-        section: The `kl` section.
-
-    Raises:
-        RecordError: A field is missing.
     """
     return kl_terms(
         logps,
-        _field(fields, "ref_log_prob"),
-        _field(fields, "loss_mask").bool(),
+        fields["ref_log_prob"],
+        fields["loss_mask"].bool(),
         section,
         behavior=sampled_by(fields) if section.ratio != "none" else None,
         coef=1.0,
-        baseline=_field(fields, BASELINE) if section.has_baseline else None,
+        baseline=fields[BASELINE] if section.has_baseline else None,
     ).loss
 
 
 def sampled_by(fields: Mapping[str, Tensor]) -> Tensor:
     """Return log-probabilities under the policy that sampled `[B, T]`: the engine's where it reports them, else the old ones."""
-    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else _field(fields, "old_log_probs")
-
-
-def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
-    if name not in fields:
-        raise RecordError(
-            f"the micro-batch has no field {name!r}, which mismatch.kl needs; it has {sorted(fields)}. It is computed by the "
-            "trainer `mismatch` before the update."
-        )
-    return fields[name]
+    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else fields["old_log_probs"]
 
 
 def without_drifted(model_output: Any, data: Any, threshold: float) -> tuple[Any, dict[str, Any]]:
     """Return the micro-batch with advantage 0 for sequences that DeepSeek-V3.2's mask drops, and the share of them."""
-    if "rollout_log_probs" not in data:
-        raise RecordError(
-            "the micro-batch has no rollout_log_probs, which mismatch.correction.off_policy_threshold needs."
-        )
     logps = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("rollout_log_probs", "advantages", "response_mask").to_padded_tensor()
     mask, advantages = padded["response_mask"].bool(), padded["advantages"]

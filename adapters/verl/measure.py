@@ -39,34 +39,21 @@ BEFORE, WEIGHTS = "loss_mask", "rollout_is_weights"
 
 @dataclass(frozen=True, kw_only=True)
 class Scoring:
-    """Which pass of the trainer scored a batch, and with which weights.
+    """Which pass of the trainer scored a batch, and with which weights."""
 
-    Args:
-        field: `OLD`, or `SCORED` for a pass whose scores verl has not cut to the responses.
-        version: Version of the weights, to measure older versions' tokens apart; None measures all tokens together.
-        replayed: Whether the pass replays the rollouts' routes.
-    """
-
-    field: str = OLD
-    version: int | None = None
-    replayed: bool = False
+    field: str = OLD  # or `SCORED`, for a pass whose scores verl has not cut to the responses
+    version: int | None = None  # of the weights, to measure older versions' tokens apart; None measures all together
+    replayed: bool = False  # whether the pass replays the rollouts' routes
 
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What is known of the sampled responses of a batch; rows that verl added to fill it up are left out of both tensors.
+    """What is known of the N sampled responses of a batch, without the rows that verl added to fill it up."""
 
-    Args:
-        lengths: How many tokens of each response the policy itself sampled `[N]`.
-        truncated: Whether each response, tools' tokens included, has reached the length limit `[N]`.
-        gap: Sums of `gap_sums`; None if the trainer has scored nothing.
-        drift: Sums of `drift_sums`; None if versions are not measured apart.
-    """
-
-    lengths: Tensor
-    truncated: Tensor
-    gap: Sums | None = None
-    drift: Sums | None = None
+    lengths: Tensor  # tokens of each response that the policy itself sampled `[N]`
+    truncated: Tensor  # whether each response, tools' tokens included, has reached the length limit `[N]`
+    gap: Sums | None = None  # of `gap_sums`; None if the trainer has scored nothing
+    drift: Sums | None = None  # of `drift_sums`; None if versions are not measured apart
 
 
 def sampled_rows(batch: Any) -> list[int]:
@@ -77,18 +64,10 @@ def sampled_rows(batch: Any) -> list[int]:
 def measure(
     batch: Any, step: int, scoring: Scoring | None, *, longest: int, sample: int = 0, seed: int = 0
 ) -> Measured:
-    """Measure a batch whose fields are in verl's TransferQueue.
+    """Measure a batch of verl's keys whose fields are in its TransferQueue; `longest` is the limit of a response, tokens.
 
-    Args:
-        batch: verl's keys of the batch.
-        step: Its step, for error messages.
-        scoring: The pass that scored it; None without one.
-        longest: Length limit of a response, tokens.
-        sample, seed: As for `gap_sums`; the number of the chunk is added to the seed.
-
-    Raises:
-        NonFiniteLogprobError: A log-probability is NaN or infinite; names rollout and token.
-        RecordError: A field is missing or too short, or a version is ahead of the trainer's; names the rollout.
+    `step` is for error messages; `sample` and `seed` are those of `gap_sums`, the seed plus the chunk's number. Raises
+    NonFiniteLogprobError for a log-probability that is NaN or infinite, and RecordError for a field that is missing or too short.
     """
     names = [ROLLOUT, MASK]
     if scoring is not None:
@@ -181,13 +160,9 @@ def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring) ->
 
 
 def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None, int]]:
-    """Return the segments of a rollout, pairs (version, first token).
+    """Return the segments of a rollout, pairs (version, first token), from its `extra_fields` and the tokens of its prompt.
 
     There is one for each request if a client noted them, otherwise one from its first and last version.
-
-    Args:
-        extra: The rollout's `extra_fields` in verl.
-        prompt: Tokens of its prompt.
     """
     noted, span = extra.get(VERSIONS), (extra.get("min_global_steps"), extra.get("max_global_steps"))
     # The segments of a whole conversation begin right after the prompt; segments of only some turns do not tell of the others.
@@ -198,17 +173,7 @@ def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None,
 
 
 def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield which tokens verl's rollout correction keeps with a weight above 0, and which the policy sampled, chunk by chunk.
-
-    Args:
-        batch: verl's keys of a batch whose advantages are computed.
-
-    Yields:
-        Both `[B, T]`, bool.
-
-    Raises:
-        RecordError: The batch lacks verl's mask before the correction.
-    """
+    """Yield which tokens verl's correction keeps with a weight above 0, and which were sampled, `[B, T]` chunk by chunk."""
     for first in range(0, len(batch.keys), CHUNK):
         keys = list(batch.keys[first : first + CHUNK])
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, BEFORE, WEIGHTS])
@@ -224,12 +189,7 @@ def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def measure_kl(batch: Any, section: KlConfig) -> Sums:
-    """Return `kl_sums` of a batch; put its leave-one-out baseline into the batch where the section has one.
-
-    Args:
-        batch: verl's keys of the batch.
-        section: The `kl` section.
-    """
+    """Return `kl_sums` of a batch; put its leave-one-out baseline into the batch where the section has one."""
     names = [OLD, REFERENCE, MASK, *([ROLLOUT] if section.has_baseline and section.ratio != "none" else [])]
     sums = [kl_sums(*torch.zeros(3, 0))]
     for chunk in chunks(groups(batch.keys)):
@@ -246,25 +206,16 @@ def measure_kl(batch: Any, section: KlConfig) -> Sums:
 
 
 def baseline_of(fields: Any, section: KlConfig, prompts: Tensor) -> Tensor:
-    """Return the leave-one-out baseline of each token `[B, T]`, nats; see `kl_baseline`.
-
-    Args:
-        fields: `OLD`, `REFERENCE` and `MASK` before rejection `[B, T]`; with `ROLLOUT` where the engine reports it.
-        section: The `kl` section.
-        prompts: Number of the group that each row belongs to `[B]`.
-    """
+    """Return the leave-one-out baseline of each token `[B, T]`, nats, from fields before rejection and the rows' groups `[B]`."""
     behavior = sampled_by(fields) if section.ratio != "none" else None
     return kl_baseline(fields[OLD], fields[REFERENCE], fields[MASK].bool(), section, behavior=behavior, groups=prompts)
 
 
 def groups(keys: Sequence[str]) -> list[list[str]]:
-    """Return the rows of a batch whose responses answer the same prompt, by their keys, in the order of their first rows.
+    """Return the rows that answer the same prompt, by their keys `{uid}_{session}_{output}`, in the order of their first rows.
 
     Outputs of one session, such as the turns of an agent, depend on each other. Where a session has several, each is a group of
     its own: it has no baseline, and is in no other row's baseline.
-
-    Args:
-        keys: verl's keys of the rows, `{uid}_{session}_{output}`.
     """
     sessions = [key.rsplit("_", 1)[0] for key in keys]
     outputs = Counter(sessions)

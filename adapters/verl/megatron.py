@@ -23,7 +23,7 @@ from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.engine import REQUIRED, SteeredEngine, register
 from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
-from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK, REPLAYED_BATCH
+from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from torch import nn
 from torch.optim import Optimizer
 from verl.utils import tensordict_utils as tu
@@ -53,11 +53,7 @@ FLAG = "enable_routing_replay"
 
 
 class ReplayGuard:
-    """Follows the replay of one batch after another in verl's Megatron engine.
-
-    Attributes:
-        agreement: Compares replayed routes with the model's own; None compares none.
-    """
+    """Follows the replay of one batch after another in verl's Megatron engine; `agreement` compares some of the routes."""
 
     agreement: RouteAgreement | None = None
 
@@ -70,14 +66,8 @@ class ReplayGuard:
         self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
-    def batch(self, engine: Any, data: Any, loss_function: Any = None, forward_only: bool = False) -> Iterator[None]:
-        """Check the routes of a batch's samples, and afterwards that all routers replayed or recorded it.
-
-        Raises:
-            RoutingError: Routes are missing, malformed, or in an update of other tokens; names sample, row and layer. If one rank
-                raises, all do.
-            ReplayError: The batch would not be replayed, or was not by all routers.
-        """
+    def batch(self, engine: Any, data: Any, forward_only: bool) -> Iterator[None]:
+        """Check the routes of a batch's samples, and then that all routers replayed or recorded it; all ranks raise together."""
         if not self._replays(engine, data, forward_only):
             yield
             return
@@ -206,11 +196,7 @@ class ReplayGuard:
 
 
 def moe_layers(config: Any) -> tuple[int, ...]:
-    """Return the absolute decoder indices of the MoE layers of a megatron-core TransformerConfig.
-
-    Raises:
-        ReplayError: The model has none, or routers that predict further tokens.
-    """
+    """Return the decoder indices of the MoE layers of a megatron-core TransformerConfig; raises ReplayError without any."""
     if not config.num_moe_experts:
         raise ReplayError("the Megatron model is dense: it has no routing to replay; remove mismatch.routing.")
     if getattr(config, "mtp_num_layers", None):
@@ -222,11 +208,7 @@ def moe_layers(config: Any) -> tuple[int, ...]:
 
 
 def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
-    """Tell whether samples of a pass that scores have other tokens than their routes were recorded of.
-
-    Raises:
-        RoutingError: Samples of an update have; names the first.
-    """
+    """Tell whether samples of a scoring pass have other tokens than their routes were recorded of; refuse those of an update."""
     changed = altered(data)
     if changed and not forward_only:
         rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
@@ -235,16 +217,7 @@ def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
 
 
 def check_routes(engine: Any, data: Any) -> None:
-    """Check the routes of a batch's samples, in the rows that verl's Megatron engine replays.
-
-    Args:
-        engine: verl's MegatronEngine.
-        data: The batch, with `input_ids`, `routed_experts` of `[rows, layers, K]` per sample, and for R3 `response_mask`.
-
-    Raises:
-        RoutingError: Routes are missing or malformed; names sample, row and layer.
-        ReplayError: The model cannot be replayed.
-    """
+    """Check the routes of a batch's samples, in the rows that verl's Megatron engine replays; raises RoutingError."""
     config, layers = engine.tf_config, moe_layers(engine.tf_config)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     tokens = lengths(data)
@@ -295,27 +268,19 @@ def _check_sample(
 
 
 @cache
-def guarded() -> tuple[ReplayGuard, tuple[Patch, ...]]:
-    """Check verl's replay in this process from now on, and return the guard and its patches.
-
-    Raises:
-        PatchError: verl's code does not do what the patches need.
-    """
+def guarded() -> tuple[ReplayGuard, Patch]:
+    """Check what verl's routers replay in this process from now on, and return the guard and its patch."""
     guard = ReplayGuard()
-    patches = (REPLAYED_BATCH.calling(guard), CLOSED_TOPK.calling(guard))
-    apply(*patches)
-    return guard, patches
+    patch = CLOSED_TOPK.calling(guard)
+    apply(patch)
+    return guard, patch
 
 
 # The rate
 
 
 def torch_optimizers(optimizer: Any) -> list[Optimizer]:
-    """Return the torch optimizers inside Megatron's, in its order; a part of it without parameters has none.
-
-    Raises:
-        ConfigError: One is not torch's, steps on the CPU or is precision-aware, or there are none at all.
-    """
+    """Return the torch optimizers inside Megatron's, in its order; refuse those whose rate cannot be led."""
     found = []
     for part in _parts(optimizer):
         if getattr(part, "is_stub_optimizer", False):
@@ -359,11 +324,7 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
         self.mismatch_routes: RouteAgreement | None = None
 
     def initialize(self) -> None:
-        """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared.
-
-        Raises:
-            ConfigError: The optimizer cannot be steered.
-        """
+        """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared."""
         super().initialize()
         if self.block is None or self.engine_config.forward_only:
             return
@@ -374,6 +335,13 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             twin = rank > 0 and not self.tf_config.sequence_parallel
             self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
             guarded()[0].agreement = self.mismatch_routes
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run a mini-batch as the parent does; its routes are checked before any of it is reordered, split or sent."""
+        if self.block is None or self.block.routing is None:
+            return super().forward_backward_batch(data, loss_function, forward_only)
+        with guarded()[0].batch(self, data, forward_only):
+            return super().forward_backward_batch(data, loss_function, forward_only)
 
     def _controlled(self) -> LrControl:
         assert self.block is not None and self.block.lr is not None
@@ -439,16 +407,12 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             "trainer": asdict(reading),
             "routing": None if mode == "disabled" else mode,
             "lr": None if self._rate is None else self._rate.multiplier,
-            "patches": described(*guarded()[1]) if guarded.cache_info().currsize else [],
+            "patches": described(guarded()[1]) if guarded.cache_info().currsize else [],
         }
 
 
 def register_megatron_engine(block: MismatchConfig, mode: RunMode) -> type[MismatchMegatronEngine]:
-    """Let verl build this engine for a Megatron actor of this process, with a block and its checks, and return its class.
-
-    Raises:
-        PatchError: verl's code does not do what the checks of `mismatch.routing` need.
-    """
+    """Let verl build this engine for a Megatron actor of this process, with a block and its checks, and return its class."""
     if block.routing is not None:
-        verify(*guarded()[1])
+        verify(guarded()[1])
     return register(MismatchMegatronEngine, block, mode, "megatron")

@@ -8,7 +8,7 @@ imports our trainer there (`VERL_USE_EXTERNAL_MODULES`), and the trainer's confi
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,11 +35,7 @@ def _put(*patches: Patch) -> None:
 
 
 def load() -> None:
-    """Patch the two functions that verl's driver calls with its configuration; loading twice is harmless.
-
-    Raises:
-        MismatchError: This verl is too old, or a function that is patched does not behave as it must.
-    """
+    """Patch the two functions that verl's driver calls with its configuration; loading twice is harmless."""
     from mismatch_ext.patches.verl.validate_config import GUARD, VALIDATE_CONFIG
 
     try:
@@ -47,7 +43,7 @@ def load() -> None:
     except Exception as error:
         message = f"mismatch-ext could not be loaded into verl: {type(error).__name__}: {error}"
         print(message, file=sys.stderr, flush=True)
-        refuse = _refusing(message)
+        refuse = partial(_refuse, message)
         # Both: a program that has started Ray itself calls the first alone.
         _put(VALIDATE_CONFIG.calling(refuse), GUARD.calling(refuse))
         raise
@@ -56,8 +52,6 @@ def load() -> None:
 def unload() -> None:
     """Take the patches out of this process again; what verl has built with it stays as it is."""
     _put()
-    if "mismatch_ext.adapters.verl.rollout.replicas" in sys.modules:
-        sys.modules["mismatch_ext.adapters.verl.rollout.replicas"].restore_replicas()
 
 
 def _load() -> None:
@@ -88,10 +82,5 @@ def _refuse_unprepared(config: Any) -> None:
         )
 
 
-def _refusing(message: str) -> Callable[[Any], Any]:
-    """Return a handler that ends a program whose configuration has a block."""
-
-    def refuse(config: Any) -> Any:
-        raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")
-
-    return refuse
+def _refuse(message: str, config: Any) -> Any:
+    raise SystemExit(f"{message}\nThis run asks for a mismatch block; nothing was started.")

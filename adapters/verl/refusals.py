@@ -35,8 +35,6 @@ FSDP = ("fsdp", "fsdp2")
 """Strategies of verl's FSDP engine; verl has one class for both."""
 PROCESSED = "processed_logprobs"
 """Mode in which vLLM returns log-probabilities after truncation."""
-QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
-"""Values that verl accepts as `rollout.quantization`, by engine."""
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
@@ -61,6 +59,7 @@ SAME = ({"fsdp"}, {"fsdp2"}, {"megatron"}, {*FSDP})
 HYBRID = "actor_rollout_ref.hybrid_engine"
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 CORRECTION, POLICY_LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
+DTYPE, ENGINE_WEIGHTS = "mismatch.precision.dtype", "mismatch.precision.engine_weights"
 
 
 def trainer_of(mode: str) -> str:
@@ -69,12 +68,7 @@ def trainer_of(mode: str) -> str:
 
 
 class Asked:
-    """A configuration of verl as its user gave it, with the block.
-
-    Args:
-        config: verl's, or the part of it that is known.
-        block: The block with the sections that act.
-    """
+    """A configuration of verl as its user gave it, or the part that is known, with the sections of the block that act."""
 
     def __init__(self, config: Mapping[str, Any], block: MismatchConfig) -> None:
         self._config, self.block = config, block
@@ -135,16 +129,6 @@ class Asked:
         return section is not None and section.level != "none" and section.bound in ("truncate", "clip")
 
     @property
-    def engine_weights(self) -> str | None:
-        """What `mismatch.precision` says the engine's weights are quantized to."""
-        return None if self.block.precision is None else self.block.precision.engine_weights
-
-    @property
-    def half(self) -> bool:
-        """Whether `mismatch.precision` asks for another dtype than bfloat16, which verl sends in any case."""
-        return self.block.precision is not None and self.block.precision.dtype != "bfloat16"
-
-    @property
     def drops(self) -> bool:
         """Whether the loss drops sequences."""
         return self.correction is not None and self.correction.off_policy_threshold is not None
@@ -185,38 +169,23 @@ Bad = Callable[[Any, Asked], bool]
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting that is refused for some of its values.
+    """A setting that is refused for some of its values."""
 
-    Args:
-        path: Its name in verl's configuration, or in the block below `mismatch.`.
-        bad: Tells by its value, and all of the configuration, whether it is refused.
-        allowed: What is allowed.
-        why: Why no other value is.
-        instead: What to do.
-        value: Reads its value where it is not the one of that name.
-    """
-
-    path: str
-    bad: Bad
+    path: str  # its name in verl's configuration, or in the block below `mismatch.`
+    bad: Bad  # tells by its value, and all of the configuration, whether it is refused
     allowed: str
-    why: str
+    why: str  # no other value is
     instead: str = "Change it"
-    value: Callable[[Asked], Any] | None = None
+    value: Callable[[Asked], Any] | None = None  # reads it where it is not the one of that name
 
 
 @dataclass(frozen=True)
 class Case:
-    """What is refused in one case.
+    """What is refused in one case."""
 
-    Args:
-        words: The case, as it follows "with" in a message.
-        holds: Tells whether a configuration is one.
-        settings: Refused then.
-    """
-
-    words: str
+    words: str  # as they follow "with" in a message
     holds: Callable[[Asked], bool]
-    settings: tuple[Setting, ...]
+    settings: tuple[Setting, ...]  # refused then
 
 
 def given(value: Any, _: Asked) -> bool:
@@ -384,7 +353,7 @@ TABLE = (
             "False with R2", "verl would replay the rollout's routes instead of the actor's own",
         ),
     )),
-    Case("mismatch.precision of another dtype than bfloat16", lambda asked: asked.half, (
+    Case("mismatch.precision of another dtype than bfloat16", lambda asked: asked.at(DTYPE, "bfloat16") != "bfloat16", (
         Setting(f"{MODEL}.lora.merge", given, "False", "merged adapters are sent in bfloat16"),
         Setting(f"{ACTOR}.fsdp_config.qat.enable", given, "False", "quantized weights have a dtype of their own"),
         Setting(
@@ -393,12 +362,6 @@ TABLE = (
         ),
     )),
     Case("mismatch.precision", lambda asked: asked.block.precision is not None, (
-        Setting(
-            f"{ROLLOUT}.quantization",
-            lambda value, asked: bool(value) and value not in QUANTIZATIONS.get(asked.engine, (value,)),
-            "'fp8', and with vLLM 'torchao' or 'ascend'", "verl refuses others when the rollout starts",
-            f"Give the engine's own name of a format as {KWARGS}.vllm.quantization",
-        ),
         Setting(
             f"{KWARGS}.sglang.quantization",
             lambda value, asked: asked.engine == "sglang" and bool(value) and value != asked.at(f"{ROLLOUT}.quantization"),
@@ -414,13 +377,13 @@ TABLE = (
         ),
         Setting(
             f"{KWARGS}.vllm.quantization",
-            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.engine_weights,
+            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.at(ENGINE_WEIGHTS),
             *OTHER_FORMAT,
         ),
         Setting(
             f"{ROLLOUT}.quantization",
             lambda value, asked: not asked.at(f"{KWARGS}.{asked.engine}.quantization")
-            and (value or None) != asked.engine_weights,
+            and (value or None) != asked.at(ENGINE_WEIGHTS),
             *OTHER_FORMAT,
         ),
         *(
@@ -548,13 +511,7 @@ TABLE = (
 
 
 def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> Iterator[tuple[Case, Setting, Any]]:
-    """Yield what is refused of a configuration: the case, the setting and its value.
-
-    Args:
-        config: verl's configuration as it was given, or the part of it that is known.
-        block: The block with the sections that act.
-        case: Only cases whose words begin so.
-    """
+    """Yield the case, setting and value of what is refused of a configuration, in cases whose words begin with `case`."""
     asked = Asked(config, block)
     for one in TABLE:
         for setting in one.settings if one.words.startswith(case) and one.holds(asked) else ():
@@ -564,11 +521,7 @@ def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") ->
 
 
 def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:
-    """Refuse a configuration of verl with which the block cannot work; arguments are those of `refused`.
-
-    Raises:
-        ConfigError: A setting is refused; the message names it, its value, why, and what is allowed.
-    """
+    """Raise ConfigError for the first setting of verl with which the block cannot work; arguments are those of `refused`."""
     for module in ELSEWHERE:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
             raise ConfigError(

@@ -52,15 +52,10 @@ ALTERED = (
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PassLayout:
-    """How verl's engine lays out the tokens of a micro-batch: packed in one row, which ranks may share, or padded.
+    """How verl's engine lays out the tokens of a micro-batch: packed in one row, which ranks may share, or padded."""
 
-    Args:
-        offsets: Where each sample begins among the N tokens `[B + 1]`.
-        padding: Rows after a packed row; None for a padded batch.
-    """
-
-    offsets: Tensor
-    padding: int | None
+    offsets: Tensor  # where each sample begins among the N tokens `[B + 1]`
+    padding: int | None  # rows after a packed row; None for a padded batch
 
     @classmethod
     def of(cls, micro_batch: Any, output_args: Any) -> PassLayout:
@@ -110,18 +105,9 @@ class PassLayout:
 
 
 class EngineReplay(RouteReplay):
-    """Records or replays routing around an engine's forward passes.
+    """Records or replays routing around an engine's forward passes; `sharing` ranks have a piece of a pass's rows each.
 
     Ranks refuse routes together: one that failed alone would leave the others waiting for it in a collective.
-
-    Args:
-        config: The `routing` section.
-        model: The engine's model, wrapped as the engine runs it.
-        seed: The engine's.
-        sharing: Ranks that share a pass, each with a piece of its rows.
-
-    Raises:
-        ReplayError: The model's routing cannot be replayed.
     """
 
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int, sharing: int = 1) -> None:
@@ -139,11 +125,7 @@ class EngineReplay(RouteReplay):
 
     @contextmanager
     def batch(self, data: Any, *, rank: int, forward_only: bool, reference: bool) -> Iterator[Any]:
-        """Check the routes of a mini-batch, and give the batch that verl is to run in this context.
-
-        Raises:
-            RoutingError: A sample's routes are missing, malformed, or in an update of other tokens, on any rank; names it.
-        """
+        """Check the routes of a mini-batch on all ranks together, and give the batch that verl is to run in this context."""
         if tu.get_non_tensor_data(data=data, key=NATIVE, default=False) or (reference and not self.config.reference):
             yield data
             return
@@ -171,12 +153,7 @@ class EngineReplay(RouteReplay):
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a micro-batch in this context; it closes what `inputs` opens.
-
-        Raises:
-            RoutingError: Routes do not fit their tokens, or cannot be this model's.
-            ReplayError: The forward pass did not obey them, or verl did not say how it lays out its tokens.
-        """
+        """Run a micro-batch in this context, which closes what `inputs` opens; raises RoutingError or ReplayError."""
         if self._split is None:
             yield
             return
@@ -221,11 +198,7 @@ class EngineReplay(RouteReplay):
         self._opened.enter_context(self.replaying(self._model, trace, mask, real=real, split=self._split))
 
     def outputs(self, micro_batch: Any, model_output: dict[str, Any]) -> None:
-        """Add the routes that were recorded to what a pass returns, sample by sample.
-
-        Raises:
-            RoutingError: No forward pass was over the micro-batch's tokens.
-        """
+        """Add the routes that were recorded to what a pass returns, sample by sample."""
         if self._recording is None or self._expected is None:
             return
         layout, wanted = self._expected
@@ -253,11 +226,7 @@ class EngineReplay(RouteReplay):
         return mask if self._present is None else mask & self._present
 
     def ingest(self, data: Any, rank: int) -> tuple[Tensor, Tensor]:
-        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run.
-
-        Raises:
-            RoutingError: Routes are missing, malformed or of other weights; names sample, row and layer.
-        """
+        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run."""
         kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
         fields, samples = [], []
         for array, tokens, rows, span, name in zip(
@@ -278,11 +247,7 @@ class EngineReplay(RouteReplay):
         return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
 
     def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> RoutingTrace | None:
-        """Read a rollout engine's routes as verl hands them on: rows that were not recorded are zero, and come last.
-
-        The last sampled token never passes through the rollout engine, nor do tokens that an agent loop adds after the last
-        generation. Samples with which verl fills up a batch have no routes at all. None of these rows has a loss.
-        """
+        """Read an engine's routes as verl hands them on: rows that were not recorded are zero, come last, and have no loss."""
         ids = None if array is None else torch.as_tensor(array)
         if ids is None or ids.dim() != 3 or ids.is_floating_point():
             return self._ingested(array, tokens, name)  # says what is wrong with it
@@ -342,8 +307,8 @@ def lengths(data: Any) -> list[int]:
 def altered(data: Any) -> list[int]:
     """Return the samples that have a loss, but other token ids than their routes were recorded of.
 
-    With R2 the recording says which ids these were. With R3 they are the agent loop's prompt and response, which came with the
-    routes; where these fields are missing or padded, there is nothing to compare `input_ids` with.
+    With R3 these ids are the agent loop's prompt and response; where they are missing or padded, there is nothing to compare
+    with.
     """
     field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
     if field is not None:
@@ -357,11 +322,7 @@ def altered(data: Any) -> list[int]:
 
 
 def routes(data: Any) -> list[Any]:
-    """Return the routes of each sample as they came `[rows, layers, K]`; None where a sample has none.
-
-    Raises:
-        RoutingError: The batch has no such field.
-    """
+    """Return the routes of each sample as they came `[rows, layers, K]`, None where a sample has none; raises RoutingError."""
     field = data.get(FIELD, None)
     if field is None:
         raise RoutingError(

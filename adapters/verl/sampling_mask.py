@@ -62,11 +62,7 @@ def sampled_with(params: Any) -> SamplingSettings:
 def read(completion: Any, *, asked: int, vocabulary: int, name: str) -> TokenSupport | str:
     """Return the masks of a completion of vLLM's, or why they are unknown: an error here would only drop a rollout, silently.
 
-    Args:
-        completion: One of vLLM's, finished or aborted.
-        asked: How many of its most likely tokens it was asked for.
-        vocabulary: Tokens that its logits are over.
-        name: Name of the request.
+    It was asked for the `asked` most likely tokens; `vocabulary` is how many its logits are over.
     """
     logprobs = completion.logprobs
     try:
@@ -116,13 +112,7 @@ class MaskedLoopManager(AgentLoopManagerTQ):
 
 
 def add_masks(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
-    """Add sampling masks to an agent loop's outputs, or say why one has none: verl trains without a rollout that raised.
-
-    Args:
-        outputs: What the loop returned, a row of the batch each; changed in place.
-        calls: Its calls of the servers.
-        name: Beginning of the outputs' keys in verl's TransferQueue.
-    """
+    """Add sampling masks to an agent loop's outputs, or say why one has none: verl trains without a rollout that raised."""
     for number, output in enumerate(outputs):
         logprobs = output.response_logprobs
         trained = Trained(
@@ -172,15 +162,7 @@ def support_of(ids: Tensor, sizes: Tensor, vocabulary: int) -> TokenSupport:
 
 
 def check_masks(batch: Any, step: int) -> None:
-    """Refuse rollouts without sampling masks; the agent loops' processes have found them.
-
-    Args:
-        batch: verl's keys of the batch.
-        step: Step that trains on it.
-
-    Raises:
-        RecordError: There are some; says for the first `SHOWN` why they have none.
-    """
+    """Refuse rollouts without sampling masks, which the agent loops' processes have found; the first `SHOWN` say why."""
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     if not keys:
         return
@@ -198,11 +180,7 @@ def check_masks(batch: Any, step: int) -> None:
 
 
 class EngineMasks:
-    """Takes the log-probabilities of an engine's passes over the tokens that were left to sample from.
-
-    Args:
-        vocabulary: V, the tokens that the model has logits for.
-    """
+    """Takes the log-probabilities of an engine's passes over the tokens that were left to sample from, of a vocabulary of V."""
 
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
@@ -214,12 +192,7 @@ class EngineMasks:
 
     @contextmanager
     def batch(self, data: Any, *, rank: int, forward_only: bool) -> Iterator[Any]:
-        """Check the masks of a mini-batch, and give the batch that verl is to run in this context.
-
-        Raises:
-            RecordError: The masks are not those of a sample's tokens, on any rank; names it. No forward pass has run then.
-            ReplayError: The batch has no masks, or a pass did not take log-probabilities over them.
-        """
+        """Check the masks of a mini-batch on all ranks together, and give the batch that verl is to run in this context."""
         with together(WORLD):
             samples = self._read(data, rank)
         run = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
@@ -255,16 +228,10 @@ class EngineMasks:
         return [_of_sample(*row, vocabulary=self._vocabulary) for row in rows]
 
     def outputs(self, output: Any, output_args: Any, micro_batch: Any, model_output: dict[str, Any]) -> None:
-        """Replace the log-probabilities of a pass by those over the masks, where a batch with masks runs.
+        """Replace the log-probabilities of a pass in verl's `model_output` by those over the masks of a batch that has some.
 
-        Args:
-            output: The model's, with logits before the temperature.
-            output_args: verl's, of `prepare_model_inputs`.
-            micro_batch: verl's.
-            model_output: What verl made of it; changed in place.
-
-        Raises:
-            ReplayError: verl's own log-probabilities are not those of these logits.
+        `output` is the model's, with logits before the temperature. Raises ReplayError if verl's own are not those of these
+        logits.
         """
         if self._samples is None:
             return
@@ -326,10 +293,7 @@ def _temperature(micro_batch: Any) -> float:
 def _of_sample(
     name: str, tokens: Tensor, ids: Tensor, sizes: Tensor, loss_mask: Tensor, *, vocabulary: int
 ) -> TokenSupport:
-    """Return the masks of one sample `[T]`.
-
-    A sample without a loss has no masks: verl fills batches up with such samples, whose tokens nobody has sampled.
-    """
+    """Return the masks of one sample `[T]`; none where it has no loss, as those with which verl fills batches up."""
     mask = loss_mask.cpu().bool()
     if not bool(mask.any()):
         return TokenSupport.empty(len(tokens), vocabulary)

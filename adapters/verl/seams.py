@@ -17,10 +17,7 @@ _BATCH = ("batch", "metrics")
 
 
 def _members(host: str, **params: tuple[str, ...]) -> tuple[Claim, ...]:
-    """Claim methods and properties that our classes override or call, with the first parameters that we pass or take.
-
-    An override of a name that the host no longer has would be called by nobody, without an error.
-    """
+    """Claim methods and properties that our classes override or call: nobody would call an override of a name that is gone."""
     return tuple(exists(f"{host}.{name}", *first) for name, first in params.items())
 
 
@@ -87,6 +84,7 @@ SEAMS = (
         claims=_members(
             _MEGATRON,
             initialize=(),
+            forward_backward_batch=("data", "loss_function", "forward_only"),
             optimizer_step=(),
             lr_scheduler_step=(),
             save_checkpoint=("local_path",),
@@ -134,7 +132,6 @@ SEAMS = (
                 f"{_TRAINER}:PPOTrainer",
                 init=(),
                 fit=("agent_loop_manager",),
-                _setup=(),
                 _init_resource_pool_mgr=(),
                 _rollout_server_managers=(),
                 on_init_end=(),
@@ -178,14 +175,13 @@ SEAMS = (
         what="measuring a batch in chunks of rows, and sending a pass the fields that it needs",
         claims=(
             exists("verl.workers.utils.padding:response_from_nested", "tensor", "response_mask"),
-            exists("verl.utils.transferqueue_utils:async_kv_batch_meta2batch_meta", "meta"),
             exists("transfer_queue:get_client"),
             exists("transfer_queue.client:TransferQueueClient.kv_retrieve_meta", "keys", "partition_id"),
             exists("transfer_queue:kv_batch_get", "keys", "partition_id", "select_fields"),
             exists("transfer_queue:kv_batch_put", "keys", "partition_id", "fields"),
         ),
         checked="lengths and log-probabilities of each chunk are checked before they are summed",
-        upstream=_SOURCE + "utils/transferqueue_utils.py",
+        upstream=_SOURCE + "workers/utils/padding.py",
         where=("verl",),
     ),
     Seam(

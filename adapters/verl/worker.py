@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -24,7 +25,7 @@ from transformers import PreTrainedModel
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
-from verl.utils.ulysses import get_ulysses_sequence_parallel_group, set_ulysses_sequence_parallel_group
+from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
@@ -127,14 +128,10 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:
-        """Return what is active in this process, read back from the live objects, and what its weights are fit for.
-
-        Nothing here is collective: one rank may raise while others do not.
-        """
+        """Return what is active in this process, read back from the live objects; not collective, as one rank may raise."""
         engine = self._engine
         live = {} if self._megatron else {"trainer": asdict(self._reading())}
         return {
-            "pid": os.getpid(),
             "rank": self.rank,
             "engine": type(engine).__name__,
             "model_type": str(engine.model_config.hf_config.model_type),
@@ -153,60 +150,42 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     def _reading(self) -> TrainerReading:
         engine = self._fsdp
-        device = torch.device(get_device_name())
-        return read_trainer(
-            engine.module,
-            lambda: torch.autocast(device_type=device.type, dtype=engine._autocast_dtype),
-            engine.scaler,
-            device,
-        )
+        return read_trainer(engine.module, partial(_autocast, engine), engine.scaler, torch.device(get_device_name()))
 
     @on_all_ranks
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
-        """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights.
+        """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights; all ranks must call this.
 
-        Every rank takes part, because the forward pass of a sharded model is collective. `logprobs` are `[N, T-1]`, and
-        `fingerprint` is a digest of the shards. `sums` are the sums of the bits of tensors that an engine may hold in the same
-        layout, after rounding to a dtype; `shapes` are those of the whole tensors.
+        `fingerprint` is a digest of the shards, `sums` are of the bits of tensors that an engine may hold too, after rounding to
+        a dtype.
         """
         function = score_fused if self._fused else score_tokens
-        with self._scoring() as score:
+        with _scoring(self._engine) as score:
             # The shards are read before the forward pass, which may leave some weights gathered.
             model = self._engine.module
             digest = fingerprint(named_shards(model))
             pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
             sums = {name: sums_of(piece, torch_dtype(dtype)) for name, piece in pieces.items()}
-            logprobs: list[list[float]] = score(function, torch.tensor(token_ids)).tolist()
+            logprobs: list[list[float]] = score(function, token_ids).tolist()
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
-        """Measure the probability of ids without text in the tokenizer, which the rollout masks; None if there are none.
-
-        Every rank takes part, because a forward pass of a sharded model over the probe tokens `[N, T]` is collective.
-        """
+        """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
         if self._megatron:
             return None  # probes are scored only in FSDP models
 
         def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
             return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
 
-        with self._scoring() as score:
-            found = score(measure, torch.tensor(token_ids))
+        with _scoring(self._engine) as score:
+            found = score(measure, token_ids)
         return None if found is None else asdict(found)
-
-    def _scoring(self) -> Any:
-        return _Scoring(self._engine)
 
     @on_all_ranks
     def mismatch_update_lr(self, *earlier: Mapping[str, float], **statistics: float) -> dict[str, float]:
-        """Let statistics of the batch, the same on all ranks, lead the rate of the step that learns from it.
-
-        Args:
-            *earlier: Statistics of batches since the rule's last step.
-            **statistics: Of this one.
-        """
+        """Let a batch's statistics lead the rate of the step that learns from it, after those of batches since the last step."""
         return dict(self._engine.mismatch_update_lr(*earlier, **statistics))
 
     @on_all_ranks
@@ -224,50 +203,31 @@ class MismatchWorker(ActorRolloutRefWorker):
         return dict(self._engine.mismatch_metrics())
 
 
-class _Scoring:
-    """The engine in evaluation, loaded where it is offloaded, under its own autocast, and left as it was found."""
+def _autocast(engine: Any) -> torch.autocast:
+    return torch.autocast(device_type=get_device_name(), dtype=engine._autocast_dtype)
 
-    def __init__(self, engine: Any) -> None:
-        self._engine = engine
 
-    def __enter__(self) -> Callable[..., Any]:
-        self._mode = self._engine.eval_mode()
-        self._mode.__enter__()
-        # Every rank scores all tokens by itself.
-        self._sequence_parallel = get_ulysses_sequence_parallel_group()
-        # verl's annotation does not allow None, although its own getter returns it without sequence parallelism.
+@contextmanager
+def _scoring(engine: Any) -> Iterator[Callable[..., Any]]:
+    """Give a function that scores tokens under the engine's autocast, in evaluation, loaded where it is offloaded."""
+
+    with engine.eval_mode():  # ends with the group of ranks that was there before
+        # Every rank scores all tokens by itself. verl's annotation does not allow None, although its own getter returns it.
         set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
-        engine, device_type = self._engine, get_device_name()
-
-        def score(function: Callable[..., Any], token_ids: torch.Tensor) -> Any:
-            # verl's own passes put their tensors there too, even if the parameters are kept on the CPU.
-            tokens = token_ids.to(get_device_id())
-            return function(
-                engine.module, tokens, lambda: torch.autocast(device_type=device_type, dtype=engine._autocast_dtype)
+        try:
+            # verl's own passes put their tensors on this device too, even if the parameters are kept on the CPU.
+            yield lambda function, tokens: function(
+                engine.module, torch.tensor(tokens).to(get_device_id()), partial(_autocast, engine)
             )
-
-        return score
-
-    def __exit__(self, *error: Any) -> None:
-        reshard(self._engine.module)
-        set_ulysses_sequence_parallel_group(self._sequence_parallel)  # type: ignore[arg-type]
-        self._mode.__exit__(*error)
+        finally:
+            reshard(engine.module)
 
 
 # Probes of an actor whose head is one of verl's fused kernels (`model.use_fused_kernels`): log-probabilities without logits
 
 
 def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:
-    """Score fixed token sequences by the fused head itself, which the actor trains with, at temperature 1.
-
-    Args:
-        model: The actor's model.
-        token_ids: Tokens `[N, T]`, int64, on the model's device.
-        autocast: Returns the trainer's autocast context.
-
-    Returns:
-        Log-probabilities `[N, T-1]`, float64, on the CPU.
-    """
+    """Return log-probabilities `[N, T-1]`, float64, on the CPU, of tokens `[N, T]` by the fused head, at temperature 1."""
     with torch.no_grad(), evaluating(model), autocast():
         output = model(input_ids=token_ids, use_cache=False, return_dict=True, temperature=1.0)
     # The last place is scored against the first token.
@@ -275,13 +235,7 @@ def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullco
 
 
 class WithLogits(nn.Module):
-    """A model with a fused head, whose output has logits: those of its output layer, on the same hidden states.
-
-    The output layer runs inside the model's own pass, where its weights are gathered.
-
-    Args:
-        model: The actor's model.
-    """
+    """A model with a fused head, whose output has logits: those of its output layer, run inside the model's own pass."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -317,9 +271,8 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
     def copy_handler(self) -> Callable[..., Any]:
         """Return the function that copies an engine's weights to the host.
 
-        verl 0.9.1 takes `tensor.cpu()` of FSDP2's shards, which is the tensor itself where parameters are on the host already
-        (`param_offload`, `offload_policy`, a CPU): the update then changes the copy, and π_old of the next mini-batch is the
-        present policy.
+        verl 0.9.1 takes `tensor.cpu()` of FSDP2's shards, which is the tensor itself where parameters are on the host already:
+        the update then changes the copy, and π_old of the next mini-batch is the present policy.
         """
         handler = super().copy_handler
         if self.config.actor.strategy != "fsdp2" or self._verdicts.observes:
@@ -327,15 +280,8 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
 
         def copied(module: nn.Module) -> tuple[dict[str, tuple[Tensor, Any]], Any]:
             shards, spec = handler(module)
-            # A rank without a piece of a tensor has no storage of it, on either side.
-            live = {_storage(parameter) for parameter in module.parameters()} - {0}
-            return {
-                name: (shard.clone() if _storage(shard) in live else shard, of) for name, (shard, of) in shards.items()
-            }, spec
+            if any(parameter.is_cpu for parameter in module.parameters()):
+                shards = {name: (shard.clone(), of) for name, (shard, of) in shards.items()}
+            return shards, spec
 
         return copied
-
-
-def _storage(tensor: Tensor) -> int:
-    """Return where a tensor's numbers lie, or a sharded one's own; 0 where there are none."""
-    return int(getattr(tensor, "_local_tensor", tensor).untyped_storage().data_ptr())

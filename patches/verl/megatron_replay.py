@@ -1,9 +1,8 @@
-"""Two places in verl's Megatron engine, which replays by itself: one gets the routes of a batch, one hands them to a router."""
+"""Where verl's Megatron engine, which replays by itself, hands a router its routes."""
 
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -11,18 +10,7 @@ from typing import Any
 from mismatch_ext.patching import Patch
 
 Guard = Any
-"""The handler of both patches, a `mismatch_ext.adapters.verl.megatron.ReplayGuard`."""
-
-_UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/{}"
-
-
-def _guarded_batch(original: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
-    @functools.wraps(original, updated=())
-    def forward_backward_batch(self: Any, *args: Any, **kwargs: Any) -> Any:
-        with guard.batch(self, *args, **kwargs):
-            return original(self, *args, **kwargs)
-
-    return forward_backward_batch
+"""The handler, a `mismatch_ext.adapters.verl.megatron.ReplayGuard`."""
 
 
 def _guarded_topk(original: Callable[..., Any], guard: Guard) -> Callable[..., Any]:
@@ -63,34 +51,6 @@ def _probe(original: Callable[..., Any]) -> str | None:
     return None if chosen == [[2, 1]] else f"a router that is not replayed selects {chosen}, not [[2, 1]]."
 
 
-def _takes(original: Callable[..., Any]) -> str | None:
-    """Say why it cannot be called as verl's workers call it, or return None."""
-    try:
-        inspect.signature(original).bind("self", "data", "loss_function", forward_only=True)
-    except TypeError as error:
-        return f"called with (data, loss_function, forward_only), {error}."
-    return None
-
-
-REPLAYED_BATCH = Patch(
-    name="verl/megatron_replayed_batch",
-    peer="verl",
-    supports=">=0.9.1,<=0.9.1",
-    # The model's configuration, the samples' names and their routes are all known here, once per mini-batch and before any of
-    # it is reordered, split or sent; `set_router_replay_data`, behind it, has neither names nor counts of tokens.
-    target="verl.workers.engine.megatron.transformer_impl:MegatronEngine.forward_backward_batch",
-    make=_guarded_batch,
-    probe=_takes,
-    texts=("45725fc86fbecc18",),
-    observed="the guard refuses a router that replays outside of a batch whose routes it checked",
-    upstream=_UPSTREAM.format("workers/engine/megatron/transformer_impl.py"),
-    reason="Rows that an agent loop filled with zeros are replayed as expert 0, K times; nobody looks at an id on the way.",
-    not_covered="What happens to routes after this: splitting into micro-batches and packing are verl's own. Rows of padding, "
-    "which verl sends to expert 0 under R2. With one expert per token, rows of zeros are routes. Routes of other "
-    "layers that are valid ids.",
-    remove_when="verl checks the ids of routed_experts before its Megatron engine replays them.",
-)
-
 CLOSED_TOPK = Patch(
     name="verl/megatron_closed_topk",
     peer="verl",
@@ -100,7 +60,7 @@ CLOSED_TOPK = Patch(
     probe=_probe,
     texts=("f4309060f5e2afa4",),
     observed="the guard refuses a replayed batch in which a router made no selection through it",
-    upstream=_UPSTREAM.format("utils/megatron/router_replay_patch.py"),
+    upstream="https://github.com/verl-project/verl/blob/v0.9.1/verl/utils/megatron/router_replay_patch.py",
     reason="A router without routes chooses for itself, and tokens behind the last row of routes reach no expert, both without "
     "an error.",
     not_covered="megatron-core's own RouterReplay, which verl leaves in place where routers take input_ids. Which micro-batch's "

@@ -15,24 +15,13 @@ from mismatch_ext.errors import RoutingError
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
-    """Return each sampled rollout's key, and the versions of the weights at its first and last token; None when unknown.
-
-    verl stamps a weight update with its step; its servers stamp their answers with the stamp of their weights.
-    """
+    """Return each sampled rollout's key, and the versions of the weights at its first and last token; None when unknown."""
     rows = ((batch.keys[row], batch.tags[row]) for row in sampled_rows(batch))
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
 
 
 def check_routes(batch: Any, step: int) -> None:
-    """Refuse and name rollouts without routes: with one of them in a batch, TransferQueue returns no routes for any rollout.
-
-    Args:
-        batch: verl's keys of the batch.
-        step: The rollouts' step.
-
-    Raises:
-        RoutingError: There are some.
-    """
+    """Refuse and name rollouts without routes: with one of them in a batch, TransferQueue returns no routes for any rollout."""
     if not _lack_routes(list(batch.keys), batch.partition_id):
         return
     keys = [batch.keys[row] for row in sampled_rows(batch)]

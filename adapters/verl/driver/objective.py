@@ -18,12 +18,7 @@ from mismatch_ext.patching import Patch, apply
 
 
 class DriverKl:
-    """The KL of a run in verl's driver; while it lives, verl's own penalty among the rewards is this one.
-
-    Args:
-        section: The `kl` section.
-        config: verl's configuration.
-    """
+    """The KL of a run in verl's driver; while it lives, verl's own penalty among the rewards is this one."""
 
     def __init__(self, section: KlConfig, config: DictConfig) -> None:
         self.term = KlTerm(section, coefficient(section, config))
@@ -56,27 +51,14 @@ class DriverKl:
         batch.extra_info[COEF] = self.term.coef
 
     def _penalize(self, data: Any) -> dict[str, float]:
+        """Take the penalty off the scores of verl's DataProto, and return verl's own two metrics of it."""
         self._penalized = True
-        return apply_kl_to_rewards(data, self.term)
-
-
-def apply_kl_to_rewards(data: Any, term: KlTerm) -> dict[str, float]:
-    """Take the KL penalty off verl's token-level scores, instead of verl's `apply_kl_penalty`.
-
-    Args:
-        data: verl's DataProto with `token_level_scores`, `old_log_probs`, `ref_log_prob` and `response_mask` before rejection;
-            `token_level_rewards` is set.
-        term: The run's.
-
-    Returns:
-        verl's own two metrics: the mean over responses of the mean estimate per token, nats, and the coefficient.
-    """
-    batch, mask = data.batch, data.batch["response_mask"].bool()
-    penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward
-    batch["token_level_rewards"] = batch["token_level_scores"] - penalty.to(batch["token_level_scores"].dtype)
-    per_response = penalty.sum(-1) / term.coef / mask.sum(-1).clamp(min=1)
-    responses = max(int(mask.any(-1).sum()), 1)
-    return {
-        "actor/reward_kl_penalty": float(per_response.sum()) / responses,
-        "actor/reward_kl_penalty_coeff": term.coef,
-    }
+        term, batch, mask = self.term, data.batch, data.batch["response_mask"].bool()
+        penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward
+        batch["token_level_rewards"] = batch["token_level_scores"] - penalty.to(batch["token_level_scores"].dtype)
+        per_response = penalty.sum(-1) / term.coef / mask.sum(-1).clamp(min=1)
+        responses = max(int(mask.any(-1).sum()), 1)
+        return {
+            "actor/reward_kl_penalty": float(per_response.sum()) / responses,
+            "actor/reward_kl_penalty_coeff": term.coef,
+        }

@@ -37,14 +37,7 @@ PACKAGES = ("transformers", "verl", "ray")
 
 
 class Processes:
-    """The actor's workers and the rollout servers of a run.
-
-    Args:
-        config: verl's configuration.
-        block: The run's.
-        verdicts: Decides what happens when a check fails.
-        host: Name of verl's trainer.
-    """
+    """The actor's workers and the rollout servers of a run; `host` is the name of verl's trainer."""
 
     log: RunLog
 
@@ -59,16 +52,7 @@ class Processes:
         self._surplus: Mapping[str, Any] | None = None
 
     def check(self, workers: Any, replicas: Sequence[Any], tokenizer: Any) -> None:
-        """Check that every worker and every rollout server runs the block, in the dtypes that it asks for.
-
-        Args:
-            workers: verl's worker group of the actor.
-            replicas: verl's rollout replicas.
-            tokenizer: The model's.
-
-        Raises:
-            MismatchError: One does not; names the process and what it runs with.
-        """
+        """Check that every worker of verl's group and every rollout replica runs the block, in the dtypes that it asks for."""
         self._workers, self._replicas = workers, replicas
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
@@ -82,12 +66,7 @@ class Processes:
         return read_rollouts(self._replicas, self._block, ANSWER_TIMEOUT)
 
     def follow_weights(self, step: int) -> None:
-        """Ask every rollout server which weights it has, after the update of a step.
-
-        Raises:
-            EngineError: One does not answer.
-            RecordError: One has others than were sent, or runs with something else than the others.
-        """
+        """Ask every rollout server which weights it has after the update of a step; raises RecordError if these are others."""
         self.origins.sent(step, engine_answers(self._read()))
 
     def weights(self, resumed: Mapping[str, Any] | None) -> RolloutWeights | None:
@@ -113,16 +92,7 @@ class Processes:
         return unverified(self._rollout, self._block.monitor)
 
     def check_refused(self, what: str, step: int, timeout: float = ANSWER_TIMEOUT) -> None:
-        """Raise if a rollout server refused answers, because verl only drops them.
-
-        Args:
-            what: What was sampled.
-            step: The step that it was sampled for.
-            timeout: Seconds that the servers may take to say so.
-
-        Raises:
-            EngineError: Answers were refused, or a server does not answer.
-        """
+        """Raise EngineError if a rollout server refused answers, because verl only drops them; `what` was sampled for a step."""
         if refused := refused_answers(self._replicas, timeout):
             raise EngineError(f"{what} of step {step}: {refused}")
 
@@ -209,10 +179,6 @@ def bypasses(config: DictConfig) -> bool:
 
 
 def logs_applied_rate(report: Mapping[str, Any]) -> bool:
-    """Return whether `actor/lr` is the rate that an update applied; stock engines log the rate of the next update.
-
-    Args:
-        report: A worker's own report.
-    """
-    steered = report.get("lr") is not None
-    return steered or (report.get("strategy") != "megatron" and report.get("scaler") is not None)
+    """Return whether `actor/lr` is the rate that an update applied, by a worker's report; stock engines log the next update's."""
+    steered = report["lr"] is not None
+    return steered or (report["strategy"] != "megatron" and report["trainer"]["scaler"] is not None)

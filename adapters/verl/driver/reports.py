@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
-from mismatch_ext.adapters.verl.fixes import FIXES
 from mismatch_ext.adapters.verl.loss import needs_own_loss
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
+from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
 from mismatch_ext.rollout import EngineAnswer
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
@@ -31,6 +30,14 @@ LOSS = "mismatch_ext.adapters.verl.loss"
 SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
 
+_MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
+FIXES = TrainerFixes(
+    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
+    autocast_off=f"Set {_MIXED}.param_dtype=fp32, or leave it out",
+    autocast=f"Set {_MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
+    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
+    reduction=f"Set {_MIXED}.reduce_dtype=fp32",
+)
 NEEDED = {
     "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it.",
     "sglang": "Its process needs the server class of this package in verl's registry.",
@@ -39,40 +46,24 @@ NEEDED = {
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutAnswer:
-    """What one of verl's rollout servers said.
+    """What one of verl's rollout servers said."""
 
-    Args:
-        engine: "vllm" or "sglang".
-        expected: How many reports it owes: one for each of vLLM's workers, one for an SGLang server.
-        reports: Those that came.
-        failure: What went wrong instead; None when it answered.
-    """
-
-    engine: str
-    expected: int
+    engine: str  # "vllm" or "sglang"
+    expected: int  # reports that it owes: one for each of vLLM's workers, one for an SGLang server
     reports: Sequence[Report] = ()
-    failure: Exception | None = None
+    failure: Exception | None = None  # what went wrong instead
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What a run with the block really runs with, for its banner and the header of its metrics.
+    """What a run with the block really runs with, for its banner and the header of its metrics."""
 
-    Args:
-        worker: The first worker's report; the others agree with it.
-        trainer: What that worker computes with.
-        engine: What the first rollout worker computes with; the others agree with it.
-        audit: The precision audit, or None when no precision was asked for.
-        patches: Descriptions of the patches that the first rollout server has in its own process.
-        readiness: Warnings about weights, each once, with the first rank that has it where there are several ranks.
-    """
-
-    worker: Report
-    trainer: TrainerReading
-    engine: EngineReading
-    audit: AuditReport | None
-    patches: Sequence[Mapping[str, Any]] = ()
-    readiness: Sequence[str] = ()
+    worker: Report  # of the first one, with which the others agree
+    trainer: TrainerReading  # of that worker
+    engine: EngineReading  # of the first rollout worker, with which the others agree
+    audit: AuditReport | None  # None when no precision was asked for
+    patches: Sequence[Mapping[str, Any]] = ()  # descriptions of those in the first rollout server's process
+    readiness: Sequence[str] = ()  # warnings about weights, each once, with the first rank that has it
 
 
 def check_reports(
@@ -81,19 +72,9 @@ def check_reports(
     rollouts: Sequence[RolloutAnswer],
     verdicts: Verdicts | None = None,
 ) -> Checked:
-    """Check that every worker and every rollout server runs a block, in the dtypes that it asks for.
+    """Check that every worker, in the order of ranks, and every rollout server runs the block, in the dtypes that it asks for.
 
-    Args:
-        block: The driver's block.
-        workers: What the actor's workers report, in the order of ranks.
-        rollouts: What each rollout server answered.
-        verdicts: Decides what happens when a check fails; None raises its error.
-
-    Returns:
-        What is active.
-
-    Raises:
-        MismatchError: A process runs with something else; names it and what it runs with.
+    Returns what is active. Raises MismatchError if a process runs with something else, which the message names.
     """
     verdicts = Verdicts("enforce") if verdicts is None else verdicts
     trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
@@ -129,13 +110,12 @@ def check_reports(
     audited = None
     with verdicts.checking("precision"):
         audited = _audit(block, readings, found)
-    patches = engines[0][1].get("patches", ())
     return Checked(
         worker=trainers[0][1],
         trainer=readings[0],
         engine=found[0],
         audit=audited,
-        patches=patches,
+        patches=engines[0][1].get("patches", ()),
         readiness=_warnings(workers),
     )
 
@@ -154,24 +134,13 @@ def of_ranks(answers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def under_our_names(metrics: MutableMapping[str, Any]) -> None:
-    """Take verl's `actor/` off metrics that the workers' loss has given our prefix.
-
-    Args:
-        metrics: Those of a step; changed in place.
-    """
+    """Take verl's `actor/` off metrics that the workers' loss has given our prefix, in place."""
     for name in [name for name in metrics if name.startswith(f"actor/{PREFIX}")]:
         metrics[name.removeprefix("actor/")] = metrics.pop(name)
 
 
 def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
-    """Check that ids without text in the tokenizer, which the rollout masks, have almost no probability.
-
-    Args:
-        surplus: What a worker's report has measured; None where there are no such ids.
-
-    Raises:
-        ConfigError: They have enough of it to be taken for a gap between rollout and trainer.
-    """
+    """Refuse a model whose ids without text in the tokenizer, which the rollout masks, are probable, as a worker has measured."""
     if surplus is None or surplus["mass_mean"] <= SURPLUS_MASS:
         return
     model, tokenizer = surplus["model_size"], surplus["tokenizer_size"]
@@ -184,11 +153,7 @@ def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
 
 
 def engine_answers(rollouts: Sequence[RolloutAnswer]) -> list[EngineAnswer]:
-    """Return what the rollout servers say of themselves after a weight update.
-
-    Raises:
-        EngineError: One does not.
-    """
+    """Return what the rollout servers say of themselves after a weight update; raises EngineError if one does not."""
     found = []
     for number, answer in enumerate(rollouts):
         _check_answer(number, answer)
@@ -255,25 +220,17 @@ def _check_rollout(block: MismatchConfig, name: str, report: Report) -> None:
 
 
 # What all processes of a kind must report alike. Parameter counts by dtype are not in it, because they depend on a rank's shards.
-_WORKER: tuple[tuple[str, ...], ...] = (
-    ("versions",),
-    ("engine",),
-    ("strategy",),
-    ("loss",),
-    *(("trainer", name) for name in ("autocast_dtype", "scaler", "reduce_dtype")),
-    ("lr",),
-    ("patches",),
+_WORKER = (
+    *("versions", "engine", "strategy", "loss", "lr", "patches"),
+    *("trainer.autocast_dtype", "trainer.scaler", "trainer.reduce_dtype"),
 )
-_ROLLOUT: tuple[tuple[str, ...], ...] = (
-    *(
-        ("reading", name)
-        for name in ("engine", "version", "model_dtype", "kv_cache_dtype", "logprobs_mode", "quantization")
-    ),
-    ("records_routing",),
+_ROLLOUT = (
+    *("records_routing", "reading.engine", "reading.version", "reading.model_dtype", "reading.kv_cache_dtype"),
+    *("reading.logprobs_mode", "reading.quantization"),
 )
 
 
-def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[tuple[str, ...]]) -> None:
+def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[str]) -> None:
     """Refuse processes of a kind that differ: what is said of the first would not hold for the others."""
     first, given = named[0]
     for name, report in named[1:]:
@@ -281,16 +238,14 @@ def _check_agreement(named: Sequence[tuple[str, Report]], paths: Sequence[tuple[
             one, other = _at(given, path), _at(report, path)
             if one != other:
                 raise ConfigError(
-                    f"the {name} runs with {'.'.join(path)}={other!r}, the {first} with {one!r}: all have to agree. Install and "
+                    f"the {name} runs with {path}={other!r}, the {first} with {one!r}: all have to agree. Install and "
                     "configure the same on every node."
                 )
 
 
-def _at(report: Report, path: tuple[str, ...]) -> Any:
-    found: Any = report
-    for name in path:
-        found = found.get(name)
-    return found
+def _at(report: Report, path: str) -> Any:
+    section, _, name = path.rpartition(".")
+    return (report[section] if section else report).get(name)
 
 
 def _audit(

@@ -27,15 +27,10 @@ LIKELIEST = {"vllm": DECODE | {"temperature": 0.0}, "sglang": DECODE | {"tempera
 
 
 def read_rollouts(replicas: Sequence[Any], block: MismatchConfig, timeout: float) -> list[RolloutAnswer]:
-    """Ask every rollout server what it runs with: each worker of vLLM's first engine answers, and SGLang's server for all of its.
+    """Return what each rollout server runs with, or why it did not answer within `timeout` seconds for all of them together.
 
-    Args:
-        replicas: verl's rollout replicas.
-        block: The run's; what vLLM's workers need of it goes with the question.
-        timeout: Seconds to wait, for all servers together.
-
-    Returns:
-        What each server answered, or why it did not.
+    Each worker of vLLM's first engine answers, and is told what it needs of the block; SGLang's server answers for all of its
+    own.
     """
     asked = [_ask_server(replica, block, timeout) for replica in replicas]
     # All are asked by now: a node that is down is waited for once, not once for each of its servers.
@@ -71,24 +66,12 @@ def _collect(replica: Any, asked: list[Any] | Exception, end: float) -> RolloutA
 
 
 def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
-    """Return what SGLang's servers refused of their own answers since the last call; None if nothing.
+    """Return what SGLang's servers refused of their own answers since the last call, which verl only drops; None if nothing.
 
-    verl drops a rollout that failed, and trains on the others.
-
-    Args:
-        replicas: verl's rollout replicas.
-        timeout: Seconds to wait for all servers.
-
-    Raises:
-        EngineError: A server does not answer.
+    Raises EngineError if a server does not answer.
     """
     servers = [replica.servers[0] for replica in replicas if _is_sglang(replica)]
-    try:
-        found = ray.get([server.mismatch_refusals.remote() for server in servers], timeout=timeout)
-    except Exception as error:
-        raise EngineError(
-            f"a rollout server does not say which answers it refused: {type(error).__name__}: {error}"
-        ) from error
+    found = _answers([server.mismatch_refusals.remote() for server in servers], timeout, "say what it refused")
     count, messages = sum(number for number, _ in found), [text for _, texts in found for text in texts]
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 
@@ -98,37 +81,17 @@ def _ask_workers(replica: Any, timeout: float, method: str, *args: Any) -> list[
 
 
 def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) -> list[Any]:
-    """Ask vLLM's workers of a rollout server for the sums of tensors that they hold; `answered_sums` waits for them.
-
-    Args:
-        replica: One of verl's rollout replicas.
-        shapes: Shapes of the trainer's whole tensors, by name.
-        timeout: Seconds that the workers may take.
-
-    Returns:
-        What to wait for; nothing for SGLang, whose workers cannot be asked.
-    """
+    """Ask vLLM's workers for the sums of tensors that they hold, by the shapes of the trainer's; SGLang's cannot be asked."""
     return [] if _is_sglang(replica) else _ask_workers(replica, timeout, "mismatch_sums", dict(shapes))
 
 
 def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, BitSums]]:
-    """Return what each worker holds, by name.
-
-    Raises:
-        EngineError: A server failed, or does not answer.
-    """
-    try:
-        found = ray.get(list(asked), timeout=timeout)
-    except Exception as error:
-        raise EngineError(f"the rollout server could not read its weights: {type(error).__name__}: {error}") from error
-    return [sums for answer in found for sums in answer]
+    """Return what each worker holds, by name; raises EngineError if a server failed or does not answer."""
+    return [sums for answer in _answers(asked, timeout, "read its weights") for sums in answer]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
-    """Call a method on the vLLM workers of a server, from within it, and return their answers, which verl's own call drops.
-
-    Only the server knows the version of its weights, whether it sends sampling masks, and its patches: each report gets them.
-    """
+    """Call a method on the vLLM workers of a server, from within it; reports get what the server alone knows of itself."""
     if server.node_rank:
         return []  # a later node has no engine: the first node's engine reaches the workers of all nodes
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
@@ -145,23 +108,14 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
 
 
 def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int) -> list[Any]:
-    """Ask a rollout server to decode after prompts; `answered_decode` waits for it.
-
-    Args:
-        replica: One of verl's rollout replicas.
-        token_ids: N prompts of the same length.
-        count: How many tokens to decode after each.
-    """
+    """Ask a rollout server to decode `count` tokens after N prompts of the same length; `answered_decode` waits for it."""
     drawn = not _is_sglang(replica) and not on_cpu_build()
     settings = (DRAWN if drawn else LIKELIEST[replica.config.name]) | {"max_tokens": count}
     return _generate(replica, token_ids, settings)
 
 
 def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
-    """Ask a rollout server to score N sequences of the same length T; `answered` waits for it.
-
-    Greedy decoding of one token draws no random number, so scoring leaves the server's sampling as it was.
-    """
+    """Ask a rollout server to score N sequences of the same length T; `answered` waits for it."""
     return _generate(replica, token_ids, PROBE)
 
 
@@ -174,29 +128,16 @@ def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mappin
 
 
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
-    """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64.
-
-    Raises:
-        EngineError: The server failed, or does not answer.
-    """
-    outputs = _outputs(asked, timeout, "score probe tokens")
+    """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64; raises EngineError if there are none."""
+    outputs = _answers(asked, timeout, "score probe tokens")
     # verl pads the list by one entry, for the token that was decoded.
     rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
     return torch.tensor(rows, dtype=torch.float64)
 
 
 def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], timeout: float) -> Decoded:
-    """Return what a server decoded after prompts.
-
-    Args:
-        asked: What to wait for.
-        token_ids: The prompts.
-        timeout: Seconds to wait.
-
-    Raises:
-        EngineError: The server failed, or does not answer.
-    """
-    outputs = _outputs(asked, timeout, "decode after probe tokens")
+    """Return what a server decoded after prompts `token_ids`; raises EngineError if it decoded nothing."""
+    outputs = _answers(asked, timeout, "decode after probe tokens")
     if any(out.log_probs is None for out in outputs):
         raise EngineError("the rollout server reported no log-probabilities of tokens that it decoded; see its log.")
     return Decoded(
@@ -205,9 +146,8 @@ def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], ti
     )
 
 
-def _outputs(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
+def _answers(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
     try:
-        outputs: list[Any] = ray.get(list(asked), timeout=timeout)
+        return list(ray.get(list(asked), timeout=timeout))
     except Exception as error:
         raise EngineError(f"the rollout server could not {what}: {type(error).__name__}: {error}") from error
-    return outputs

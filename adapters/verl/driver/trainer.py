@@ -16,11 +16,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.batch_checks import (
-    check_routes,
-    versions,
-    without_routes,
-)
+from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, versions, without_routes
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
@@ -57,6 +53,8 @@ class MismatchTrainer(_Host):
 
     host_mode: ClassVar[str] = SYNC
     """Mode of the verl trainer that this class is combined with."""
+    worker: ClassVar[type[MismatchWorker]] = MismatchWorker
+    """Takes the place of verl's; that of `separate_async` can put weights aside, for π_old between two weight updates."""
 
     def __init__(self, config: DictConfig) -> None:
         block = block_of(config.actor_rollout_ref)
@@ -68,9 +66,8 @@ class MismatchTrainer(_Host):
         self._block: MismatchConfig = block
         self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
         with self._verdicts.checking("versions"):
-            compat.check(
-                ("verl",), block.features, {"verl", self.host_mode}
-            )  # verl's trainers are loaded in this process
+            # verl's trainers are loaded in this process.
+            compat.check(("verl",), block.features, {"verl", self.host_mode})
         with open_dict(config):
             # verl reads its mode in many places, for settings, checkpoints and the replay buffer.
             config.trainer.v1.trainer_mode = self.host_mode
@@ -109,8 +106,8 @@ class MismatchTrainer(_Host):
         """Map verl's roles as it does, with our worker where it has its own."""
         super()._init_resource_pool_mgr()
         for role in self.role_worker_mapping:
-            if "actor" in str(role):
-                self.role_worker_mapping[role] = ray.remote(MismatchWorker)
+            if "actor" in str(role) or str(role) == "ref":
+                self.role_worker_mapping[role] = ray.remote(self.worker)
 
     def init(self) -> None:
         """Initialise as verl does, and write how the run ended if that fails."""
@@ -254,11 +251,7 @@ class MismatchTrainer(_Host):
             return super()._compute_values(batch, metrics)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Compute advantages as verl does, after the KL's coefficient and baseline; then count what verl's correction discards.
-
-        Raises:
-            PatchError: verl did not ask for the penalty among the rewards.
-        """
+        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards."""
         if self._kl is not None:
             metrics.update(self._kl.prepare(batch, self.global_steps))
         batch = super()._compute_advantage(batch, metrics)
@@ -433,12 +426,7 @@ class MismatchTrainer(_Host):
 
 
 def waiting_of(state: Mapping[str, Any], block: MismatchConfig) -> list[Mapping[str, float | None]]:
-    """Return the statistics in a checkpoint that no update has taken: of the run's trigger, none of one that leads no more.
-
-    Args:
-        state: What the checkpoint holds.
-        block: That of the run that goes on.
-    """
+    """Return the statistics in a checkpoint's state that no update has taken, if they are of the run's trigger."""
     saved = ((state.get("config") or {}).get("lr") or {}).get("trigger")
     if block.lr is None or block.lr.trigger != saved:
         return []

@@ -38,12 +38,7 @@ ANSWER_TIMEOUT = 120.0
 
 
 def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
-    """Return why weight updates cannot be verified although the block asks for it; None if they are, or it does not ask.
-
-    Args:
-        rollout: verl's configuration of the rollout.
-        monitor: The `monitor` section.
-    """
+    """Return why weight updates cannot be verified although the block asks for it; None if they are, or it does not ask."""
     size = int(rollout.get("data_parallel_size") or 1)
     if size == 1 or monitor.weight_sync == "off":
         return None
@@ -53,93 +48,38 @@ def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
     )
 
 
-class Actor:
-    """The trainer's side: verl's actor, in its workers.
-
-    Args:
-        workers: verl's worker group of the actor.
-        dtype: The rollout's dtype, in which tensors are compared.
-
-    Attributes:
-        shapes: Shapes of the whole tensors that can be compared, by name.
-        sums: The sums of their bits when the actor was last asked.
-    """
-
-    def __init__(self, workers: Any, dtype: str) -> None:
-        self._workers, self._dtype = workers, dtype
-        self.shapes: dict[str, Shape] = {}
-        self.sums: dict[str, BitSums] = {}
-
-    def look(self, tokens: Tensor) -> TrainerLook:
-        """Return what all ranks say of the actor's present weights.
-
-        To be called while the rollout sleeps: an actor that is kept on the CPU comes to the device for it.
-        """
-        found = self._workers.mismatch_look(tokens.tolist(), self._dtype)
-        self.shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
-        self.sums = added(answer["sums"] for answer in found)
-        logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
-        return TrainerLook(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
-
-    def score(self, tokens: Tensor) -> Tensor:
-        """Return log-probabilities `[N, T-1]`, float64."""
-        return self.look(tokens).logprobs
-
-    def fingerprint(self) -> str:
-        """Return a digest of every rank's shards."""
-        return self.look(torch.zeros(1, 2, dtype=torch.int64)).fingerprint
-
-
 class Engine:
-    """The rollout's side: one replica's engine. All engines are asked before any is waited for, so that they compute at once.
+    """The rollout's side: one replica's engine, which has been asked when the verifier calls these methods.
 
-    Args:
-        actor: The actor, for the shapes of its tensors.
-
-    Attributes:
-        decoded: What it decoded after the probes' beginnings; None where it was not asked to.
-        probes: The pending scores of the probes, and of what it decoded.
-        sums: The sums of the bits of the engine's tensors.
+    `decoded` is what it decoded after the probes' beginnings, `probes` are the pending scores of the probes and of that, `sums`
+    those of the bits of its tensors, and `shapes` are of the actor's whole tensors.
     """
 
-    def __init__(self, actor: Actor) -> None:
-        self._actor = actor
+    def __init__(self, replica: Any) -> None:
+        self.replica = replica
         self.decoded: Decoded | None = None
         self.probes: Sequence[Any] = ()
         self.sums: Mapping[str, BitSums] = {}
+        self.shapes: Mapping[str, Shape] = {}
 
     def score(self, tokens: Tensor) -> Tensor:
-        """Return the answer to the tokens that were last asked `[N, T-1]`, float64.
-
-        Raises:
-            EngineError: The server failed, or does not answer.
-        """
+        """Return the answer to the tokens that were last asked `[N, T-1]`, float64."""
         # Dropped here, so that no answer stays in memory until the next update.
         probes, self.probes = self.probes, ()
         return answered(probes, ANSWER_TIMEOUT)
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Return what the engine decoded when it was last asked to."""
-        assert self.decoded is not None  # `RolloutWeights` asks the engine before the verifier calls this
+        assert self.decoded is not None
         return self.decoded
 
     def compare(self, sent: Mapping[str, BitSums], before: Mapping[str, BitSums]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms by the sums of their bits; SGLang's servers report none."""
-        return compare_sums(self.sums, sent, before, self._actor.shapes)
+        return compare_sums(self.sums, sent, before, self.shapes)
 
 
 class RolloutWeights:
-    """Verifies each weight update of a run.
-
-    Args:
-        workers: verl's worker group of the actor.
-        replicas: verl's rollout replicas.
-        monitor: The `monitor` section.
-        probes: Probe tokens `[N, T]`.
-        dtype: The rollout's compute dtype.
-        trainer_dtype: The actor's.
-        event: Writes what is wrong: level, name, message.
-    """
+    """Verifies each weight update of a run by probe tokens `[N, T]`; `event` gets level, name and message of what is wrong."""
 
     def __init__(
         self,
@@ -152,14 +92,15 @@ class RolloutWeights:
         trainer_dtype: str,
         event: Callable[[str, str, str], None],
     ) -> None:
-        self._replicas, self._probes = replicas, probes
-        self._actor = Actor(workers, dtype)
+        self._workers, self._probes, self._dtype = workers, probes, dtype
         self._looked: TrainerLook | None = None
-        self._verifiers: list[tuple[WeightVerifier, Engine]] = []
-        for server in range(len(replicas)):
-            engine = Engine(self._actor)
-            verifier = WeightVerifier(
-                self._actor,
+        self._sums: dict[str, BitSums] = {}
+        self._shapes: dict[str, Shape] = {}
+        self._engines = [Engine(replica) for replica in replicas]
+        actor: Any = None  # it is looked at once for all engines, here
+        self._verifiers = [
+            WeightVerifier(
+                actor,
                 engine,
                 monitor,
                 probes,
@@ -168,55 +109,48 @@ class RolloutWeights:
                 event=event,
                 name=f"rollout server {server}",
             )
-            self._verifiers.append((verifier, engine))
+            for server, engine in enumerate(self._engines)
+        ]
 
     @property
     def gap(self) -> float | None:
         """Mean gap of the probes after the last update, of the worst engine; None before the first."""
-        return max((v.verdict.gap_mean for v, _ in self._verifiers if v.verdict is not None), default=None)
+        return max((one.verdict.gap_mean for one in self._verifiers if one.verdict is not None), default=None)
 
     def look(self) -> None:
-        """Ask the actor for its present weights; to be called while the rollout sleeps."""
-        self._looked = self._actor.look(self._probes)
+        """Ask all ranks for the actor's present weights, which come to the device for it: the rollout must sleep."""
+        found = self._workers.mismatch_look(self._probes.tolist(), self._dtype)
+        self._shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
+        self._sums = added(answer["sums"] for answer in found)
+        logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
+        self._looked = TrainerLook(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
 
     def verify(self) -> None:
         """Check that each engine computes with the weights that the actor had when it was asked.
 
-        Raises:
-            WeightSyncError: One does not, and `monitor.weight_sync` is "error".
-            EngineError: A server does not answer.
+        Raises WeightSyncError if one does not and `monitor.weight_sync` is "error", EngineError if a server does not answer.
         """
         if self._looked is None:
             return
         look, self._looked = self._looked, None
-        self._decode()
-        engines = [engine for _, engine in self._verifiers]
-        for replica, engine in zip(self._replicas, engines, strict=True):
-            engine.probes = ask_probes(replica, self._scored_by(engine))
-        sums = [ask_sums(replica, self._actor.shapes, ANSWER_TIMEOUT) for replica in self._replicas]
-        for held, engine in zip(sums, engines, strict=True):
-            engine.sums = added(answered_sums(held, ANSWER_TIMEOUT))
-        for verifier, _ in self._verifiers:
-            verifier.verify(self._actor.sums, look)
+        self._ask()
+        for verifier in self._verifiers:
+            verifier.verify(self._sums, look)
 
-    def _decode(self) -> None:
-        """Let each engine decode after the probes' beginnings, all at once, where the block asks for it."""
-        verifier = self._verifiers[0][0]
-        if not verifier.decoded:
-            return
-        prompts = verifier.prompts.tolist()
-        asked = [ask_decode(replica, prompts, verifier.decoded) for replica in self._replicas]
-        for (_, engine), pending in zip(self._verifiers, asked, strict=True):
+    def _ask(self) -> None:
+        """Ask all engines before any is waited for, so that they compute at once."""
+        prompts, count = self._verifiers[0].prompts.tolist(), self._verifiers[0].decoded
+        decoding = [ask_decode(engine.replica, prompts, count) for engine in self._engines]
+        for engine, pending in zip(self._engines, decoding, strict=True):
             engine.decoded = answered_decode(pending, prompts, ANSWER_TIMEOUT)
-
-    def _scored_by(self, engine: Engine) -> list[list[int]]:
-        """Return the tokens that an engine is to score: the probes, and what it has decoded."""
-        decoded = [] if engine.decoded is None else engine.decoded.tokens.tolist()
-        return [*self._probes.tolist(), *decoded]
+            engine.probes = ask_probes(engine.replica, [*self._probes.tolist(), *engine.decoded.tokens.tolist()])
+        sums = [ask_sums(engine.replica, self._shapes, ANSWER_TIMEOUT) for engine in self._engines]
+        for engine, pending in zip(self._engines, sums, strict=True):
+            engine.sums, engine.shapes = added(answered_sums(pending, ANSWER_TIMEOUT)), self._shapes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a resumed run continues the check, as JSON-able data."""
-        return {"engines": [verifier.state_dict() for verifier, _ in self._verifiers]}
+        return {"engines": [verifier.state_dict() for verifier in self._verifiers]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> str | None:
         """Continue the check from what `state_dict` returned; return a message if something begins anew under other settings."""
@@ -226,5 +160,5 @@ class RolloutWeights:
                 f"the check of weight updates begins anew: it was kept of {len(engines)} engines, and there are "
                 f"{len(self._verifiers)}."
             )
-        said = [verifier.load_state_dict(kept) for (verifier, _), kept in zip(self._verifiers, engines, strict=True)]
+        said = [verifier.load_state_dict(kept) for verifier, kept in zip(self._verifiers, engines, strict=True)]
         return next(filter(None, said), None)

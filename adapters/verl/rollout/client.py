@@ -45,14 +45,7 @@ class Segments(list[tuple[int | None, int]]):
         return not self.asked and (not self or prompt > self[0][1])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
-        """Replace the routes of this turn's prefill by those with which earlier turns sampled the same tokens.
-
-        If the turn was given other tokens than the earlier turns had, only the routes before the first such token are replaced.
-
-        Args:
-            prompt_ids: Tokens that the turn was given.
-            output: What verl's server returned for it.
-        """
+        """Give tokens that earlier turns sampled, up to the first that is another now, the routes that they had then."""
         if output.routed_experts is not None and self.routes is not None:
             pairs = zip(self.tokens, prompt_ids, strict=False)
             same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
@@ -144,12 +137,9 @@ class TurnsClient(Conversing, Recorder):
 
 
 def versioned(client: Any, *, turns: bool = False) -> Any:
-    """Make a client of verl's own class note versions and turns, and return it; a client of another class is left alone.
+    """Make a client of verl's own class note versions, and return it; a client of another class is left alone.
 
-    Args:
-        client: verl's client.
-        turns: Whether rollouts have the routes and masks of each turn. Without that, versions are only of use where answers are
-            resumed.
+    `turns` says that rollouts have routes or masks of each turn; without them versions are only of use where answers are resumed.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient

@@ -6,7 +6,7 @@ In other runs with vLLM the server is verl's own, and only vLLM's workers take a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -20,41 +20,14 @@ CLASSES = {
 }
 
 
-@dataclass(frozen=True)
-class CheckedReplica:
-    """Loads our server instead of verl's; the engine is imported when one is started.
-
-    Args:
-        engine: "sglang" or "vllm".
-        original: verl's own entry.
-    """
-
-    engine: str
-    original: Callable[[], type[Any]]
-
-    def __call__(self) -> type[Any]:
-        """Return the class of the replica."""
-        self.original()  # first: SGLang needs a variable while it is imported, which verl sets and removes
-        module, _, name = CLASSES[self.engine].partition(":")
-        found: type[Any] = getattr(import_module(module), name)
-        return found
-
-
 def register_replicas(block: MismatchConfig) -> None:
-    """Put our servers into verl's registry; twice is harmless.
-
-    Args:
-        block: The run's.
-    """
+    """Put our servers into verl's registry, in the place of verl's own."""
     for engine in ("sglang", *(["vllm"] if block.acting.sampling_mask is not None else [])):
-        entry = RolloutReplicaRegistry._registry[engine]
-        if not isinstance(entry, CheckedReplica):
-            RolloutReplicaRegistry.register(engine, CheckedReplica(engine, entry))
+        own = partial(_load, engine, RolloutReplicaRegistry._registry[engine])
+        RolloutReplicaRegistry.register(engine, own)
 
 
-def restore_replicas() -> None:
-    """Put verl's own servers back."""
-    for engine in CLASSES:
-        entry = RolloutReplicaRegistry._registry[engine]
-        if isinstance(entry, CheckedReplica):
-            RolloutReplicaRegistry.register(engine, entry.original)
+def _load(engine: str, original: Callable[[], type[Any]]) -> type[Any]:
+    original()  # first: SGLang needs a variable while it is imported, which verl sets and removes
+    module, _, name = CLASSES[engine].partition(":")
+    return getattr(import_module(module), name)  # type: ignore[no-any-return]

@@ -28,12 +28,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
     """Whether the driver's block acts here; the driver says so before it sends the first weights."""
 
     def mismatch_report(self, features: list[str], acts: bool) -> dict[str, Any]:
-        """Return dtypes and modes that this worker really uses.
-
-        Args:
-            features: Features of the driver's block.
-            acts: Whether the block acts; an observed run stays as verl has it.
-        """
+        """Return what this worker really uses; the driver says which features its block has, and whether it acts."""
         config = self.model_runner.vllm_config
         self.mismatch_acts = acts
         if acts:
@@ -55,10 +50,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Load new weights; those that vLLM quantises are loaded layer by layer and quantised as the first ones were.
-
-        verl would load the trainer's tensors into the quantised ones.
-        """
+        """Load new weights; what vLLM quantises is loaded layer by layer, as verl would put it into quantised tensors."""
         if self._reloads and not (peft_config and base_sync_done):  # unless only an adapter is sent
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -98,11 +90,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         self._buffers_aside = []
 
     def mismatch_sums(self, shapes: dict[str, list[int]]) -> dict[str, BitSums]:
-        """Return the sums of the bits of those tensors that this worker holds in the trainer's layout, whole or a range of rows.
-
-        Args:
-            shapes: Shapes of the trainer's whole tensors, by name.
-        """
+        """Return the sums of the bits of tensors that this worker holds in the trainer's layout, whole or a range of rows."""
         model = self.model_runner.model
         held, found = dict(model.named_parameters()), {}
         for name, wanted in shapes.items():

@@ -58,12 +58,13 @@ def causal(tokens: int) -> Tensor:
     return torch.triu(torch.ones(1, 1, tokens, tokens, dtype=torch.bool), 1)
 
 
-def built(mode: str, recompute: str = "none") -> Any:
-    """Return verl's engine on a new model, with all that its forward and backward passes ask it for.
+def built(mode: str, recompute: str = "none", block: MismatchConfig | None = None) -> Any:
+    """Return an engine on a new model, with all that its forward and backward passes ask it for.
 
     Args:
         mode: verl's `router_replay.mode`.
         recompute: Which activations are recomputed in the backward pass.
+        block: That of our engine; None builds verl's own.
     """
     apply_router_replay_patch()
     # The dispatcher's memory of sequence lengths belongs to one model.
@@ -78,7 +79,8 @@ def built(mode: str, recompute: str = "none") -> Any:
         ),
         with_kwargs=True,
     )
-    engine = object.__new__(MegatronEngineWithLMHead)
+    engine: Any = object.__new__(MegatronEngineWithLMHead if block is None else megatron.MismatchMegatronEngine)
+    engine.block, engine.mismatch_routes = block, None
     engine.engine_config = McoreEngineConfig(
         router_replay=EngineRouterReplayConfig(mode=mode), use_remove_padding=False, pad_bshd_to_minibatch_max=False
     )
@@ -302,8 +304,7 @@ def checked() -> dict[str, Any]:
         megatron.register_megatron_engine(block, RunMode())
         names = [patch["name"] for patch in active_patches() if "megatron" in patch["name"]]
         found.setdefault("patched", []).append(names)
-    engine = built("R3")
-    engine._rate = None
+    engine = built("R3", block=R3)
     found["report"] = megatron.MismatchMegatronEngine.mismatch_report(engine)
     found["parameters"] = sum(parameter.numel() for parameter in engine.module[0].parameters())
     found["r3"] = alike(passed(engine, batch(routes()), forward_only=True), keep["r3"])
@@ -327,8 +328,8 @@ def checked() -> dict[str, Any]:
     faults["none"] = refused(passed, engine, batch(), forward_only=True)
     faults["no_flag"] = refused(passed, engine, batch(routes(), flag=None), forward_only=True)
     faults["flag_off"] = refused(passed, engine, batch(routes(), flag=False))
-    faults["not_built_for_it"] = refused(passed, built("disabled"), batch(routes()))
-    engine = built("R3")
+    faults["not_built_for_it"] = refused(passed, built("disabled", block=R3), batch(routes()))
+    engine = built("R3", block=R3)
     faults["left_out"] = refused(surplus_list, engine)
     found["left_behind"] = left_behind(engine)
     for action in (RouterReplayAction.REPLAY_FORWARD, RouterReplayAction.REPLAY_BACKWARD):
@@ -344,9 +345,9 @@ def checked() -> dict[str, Any]:
     engine.tf_config = replace(engine.tf_config, mtp_num_layers=1)
     faults["mtp"] = refused(passed, engine, batch(routes()), forward_only=True)
     for recompute in ("none", "moe", "uniform"):
-        found[f"update_{recompute}"] = alike(passed(built("R3", recompute), batch(routes())), keep[recompute])
+        found[f"update_{recompute}"] = alike(passed(built("R3", recompute, R3), batch(routes())), keep[recompute])
     found["update_obeys"] = obeyed(keep["none"]["maps"], routes())
-    engine = built("R2")
+    engine = built("R2", block=R2)
     recorded = list(passed(engine, batch(), forward_only=True)["routes"].unbind())
     found["r2"] = alike(passed(engine, batch(recorded)), keep["r2"]) and obeyed(keep["r2"]["maps"], wide(recorded), 0)
     short = list(recorded)
@@ -363,8 +364,8 @@ def checked() -> dict[str, Any]:
 def other_tokens() -> dict[str, Any]:
     """Give batches whose tokens were changed without their routes."""
     found: dict[str, Any] = {}
-    for mode in ("R3", "R2"):
-        engine = built(mode)
+    for mode, block in (("R3", R3), ("R2", R2)):
+        engine = built(mode, block=block)
         given = routes() if mode == "R3" else list(passed(engine, batch(), forward_only=True)["routes"].unbind())
         changed = batch(given)
         rows = [row.clone() for row in changed["input_ids"].unbind()]

@@ -105,10 +105,7 @@ def test_a_batch_without_routes_is_refused(ran: dict[str, Any]) -> None:
 def test_the_worker_reports_what_is_active(ran: dict[str, Any], report: str, mode: str) -> None:
     found = ran["replay"][report]
     assert (found["engine"], found["strategy"], found["routing"]) == ("MismatchMegatronEngine", "megatron", mode)
-    assert [patch["name"] for patch in found["patches"]] == [
-        "verl/megatron_closed_topk",
-        "verl/megatron_replayed_batch",
-    ]
+    assert [patch["name"] for patch in found["patches"]] == ["verl/megatron_closed_topk"]
     assert list(found["trainer"]["parameter_dtypes"]) == ["bfloat16"]
 
 

@@ -43,7 +43,8 @@ def scaler(model: str) -> dict[str, Any]:
     }
     built = worker(model, block, dtype="float16", optimizer={"lr_warmup_steps": 2, "lr_scheduler_type": "cosine"})
     engine = built.engine
-    found: dict[str, Any] = {"report": engine.mismatch_report(), "settings": {}, "updates": []}
+    found: dict[str, Any] = {"settings": {}, "updates": [], "autocast": str(engine._autocast_dtype)}
+    found["scaler"] = {"kind": type(engine.scaler).__name__, "enabled": engine.scaler.is_enabled()}
     found["parameter_dtypes"] = sorted({str(parameter.dtype) for parameter in engine.module.parameters()})
     for name in settings:
         getter = getattr(engine.scaler, f"get_{name.replace('init_', '')}")
