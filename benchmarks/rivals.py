@@ -136,7 +136,7 @@ LOGS = {
         F["the last of three older checkpoints"], one("stale_weights"), Answers(("older weights", "weights or input"), CHANGED)
     ),
     "half of the responses two versions old": Log(
-        Planted(older=(faults._moved(by=3e-3),)), Answers((), ("versions",)), one("staleness"), versions=True
+        Planted(older=(faults._moved(by=3e-3),)), one("staleness"), one("staleness"), versions=True
     ),
     "norm epsilon x 43, float16": Log(F["norm epsilon x 43, float16"], one("norm_eps"), Answers((), ("floor_jump",))),
     "engine float16, trainer bfloat16": Log(
@@ -237,14 +237,15 @@ def ours(log: Log, run: Run, sample: Sample, versions: Sequence[int], folder: Pa
         cli.main(asked)
     if not (folder / "doctor.json").exists():
         error = (folder / "ours.txt").read_text("utf-8").splitlines()[-1]
-        return [["versions" if "several weight versions" in error else "error", error]]
+        return [["error", error]]
     found, planted = json.loads((folder / "doctor.json").read_text("utf-8")), log.planted
     named, (low, high) = [], planted.near or (-math.inf, math.inf)
     for cause in found["causes"]:
         exact = low <= cause["parameter"] <= high and planted.said in cause["said"]
         key = cause["key"] if exact or cause["key"] not in planted.expected else f"another {cause['key']}"
         named.append([key, cause["said"]])
-    notes = [["cut" if "are cut at" in note else "note", note] for note in found["notes"]]
+    said = {"cut": "are cut at", "staleness": "staleness: "}
+    notes = [[next((name for name, part in said.items() if part in note), "note"), note] for note in found["notes"]]
     return [*named, *notes, ["note", (folder / "ours.txt").read_text("utf-8").splitlines()[-3]]]
 
 

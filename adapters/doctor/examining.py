@@ -118,6 +118,8 @@ def examine(
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
     """Say why the trainer differs from an engine that no longer runs, from rollouts that a host logged; no remedy can be tried.
 
+    Of several weight versions the one nearest to the model is examined, and the gap of each is a note.
+
     Args:
         sides: The run; the engine's dtype is used, and no other setting of the engine.
         logged: The logged rollouts.
@@ -130,6 +132,9 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RoutingError: The routes do not fit the model.
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor.scorer import trainers
+
+    from mismatch_ext.doctor.logged import of_nearest
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
@@ -141,9 +146,16 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     shape = routing_shape(model)
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
+    notes: tuple[str, ...] = ()
     with _Rungs() as rung:
+        if len(logged.versions) > 1:
+            rung("weight versions")
+            logged, notes = of_nearest(
+                logged, sample, trainers(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature)
+            )
+            sample = logged.sample(shape)
         diagnosis = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
-    return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None)))
+    return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
 
 
 def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:

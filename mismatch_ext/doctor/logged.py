@@ -36,9 +36,10 @@ import torch
 from numpy.typing import NDArray
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from mismatch_ext.doctor.sample import Sample
+from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.errors import RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.files import write_whole
+from mismatch_ext.gap import k3
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
@@ -211,19 +212,16 @@ class Logged:
                     )
         return {name: value for name, (value, _) in first.items()}
 
-    def of_version(self, version: str | None) -> Logged:
-        """Return the responses that one version of the weights sampled; None if there is only one, else `RecordError`."""
-        counts = Counter(response.version for response in self.responses)
-        listed = ", ".join(f"{name} ({count} responses)" for name, count in sorted(counts.items()))
-        if version is None and len(counts) > 1:
-            raise RecordError(
-                f"{self.path} holds responses of several weight versions: {listed}; one checkpoint is compared with those of one "
-                "version: choose it with --weight-version, and give --model its checkpoint."
-            )
-        if version is None:
-            return self
+    @property
+    def versions(self) -> dict[str, int]:
+        """The number of responses of each weight version."""
+        return dict(sorted(Counter(response.version for response in self.responses).items()))
+
+    def of_version(self, version: str) -> Logged:
+        """Return the responses that one version of the weights sampled; `RecordError` if there are none."""
         chosen = tuple(response for response in self.responses if response.version == version)
         if not chosen:
+            listed = ", ".join(f"{name} ({count} responses)" for name, count in self.versions.items())
             raise RecordError(
                 f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}."
             )
@@ -266,8 +264,31 @@ class Logged:
         return "; ".join(parts)
 
 
+def of_nearest(logged: Logged, sample: Sample, trainer: Floats) -> tuple[Logged, tuple[str, ...]]:
+    """Return the responses of the weight version that is nearest to the trainer's, and a note for each version.
+
+    Numerics are the gap between equal weights, and only the nearest version may have equal ones; what the others have beyond it
+    is staleness. `trainer` are the trainer's log-probabilities of the log's tokens `[N]`.
+    """
+    difference = torch.from_numpy(trainer - sample.engine)
+    version = np.array([response.version for response in logged.responses])[sample.row]
+    of = {name: difference[torch.from_numpy(version == name)] for name in logged.versions}
+    mean = {name: float(part.abs().mean()) for name, part in of.items() if len(part)}
+    nearest, whole = min(mean, key=mean.__getitem__), float(difference.abs().mean())
+    notes = [
+        f"weight version {name}: {logged.versions[name]} responses, {len(of[name]):,} tokens, mean |Δlogp| {mean[name]:.1e} "
+        f"nats, k3 {float(k3(of[name]).mean()):.1e}{', the one that was examined' if name == nearest else ''}"
+        for name in mean
+    ]
+    notes += [
+        f"staleness: {1 - mean[nearest] / whole:.0%} of the whole log's {whole:.1e} nats per token is beyond what version "
+        f"{nearest} has. Sync weights more often or lower the learning rate; no setting of the engine changes it"
+    ]
+    return logged.of_version(nearest), tuple(notes)
+
+
 def read_rollouts(path: Path, version: str | None = None) -> Logged:
-    """Read a file of logged rollouts, of one weight version; raises RecordError, or RunDirectoryError if it cannot be read."""
+    """Read a file of logged rollouts, or those of one version; raises RecordError, or RunDirectoryError if it cannot be read."""
     try:
         data = path.read_bytes()
     except OSError as error:
@@ -276,7 +297,8 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
         raise RecordError(f"{path} is parquet, as TRL's log_completions writes it, {TEXTS}.")
     host, rows = (SLIME, _slime_file(path)) if data.startswith(ZIP) else _text_file(path, data)
     sampled = tuple(row for row in rows if row is not None)
-    return Logged(path=str(path), host=host, responses=sampled, left_out=len(rows) - len(sampled)).of_version(version)
+    logged = Logged(path=str(path), host=host, responses=sampled, left_out=len(rows) - len(sampled))
+    return logged if version is None else logged.of_version(version)
 
 
 def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool = True) -> None:

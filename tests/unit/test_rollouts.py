@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from mismatch_ext.doctor import read_rollouts, write_rollouts
-from mismatch_ext.doctor.logged import Logged
+from mismatch_ext.doctor.logged import Logged, of_nearest
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape, RoutingTrace
@@ -160,19 +160,24 @@ def test_a_line_that_cannot_be_used_is_named(row: Any, words: str, tmp_path: Pat
     assert words in str(raised.value) and "\n" not in str(raised.value)
 
 
-def test_several_weight_versions_are_named_and_one_can_be_chosen(tmp_path: Path) -> None:
+def test_the_version_nearest_to_the_trainer_is_examined_and_the_rest_is_staleness(tmp_path: Path) -> None:
     path = written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(v)) for v in (3, 4, 4)])
-    with pytest.raises(
-        RecordError, match=r"several weight versions: 3 \(1 responses\), 4 \(2 responses\).*--weight-version"
-    ):
-        read_rollouts(path)
+    logged = read_rollouts(path)
+    found, notes = of_nearest(logged, logged.sample(), np.array([-0.4, -0.11, -0.13]))
+    assert logged.versions == {"3": 1, "4": 2} and [response.version for response in found.responses] == ["4", "4"]
+    assert notes[0].startswith("weight version 3: 1 responses, 1 tokens, mean |Δlogp| 3.0e-01 nats, k3 4.1e-02")
+    assert notes[1].endswith("mean |Δlogp| 2.0e-02 nats, k3 2.5e-04, the one that was examined")
+    assert notes[2].startswith("staleness: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has.")
+    both = replace(logged.responses[0], versions=("3", "4"))
+    assert replace(logged, responses=(both, *logged.responses[1:])).versions == {"3+4": 1, "4": 2}
+
+
+def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:
+    path = written(tmp_path, *[record((-0.1,), (True,), provenance=provenance(v)) for v in (3, 4, 4)])
     found = read_rollouts(path, "4")
     assert len(found.responses) == 2 and found.left_out == 1
     with pytest.raises(RecordError, match=r"no response of weight version 5; it has 3 \(1 responses\), 4 \(2"):
         read_rollouts(path, "5")
-    both = replace(found.responses[0], versions=("3", "4"))
-    with pytest.raises(RecordError, match=r"3\+4 \(1 responses\), 4 \(1 responses\)"):
-        replace(found, responses=(both, *found.responses[1:])).of_version(None)
 
 
 def test_responses_that_were_sampled_otherwise_are_named(tmp_path: Path) -> None:

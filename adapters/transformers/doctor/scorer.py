@@ -232,18 +232,30 @@ class Scorer:
         return held_in(self.model, dtype)
 
     def _picked(self, row: int, logits: Tensor, sample: Sample | None = None) -> tuple[int, Floats]:
-        sample = sample or self.sample
-        tokens = torch.tensor(sample.responses[row], device=logits.device)[:, None]
-        logp = torch.cat(
-            [
-                (part.double() / self.temperature).log_softmax(-1).gather(-1, ids)[:, 0]
-                for part, ids in zip(logits.split(PICKED), tokens.split(PICKED), strict=True)
-            ]
-        )
-        return row, logp[torch.tensor(sample.masks[row])].cpu().numpy()
+        return row, picked(logits, sample or self.sample, row, self.temperature)
 
     def _joined(self, row_logprobs: list[tuple[int, Floats]]) -> Floats:
         return np.concatenate([part for _, part in sorted(row_logprobs, key=lambda pair: pair[0])])
+
+
+def picked(logits: Tensor, sample: Sample, row: int, temperature: float) -> Floats:
+    """Return the log-probabilities of a response's sampled tokens under its logits `[T, V]`."""
+    tokens = torch.tensor(sample.responses[row], device=logits.device)[:, None]
+    logp = torch.cat(
+        [
+            (part.double() / temperature).log_softmax(-1).gather(-1, ids)[:, 0]
+            for part, ids in zip(logits.split(PICKED), tokens.split(PICKED), strict=True)
+        ]
+    )
+    return logp[torch.tensor(sample.masks[row])].cpu().numpy()
+
+
+def trainers(model: nn.Module, sample: Sample, *, dtype: str, temperature: float) -> Floats:
+    """Return the log-probabilities of a sample's tokens `[N]` in one pass, as a trainer of this dtype computes them."""
+    with as_trainer(model, torch_dtype(dtype), torch.float32, None):
+        scored = passes(model, sample, None, shape=routing_shape(model))
+        of_row = {row: picked(logits, sample, row, temperature) for row, logits in scored}
+    return np.concatenate([of_row[row] for row in sorted(of_row)])
 
 
 def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
