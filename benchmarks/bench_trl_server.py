@@ -13,7 +13,6 @@ import os
 import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -34,49 +33,24 @@ TRANSFER = ("--weight-transfer-config", '{"backend": "mismatch_http"}')
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Shape:
-    """Sizes of a model and of a step.
-
-    Args:
-        name: Its name in the row.
-        vocabulary: Number of tokens in the vocabulary.
-        hidden: Width; the MLP is four times as wide.
-        layers: Number of decoder layers.
-        prompts: Number of prompts per step, with 8 completions each.
-        prompt: Number of tokens in a prompt.
-        new: Largest number of tokens in a completion.
-        micro: Number of completions in a micro-batch.
-    """
-
-    name: str
-    vocabulary: int
-    hidden: int
-    layers: int
-    prompts: int
-    prompt: int
-    new: int
-    micro: int
+VOCABULARY, HIDDEN, LAYERS = 4096, 256, 4
+PROMPTS, PROMPT, NEW, MICRO = 8, 32, 96, 16  # a step has 8 completions of each prompt
 
 
-STEP = Shape(name="a step", vocabulary=4096, hidden=256, layers=4, prompts=8, prompt=32, new=96, micro=16)
-TOY = Shape(name="a toy's step", vocabulary=64, hidden=64, layers=2, prompts=2, prompt=8, new=16, micro=8)
-
-
-def save(shape: Shape, folder: Path) -> int:
+def save(folder: Path) -> int:
     """Write a model with random weights and its tokenizer; return its number of parameters."""
     from benchmarks.stability.real import tokenizer
 
     torch.manual_seed(0)
     config = Qwen3Config(
-        vocab_size=shape.vocabulary, hidden_size=shape.hidden, intermediate_size=4 * shape.hidden,
-        num_hidden_layers=shape.layers, num_attention_heads=shape.hidden // 32, num_key_value_heads=shape.hidden // 64,
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, intermediate_size=4 * HIDDEN,
+        num_hidden_layers=LAYERS, num_attention_heads=HIDDEN // 32, num_key_value_heads=HIDDEN // 64,
         head_dim=32, max_position_embeddings=512, tie_word_embeddings=False, initializer_range=0.05, bos_token_id=None,
         eos_token_id=END, pad_token_id=END,
     )  # fmt: skip
     model = Qwen3ForCausalLM(config)
     model.save_pretrained(folder)
-    tokenizer(shape.vocabulary).save_pretrained(folder)
+    tokenizer(VOCABULARY).save_pretrained(folder)
     return sum(parameter.numel() for parameter in model.parameters())
 
 
@@ -103,7 +77,7 @@ def transport(base: type) -> type:
     return Transport
 
 
-def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, pipe: Connection) -> None:
+def train(kind: str, model: str, out: str, url: str, steps: int, pipe: Connection) -> None:
     """Train in its own process, one step each time it is told to."""
     Path(out).mkdir()
     be_quiet(Path(out))
@@ -113,11 +87,11 @@ def train(kind: str, shape: Shape, model: str, out: str, url: str, steps: int, p
     from trl import GRPOConfig, GRPOTrainer
 
     generator = torch.Generator().manual_seed(1)
-    drawn = torch.randint(1, shape.vocabulary, (steps * shape.prompts, shape.prompt), generator=generator)
+    drawn = torch.randint(1, VOCABULARY, (steps * PROMPTS, PROMPT), generator=generator)
     rows = [{"prompt": " ".join(f"t{token}" for token in row)} for row in drawn.tolist()]
     given: dict[str, Any] = {
-        "output_dir": out, "max_steps": steps, "num_generations": 8, "per_device_train_batch_size": shape.micro,
-        "gradient_accumulation_steps": 8 * shape.prompts // shape.micro, "max_completion_length": shape.new, "bf16": False,
+        "output_dir": out, "max_steps": steps, "num_generations": 8, "per_device_train_batch_size": MICRO,
+        "gradient_accumulation_steps": 8 * PROMPTS // MICRO, "max_completion_length": NEW, "bf16": False,
         "use_cpu": True, "use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "logging_steps": 1,
         "save_strategy": "no", "report_to": "none", "gradient_checkpointing": False, "seed": 0, "disable_tqdm": True,
         "model_init_kwargs": {"dtype": "float32"}, "generation_kwargs": {"seed": 1},
@@ -147,29 +121,29 @@ def processor_of(url: str) -> float:
     return spent / TICKS
 
 
-def measure(shape: Shape, steps: int) -> tuple[int, list[tuple[Step, Step]]]:
+def measure(steps: int) -> tuple[int, list[tuple[Step, Step]]]:
     """Return the model's number of parameters, and what the steps of ours and of stock took, pair by pair."""
     urls: dict[str, str] = {}
     with tempfile.TemporaryDirectory() as name, ExitStack() as standing:
         folder = Path(name)
-        size = save(shape, folder / "model")
+        size = save(folder / "model")
         for kind in ("theirs", "ours"):
             (folder / f"server-{kind}").mkdir()
             urls[kind] = standing.enter_context(
                 serving(folder / "model", folder / f"server-{kind}", *FLAGS, *TRANSFER, development=True)
             )
-        given = {kind: (kind, shape, str(folder / "model"), str(folder / kind), urls[kind], steps) for kind in urls}
+        given = {kind: (kind, str(folder / "model"), str(folder / kind), urls[kind], steps) for kind in urls}
         return size, take_turns(steps, train, given, beside=lambda kind: processor_of(urls[kind]))
 
 
-def rows_of(shape: Shape, steps: int) -> list[dict[str, Any]]:
-    """Return the rows of a shape: the whole step by the clock and by the processor."""
-    size, pairs = measure(shape, steps)
+def run(steps: int = 8) -> list[dict[str, Any]]:
+    """Return the rows of this benchmark, by the clock and by the processor; a ratio is the stock step's time over ours."""
+    size, pairs = measure(steps)
     same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
     assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
     equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"
-    what = f"{shape.name} of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens_per_step(pairs):.0f} tokens"
+    what = f"a step of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens_per_step(pairs):.0f} tokens"
     found: list[dict[str, Any]] = []
     for unit in ("clock", "processor"):
         name = f"{what}: every update and rollout checked vs stock, {unit} time"
@@ -186,15 +160,8 @@ def same_learnt(ours: dict[str, float], theirs: dict[str, float]) -> bool:
     return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))
 
 
-def run(steps: int = 10, shapes: tuple[Shape, ...] = (STEP, TOY)) -> list[dict[str, Any]]:
-    """Return the rows of this benchmark; a ratio is the stock step's time over ours."""
-    return [row for shape in shapes for row in rows_of(shape, steps)]
-
-
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--toy", action="store_true", help="The toy alone.")
-    chosen = parser.parse_args()
-    for row in run(chosen.steps, (TOY,) if chosen.toy else (STEP, TOY)):
+    parser.add_argument("--steps", type=int, default=8)
+    for row in run(parser.parse_args().steps):
         print(json.dumps(row))

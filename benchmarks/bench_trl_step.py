@@ -76,7 +76,7 @@ def train(kind: str, model: str, out: str, steps: int, pipe: Connection) -> None
     os._exit(0)  # engine threads may outlive the main one
 
 
-def run(steps: int = 14, model: str | None = None) -> list[dict[str, Any]]:
+def run(steps: int = 10, model: str | None = None) -> list[dict[str, Any]]:
     """Return the row of this benchmark; the ratio is the time of the stock step over that with everything on."""
     import torch
 
@@ -106,7 +106,7 @@ def run(steps: int = 14, model: str | None = None) -> list[dict[str, Any]]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--model", default=None, help="A checkpoint; the example's mixture of experts otherwise.")
     given = parser.parse_args()
     for row in run(given.steps, given.model):
