@@ -53,16 +53,6 @@ class Role(StrEnum):
     ENTROPY = "entropy"
 
 
-MEANINGS = {
-    Role.REWARD: "mean reward of the batch's responses",
-    Role.LENGTH: "their mean length in tokens",
-    Role.LEARNING_RATE: "learning rate that the step applied",
-    Role.LOSS: "loss of the step, whatever it is made of",
-    Role.GRAD_NORM: "norm of its gradient before clipping",
-    Role.ENTROPY: "mean entropy of the policy per token, in nat",
-}
-
-
 @dataclass(frozen=True, kw_only=True)
 class HostNames:
     """Names in the log of one host, by role; the defaults are the roles' own names, for a training loop of your own."""
