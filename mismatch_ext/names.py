@@ -40,6 +40,9 @@ GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
 MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
 STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
 ROUTING_MEASURES: dict[str, str] = _TABLES["routing"]
+MEANING = {name: measure.meaning for name, measure in (CORRECTION_MEASURES | MEASURES).items()}
+MEANING |= GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
+"""What each of our metrics is, by its name without prefix."""
 
 
 class Role(StrEnum):

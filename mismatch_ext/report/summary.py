@@ -224,8 +224,6 @@ class Parts:
     numerics: float | None  # mean |rollout(v) - train(v)|, both sides at one version; None if no step could measure it
     k3: float | None  # of the same tokens
     total: float | None  # mean |rollout(v) - train(w)| of all tokens
-    stale: float | None  # the same over stale tokens only
-    staleness: float | None  # mean number of updates since the tokens were sampled
 
 
 def parts(run: RunData) -> Parts | None:
@@ -236,8 +234,6 @@ def parts(run: RunData) -> Parts | None:
         numerics=pooled(run, NUMERICS + ABS_DIFF_MEAN),
         k3=pooled(run, NUMERICS + "k3_kl"),
         total=pooled(run, ABS_DIFF_MEAN),
-        stale=pooled(run, f"stale/{ABS_DIFF_MEAN}"),
-        staleness=pooled(run, "staleness_mean"),
     )
 
 
