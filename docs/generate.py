@@ -13,13 +13,13 @@ from mismatch_ext.names import (
     CORRECTION_MEASURES,
     GROWTH_MEASURES,
     HOSTS,
-    MEANINGS,
     MEASURES,
     MITIGATION_MEASURES,
     ROUTING_MEASURES,
     SHORT,
     STALENESS_MEASURES,
     Measure,
+    Role,
 )
 from mismatch_ext.routing.agreement import OTHER_PASSES
 
@@ -135,6 +135,16 @@ def alarms() -> list[str]:
         told = (f"`{name}`", rule.bounds, str(rule.patience), rule.meaning, rule.advice, rule.source.rstrip("."))
         lines.append(f"| {' | '.join(told)} |")
     return lines
+
+
+MEANINGS = {
+    Role.REWARD: "mean reward of the batch's responses",
+    Role.LENGTH: "their mean length in tokens",
+    Role.LEARNING_RATE: "learning rate that the step applied",
+    Role.LOSS: "loss of the step, whatever it is made of",
+    Role.GRAD_NORM: "norm of its gradient before clipping",
+    Role.ENTROPY: "mean entropy of the policy per token, in nat",
+}
 
 
 def roles() -> list[str]:

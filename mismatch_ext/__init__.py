@@ -7,24 +7,37 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from mismatch_ext.config import MismatchConfig
-    from mismatch_ext.correction import correct
-    from mismatch_ext.doctor import write_rollouts
-    from mismatch_ext.drift import drift_metrics, drift_sums
-    from mismatch_ext.errors import MismatchError
-    from mismatch_ext.gap import gap_metrics, gap_sums
-    from mismatch_ext.kl import kl_estimate, kl_full, kl_terms
-    from mismatch_ext.log_reading import read_run
-    from mismatch_ext.loop import Run
-    from mismatch_ext.lr import LrControl
-    from mismatch_ext.precision.audit import audit
-    from mismatch_ext.precision.scaler import LossScaler
-    from mismatch_ext.presets import PRESETS
-    from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
-    from mismatch_ext.routing import RoutingTrace
-    from mismatch_ext.routing.align import align
-    from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
-    from mismatch_ext.weights import WeightVerifier
+    from mismatch_ext.config import MismatchConfig as MismatchConfig
+    from mismatch_ext.correction import correct as correct
+    from mismatch_ext.doctor import write_rollouts as write_rollouts
+    from mismatch_ext.drift import drift_metrics as drift_metrics
+    from mismatch_ext.drift import drift_sums as drift_sums
+    from mismatch_ext.errors import MismatchError as MismatchError
+    from mismatch_ext.gap import gap_metrics as gap_metrics
+    from mismatch_ext.gap import gap_sums as gap_sums
+    from mismatch_ext.kl import kl_estimate as kl_estimate
+    from mismatch_ext.kl import kl_full as kl_full
+    from mismatch_ext.kl import kl_terms as kl_terms
+    from mismatch_ext.log_reading import read_run as read_run
+    from mismatch_ext.loop import Run as Run
+    from mismatch_ext.lr import LrControl as LrControl
+    from mismatch_ext.precision.audit import audit as audit
+    from mismatch_ext.precision.scaler import LossScaler as LossScaler
+    from mismatch_ext.presets import PRESETS as PRESETS
+    from mismatch_ext.rollout import (
+        Provenance as Provenance,
+    )
+    from mismatch_ext.rollout import (
+        RolloutRecord as RolloutRecord,
+    )
+    from mismatch_ext.rollout import (
+        SamplingSettings as SamplingSettings,
+    )
+    from mismatch_ext.routing import RoutingTrace as RoutingTrace
+    from mismatch_ext.routing.align import align as align
+    from mismatch_ext.sampling_mask import TokenSupport as TokenSupport
+    from mismatch_ext.sampling_mask import support_logprobs as support_logprobs
+    from mismatch_ext.weights import WeightVerifier as WeightVerifier
 
 __version__ = "0.1.0"
 
@@ -57,33 +70,7 @@ _MODULES = {
 }
 """Module of each public name; the imports above tell type checkers the same."""
 
-__all__ = [
-    "LossScaler",
-    "LrControl",
-    "MismatchConfig",
-    "MismatchError",
-    "PRESETS",
-    "Provenance",
-    "RolloutRecord",
-    "RoutingTrace",
-    "Run",
-    "SamplingSettings",
-    "TokenSupport",
-    "WeightVerifier",
-    "align",
-    "audit",
-    "correct",
-    "drift_metrics",
-    "drift_sums",
-    "gap_metrics",
-    "gap_sums",
-    "kl_estimate",
-    "kl_full",
-    "kl_terms",
-    "read_run",
-    "support_logprobs",
-    "write_rollouts",
-]
+__all__ = sorted(_MODULES)
 
 
 def __getattr__(name: str) -> Any:

@@ -16,15 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError, suggestion
-from mismatch_ext.names import (
-    CORRECTION_MEASURES,
-    GROWTH_MEASURES,
-    MEASURES,
-    MITIGATION_MEASURES,
-    PREFIX,
-    ROUTING_MEASURES,
-    HostNames,
-)
+from mismatch_ext.names import MEANING, MEASURES, PREFIX, HostNames
 from mismatch_ext.states import from_json, state
 
 if TYPE_CHECKING:
@@ -465,10 +457,7 @@ def _alarm(rule: Rule, about: Watch, name: str, value: float, step: int, status:
 def _explained(rule: Rule, name: str, side: Side, threshold: float | None, first_step: int) -> str:
     """Return what the metric is, what the alarm means, and what to do."""
     short, default = name.removeprefix(NUMERICS).removeprefix(PREFIX), DEFAULTS.get(rule.metric)
-    measures = MEASURES | CORRECTION_MEASURES
-    others = GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
-    is_what = measures[short].meaning if short in measures else others.get(short)
-    text = f" ({is_what})" if is_what else ""
+    text = f" ({MEANING[short]})" if short in MEANING else ""
     # The built-in rule's text is used only for its own side and, if it depends on the threshold, for its own threshold.
     if default is None or side != _main_side(default):
         return f"{text}; look at what else changed at step {first_step} in the log and in the report"

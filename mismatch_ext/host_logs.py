@@ -104,8 +104,7 @@ def _run(source: Path, rows: list[tuple[int, str, Mapping[str, Any]]]) -> RunDat
                 segment=0,
                 step=step,
                 split=split,
-                metrics={name: value for name, value in metrics.items()}
-                | {ours[name]: value for name, value in metrics.items() if name in ours},
+                metrics=metrics | {ours[name]: value for name, value in metrics.items() if name in ours},
             )
             for (split, step), metrics in sorted(steps.items())
         ),

@@ -64,15 +64,8 @@ _HEADER = re.compile(rb'\{"kind": "header", "segment": (\d+)')
 
 
 def run_folder(monitor: MonitorConfig, output: Path) -> Path:
-    """Return the folder of a run's metrics, by default `mismatch` in the host's output folder; raises RunDirectoryError."""
-    if not monitor.run_dir:
-        return output / "mismatch"
-    try:
-        return Path(monitor.run_dir).expanduser()
-    except RuntimeError as error:
-        raise RunDirectoryError(
-            f"mismatch.monitor.run_dir={monitor.run_dir!r}: {error} Give the whole path."
-        ) from error
+    """Return the folder of a run's metrics, by default `mismatch` in the host's output folder."""
+    return Path(monitor.run_dir).expanduser() if monitor.run_dir else output / "mismatch"
 
 
 def ensure_writable(run_dir: Path) -> None:
@@ -82,10 +75,7 @@ def ensure_writable(run_dir: Path) -> None:
         with tempfile.TemporaryFile(dir=run_dir):
             pass
     except OSError as error:
-        raise RunDirectoryError(
-            f"run directory {run_dir} is not writable: {error.strerror or error}. Set mismatch.monitor.run_dir to a folder that "
-            "can be written."
-        ) from error
+        raise _unwritable(run_dir, error) from error
 
 
 class RunStream:

@@ -40,6 +40,9 @@ GROWTH_MEASURES: dict[str, str] = _TABLES["growth"]
 MITIGATION_MEASURES: dict[str, str] = _TABLES["mitigations"]
 STALENESS_MEASURES: dict[str, str] = _TABLES["staleness"]
 ROUTING_MEASURES: dict[str, str] = _TABLES["routing"]
+MEANING = {name: measure.meaning for name, measure in (CORRECTION_MEASURES | MEASURES).items()}
+MEANING |= GROWTH_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
+"""What each of our metrics is, by its name without prefix."""
 
 
 class Role(StrEnum):
@@ -51,16 +54,6 @@ class Role(StrEnum):
     LOSS = "loss"
     GRAD_NORM = "grad_norm"
     ENTROPY = "entropy"
-
-
-MEANINGS = {
-    Role.REWARD: "mean reward of the batch's responses",
-    Role.LENGTH: "their mean length in tokens",
-    Role.LEARNING_RATE: "learning rate that the step applied",
-    Role.LOSS: "loss of the step, whatever it is made of",
-    Role.GRAD_NORM: "norm of its gradient before clipping",
-    Role.ENTROPY: "mean entropy of the policy per token, in nat",
-}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -79,17 +79,12 @@ class SamplingSettings:
         active += [f"top_k={self.top_k}"] * (self.top_k > 0)
         active += [f"min_p={self.min_p}"] * (self.min_p > 0)
         sentences = []
-        if active and not renormalised:
+        if active:
+            of, size = ("those", "small") if renormalised else ("all", "large")
             sentences.append(
-                f"{' and '.join(active)} is active: tokens are sampled from those that survive, and the engine reports their "
-                "probability among all, so that every ratio is too large, by one over the surviving mass; sample with top_p=1, "
-                "top_k=0 and min_p=0 to be on-policy."
-            )
-        elif active:
-            sentences.append(
-                f"{' and '.join(active)} is active: the engine renormalises its log-probabilities over the tokens that "
-                "survive and the trainer does not, so every ratio is too small by the surviving mass and the gap is not "
-                "numerics alone; sample with top_p=1, top_k=0 and min_p=0 to measure it."
+                f"{' and '.join(active)} is active: tokens are sampled from those that survive. The engine's probabilities are "
+                f"among {of}, the trainer's among all, so every ratio is too {size}, by the surviving mass. Sample with top_p=1, "
+                "top_k=0 and min_p=0 to measure the gap."
             )
         if self.repetition_penalty != 1:
             sentences.append(
@@ -349,12 +344,6 @@ def to_records(
     """Make records of columns with an entry per rollout; a log-probability is None where the engine reported NaN."""
     count = len(prompt_ids)
     columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
-    lengths = [len(column) for column in (prompt_ids, response_ids, rollout_logprobs, *columns)]
-    if set(lengths) != {count}:
-        raise RecordError(
-            f"{lengths[0]} prompts, {lengths[1]} responses, {lengths[2]} lists of log-probabilities and {lengths[3]} routing "
-            "traces; the four must be equal."
-        )
     return [
         RolloutRecord(
             prompt_ids=tuple(prompt),

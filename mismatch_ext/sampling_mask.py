@@ -113,13 +113,10 @@ class TokenSupport:
     @classmethod
     def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
         """Return the positions of several supports over one vocabulary, one after the other."""
-        sizes = sorted({part.vocabulary for part in parts})
-        if len(sizes) != 1:
-            raise RecordError(
-                f"sampling masks over vocabularies of {sizes} tokens cannot be joined; allowed: one size."
-            )
         counts = torch.cat([torch.zeros(1, dtype=torch.int64), *(part.counts for part in parts)])
-        return cls(ids=torch.cat([part.ids for part in parts]), offsets=counts.cumsum(0), vocabulary=sizes[0])
+        return cls(
+            ids=torch.cat([part.ids for part in parts]), offsets=counts.cumsum(0), vocabulary=parts[0].vocabulary
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -285,13 +282,6 @@ def head_logprobs(
     Only the logits of S are computed: scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature. Under
     autocast, the products are computed in its dtype, everything after them in float32. Errors are those of `support_logprobs`.
     """
-    fits = hidden.dim() == 2 and hidden.shape[:1] == tokens.shape and len(weight) >= support.vocabulary
-    if not (fits and len(support) == len(tokens) and temperature > 0):
-        raise RecordError(
-            f"hidden states {list(hidden.shape)}, projection {list(weight.shape)}, tokens {list(tokens.shape)}, sampling masks "
-            f"of {len(support)} positions over {support.vocabulary} tokens, temperature {temperature}: they must be [N, H], "
-            "[V, H], [N], N positions over V or fewer, and > 0."
-        )
     _check_inside(tokens, support)
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 STATE_KEY = "mismatch_ext"
 _COUNTERS = ("steps", "overflow_steps", "overflow_streak", "longest_overflow_streak")
-_SETTINGS = ("growth_factor", "backoff_factor", "growth_interval")
 GROWTH_FACTOR, BACKOFF_FACTOR = 2.0, 0.5  # torch.amp.GradScaler's own, which arXiv 2510.26788's code keeps
 MIN_SCALE = 1.0  # a smaller one no longer scales up
 MAX_OVERFLOW_STREAK = 20  # a choice: from 2^16 the scale falls below MIN_SCALE after 17 in a row
@@ -193,13 +192,13 @@ class LossScaler(torch.amp.GradScaler):
                 f"the loss-scaler state holds scale={scale!r}; allowed: a finite number >= {MIN_SCALE:g}. Resume from an earlier "
                 "checkpoint."
             )
-        settings = {name: getattr(self, f"get_{name}")() for name in _SETTINGS}
-        for name, value in settings.items():
-            if state_dict.get(name, value) != value:
-                warnings.warn(
-                    f"the checkpoint's loss scaler had {name}={state_dict[name]!r}; the configured {value!r} is used.",
-                    stacklevel=2,
-                )
+        interval = self.get_growth_interval()
+        if state_dict.get("growth_interval", interval) != interval:
+            warnings.warn(
+                f"the checkpoint's loss scaler had growth_interval={state_dict['growth_interval']!r}; the configured "
+                f"{interval!r} is used.",
+                stacklevel=2,
+            )
         tracker, before = state_dict["_growth_tracker"], ours.get("init_scale", self.init_scale)
         if before != self.init_scale:
             warnings.warn(
@@ -208,7 +207,8 @@ class LossScaler(torch.amp.GradScaler):
                 stacklevel=2,
             )
             scale, tracker = self.init_scale, 0
-        super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **settings})
+        factors = {"growth_factor": GROWTH_FACTOR, "backoff_factor": BACKOFF_FACTOR, "growth_interval": interval}
+        super().load_state_dict({"scale": scale, "_growth_tracker": tracker, **factors})
         for name in _COUNTERS:
             setattr(self, name, ours[name])
         if before != self.init_scale:

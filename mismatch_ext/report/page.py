@@ -15,7 +15,7 @@ import jinja2
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.log_reading import METRICS_FILE, RunData
-from mismatch_ext.names import MEASURES, MITIGATION_MEASURES, PREFIX
+from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
@@ -184,8 +184,7 @@ def _context(
 def _column(name: str) -> tuple[str, str, str]:
     """Return the name of a column, its label and its meaning."""
     part, _, plain = name.rpartition("/")
-    meaning = MEASURES[plain].meaning if plain in MEASURES else MITIGATION_MEASURES[plain]
-    return name, f"{part} {LABELS.get(plain, plain)}".strip(), meaning
+    return name, f"{part} {LABELS.get(plain, plain)}".strip(), MEANING[plain]
 
 
 def _write(path: Path, page: str) -> None:

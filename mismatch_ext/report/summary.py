@@ -188,26 +188,6 @@ class Pooled:
         total = sum(sums)
         return tuple(s / total if total > 0 and n > 0 else None for s, n in zip(sums, self.count, strict=True))
 
-    def share_below(self, edge: float) -> tuple[float, float]:
-        """Return the shares of tokens and of the summed |Δlogp| in the bins that end at or below `edge`."""
-        total = sum(self.count)
-        below = [i for i in range(len(self.count)) if i + 1 < len(self.edges) and self.edges[i + 1] <= edge]
-        gap = sum(self.gap_share[i] or 0.0 for i in below)
-        return (sum(self.count[i] for i in below) / total if total else 0.0), gap
-
-    def growth(self) -> float | None:
-        """Mean |Δlogp| of the later half of the tokens, divided by that of the earlier half; halves are whole bins."""
-        half, seen = sum(self.count) / 2, 0.0
-        parts: tuple[list[int], list[int]] = ([], [])
-        for index, count in enumerate(self.count):
-            parts[int(seen + count / 2 > half)].append(index)
-            seen += count
-        means = []
-        for part in parts:
-            tokens = sum(self.count[i] for i in part)
-            means.append(sum(self.count[i] * (self.mean[i] or 0.0) for i in part) / tokens if tokens else 0.0)
-        return means[1] / means[0] if means[0] > 0 and math.isfinite(means[1] / means[0]) else None
-
 
 def pool_profile(run: RunData, name: str, split: str) -> Pooled | None:
     """Pool the records of one profile over all steps of a split that share the first record's bins; None if all are empty."""
@@ -244,8 +224,6 @@ class Parts:
     numerics: float | None  # mean |rollout(v) - train(v)|, both sides at one version; None if no step could measure it
     k3: float | None  # of the same tokens
     total: float | None  # mean |rollout(v) - train(w)| of all tokens
-    stale: float | None  # the same over stale tokens only
-    staleness: float | None  # mean number of updates since the tokens were sampled
 
 
 def parts(run: RunData) -> Parts | None:
@@ -256,8 +234,6 @@ def parts(run: RunData) -> Parts | None:
         numerics=pooled(run, NUMERICS + ABS_DIFF_MEAN),
         k3=pooled(run, NUMERICS + "k3_kl"),
         total=pooled(run, ABS_DIFF_MEAN),
-        stale=pooled(run, f"stale/{ABS_DIFF_MEAN}"),
-        staleness=pooled(run, "staleness_mean"),
     )
 
 

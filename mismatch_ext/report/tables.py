@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.log_reading import EventRecord, RunData
@@ -16,28 +15,6 @@ from mismatch_ext.report.summary import ABS_DIFF_MEAN, Summary
 COLLAPSE_INFO = 3
 MAX_EVENTS = 500
 MAX_PROBLEMS = 50
-
-
-@dataclass(frozen=True, kw_only=True)
-class SideRow:
-    """One setting: a (trainer, engine) pair per run; None for a side that does not report it."""
-
-    key: str
-    pairs: tuple[tuple[str | None, str | None], ...]
-    differs: tuple[bool, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EventRow:
-    """One line of the event log; `steps` is a range where several events were put together."""
-
-    run: str
-    segment: int
-    steps: str
-    level: str
-    name: str
-    message: str
-    data: str
 
 
 def flatten(block: Any, prefix: str = "") -> dict[str, str]:
@@ -53,35 +30,27 @@ def flatten(block: Any, prefix: str = "") -> dict[str, str]:
     return flat
 
 
-def side_rows(runs: Mapping[str, RunData]) -> list[SideRow]:
-    """Return the settings of trainer and engine of every run side by side, dtypes first."""
+def side_rows(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
+    """Return the settings of trainer and engine of every run side by side, dtypes first; None for what a side does not report."""
     sides = [(flatten(r.header.get("trainer")), flatten(r.header.get("engine"))) for r in runs.values()]
     keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
     rows = []
     for key in sorted(keys, key=lambda k: ("dtype" not in k, k)):
-        pairs = tuple((trainer.get(key), engine.get(key)) for trainer, engine in sides)
-        differs = tuple(
-            "dtype" in key and None not in pair and len({spelled(text or "") for text in pair}) == 2 for pair in pairs
-        )
-        rows.append(SideRow(key=key, pairs=pairs, differs=differs))
+        pairs = [(trainer.get(key), engine.get(key)) for trainer, engine in sides]
+        differs = ["dtype" in key and None not in pair and len(set(map(spelled, pair))) == 2 for pair in pairs]
+        rows.append({"key": key, "pairs": pairs, "differs": differs})
     return rows
 
 
-def setting_tables(
-    runs: Mapping[str, RunData],
-) -> list[tuple[str, str, list[tuple[str, list[str | None]]]]]:
-    """Return (caption, heading, rows) of the header blocks that both sides share, one column per run."""
-    found = []
-    for caption, heading, key in (
-        ("What was run.", "setting", "run"),
-        ("Sampling.", "setting", "sampling"),
-        ("Package versions.", "package", "versions"),
-    ):
+def setting_tables(runs: Mapping[str, RunData]) -> list[tuple[str, list[tuple[str, list[str | None]]]]]:
+    """Return caption and rows of the header blocks that both sides share, one column per run."""
+    tables = []
+    for caption, key in (("What was run.", "run"), ("Sampling.", "sampling"), ("Package versions.", "versions")):
         blocks = [flatten(run.header.get(key)) for run in runs.values()]
         keys = dict.fromkeys(name for block in blocks for name in block)
         if keys:
-            found.append((caption, heading, [(name, [b.get(name) for b in blocks]) for name in keys]))
-    return found
+            tables.append((caption, [(name, [b.get(name) for b in blocks]) for name in keys]))
+    return tables
 
 
 def patch_rows(runs: Mapping[str, RunData]) -> list[tuple[str, dict[str, str]]]:
@@ -106,7 +75,7 @@ def config_texts(runs: Mapping[str, RunData]) -> list[tuple[str, str]]:
     ]
 
 
-def event_rows(runs: Mapping[str, RunData]) -> tuple[list[EventRow], int]:
+def event_rows(runs: Mapping[str, RunData]) -> tuple[list[dict[str, Any]], int]:
     """Return the event log and the number of rows left out; repeated info events share one row."""
     rows = []
     for name, run in runs.items():
@@ -116,25 +85,16 @@ def event_rows(runs: Mapping[str, RunData]) -> tuple[list[EventRow], int]:
                 groups.setdefault((event.segment, event.name), []).append(event)
         for event in run.events:
             group = groups.get((event.segment, event.name), []) if event.level == "info" else []
-            if len(group) <= COLLAPSE_INFO:
-                rows.append(_event_row(name, event, str(event.step), event.message))
-            elif event is group[0]:
-                last, count, at = group[-1], len(group), [e.step for e in group]
-                rows.append(_event_row(name, last, f"{min(at)}–{max(at)}", f"{count} times; the last: {last.message}"))
-    rows.sort(key=lambda row: row.level == "info")
+            row = event.model_dump() | {"run": name, "steps": str(event.step)}
+            if len(group) > COLLAPSE_INFO:
+                if event is not group[0]:
+                    continue
+                at, last = [e.step for e in group], group[-1]
+                row |= {"steps": f"{min(at)}–{max(at)}", "data": last.data}
+                row["message"] = f"{len(group)} times; the last: {last.message}"
+            rows.append(row | {"data": json.dumps(row["data"], ensure_ascii=False) if row["data"] else ""})
+    rows.sort(key=lambda row: row["level"] == "info")
     return rows[:MAX_EVENTS], max(0, len(rows) - MAX_EVENTS)
-
-
-def _event_row(run: str, event: EventRecord, steps: str, message: str) -> EventRow:
-    return EventRow(
-        run=run,
-        segment=event.segment,
-        steps=steps,
-        level=event.level,
-        name=event.name,
-        message=message,
-        data=json.dumps(event.data, ensure_ascii=False) if event.data else "",
-    )
 
 
 def missing(runs: Mapping[str, RunData], summary: Summary) -> list[tuple[str, str]]:

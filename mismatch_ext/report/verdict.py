@@ -12,7 +12,7 @@ The size of a gap says little without the model's own rounding. Where the doctor
 small, and one of `ROUNDINGS` times the rounding is not. A cause that is known for sure outranks the size: one that the doctor has
 confirmed, or a penalty that the engine samples with.
 
-The profiles tell what dominates. Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
+Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
 |difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
 in a mixture-of-experts router.
 """
@@ -33,11 +33,9 @@ from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
     Parts,
-    Pooled,
     Row,
     Summary,
     parts,
-    pool_profile,
     pooled,
     quantity,
 )
@@ -47,11 +45,6 @@ HEALTHY_ABS_DIFF = 0.02
 LARGE_K3 = 1e-2
 FEW_TOKENS = 8.0
 ROUNDINGS = 3.0
-# A group of tokens dominates if it holds this share of the gap, and at least this many times its share of all tokens.
-DOMINANT_SHARE = 0.6
-DOMINANT_LIFT = 1.5
-# The gap grows along the response if the mean of the later half is this many times the mean of the earlier half.
-POSITION_GROWTH = 1.5
 # From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
 
@@ -314,28 +307,12 @@ def _best_alternative(measured: Sequence[RunVerdict], worst: RunVerdict) -> RunV
 
 
 def dominates(run: RunData, v: RunVerdict) -> str | None:
-    """Say what dominates the gap of a run; None if neither a profile nor k3 can tell."""
-    split = v.split
-    probability = pool_profile(run, "probability", split)
-    position = pool_profile(run, "position", split)
-    if v.parts is None and probability is not None and (text := _by_probability(probability)):
-        return text
-    if v.mean and v.k3 is not None and v.k3 > FEW_TOKENS * v.mean * v.mean:
-        run_block = run.header.get("run")
-        model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
-        return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
-    if v.parts is not None:
-        return None  # the profiles describe the whole gap
-    if position is not None and (growth := position.growth()) is not None and growth >= POSITION_GROWTH:
-        return f"the gap grows along the response ({quantity(growth, 2)} times from early to late tokens)"
-    return "the gap is spread over all tokens, as rounding is" if probability is not None else None
-
-
-def _by_probability(profile: Pooled) -> str | None:
-    tokens, gap = profile.share_below(0.5)
-    if gap >= DOMINANT_SHARE and gap >= DOMINANT_LIFT * tokens:
-        return f"{gap:.0%} of the gap sits on the {tokens:.0%} of tokens with a probability below 0.5"
-    return None
+    """Say that few tokens carry the gap of a run, as k3 tells; None if they do not."""
+    if not v.mean or v.k3 is None or v.k3 <= FEW_TOKENS * v.mean * v.mean:
+        return None
+    run_block = run.header.get("run")
+    model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
+    return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
 
 
 def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:

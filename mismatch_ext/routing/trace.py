@@ -149,13 +149,6 @@ class RoutingTrace:
         ids = narrow[0] if len(narrow) == 1 else torch.cat(narrow)
         return ids.to(device=device).to(torch.int64)
 
-    def version_by_row(self) -> Tensor:
-        """Return the version of the weights that chose each row `[rows]`, int64."""
-        versions = torch.empty(self.rows, dtype=torch.int64)
-        for first, version in self.versions:
-            versions[first:] = version
-        return versions
-
     def to(self, device: torch.device | str) -> RoutingTrace:
         """Return the trace on a device; parts that are already there are not copied."""
         return replace(

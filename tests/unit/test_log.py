@@ -234,8 +234,6 @@ def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.
     monkeypatch.setenv("HOME", str(tmp_path))
     assert run_folder(MonitorConfig(run_dir="~/x"), Path("out")) == tmp_path / "x"
     assert run_folder(MonitorConfig(), Path("out")) == Path("out/mismatch")
-    with pytest.raises(RunDirectoryError, match="run_dir='~nobody-of-that-name/x'.*Give the whole path"):
-        run_folder(MonitorConfig(run_dir="~nobody-of-that-name/x"), Path("out"))
 
 
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
@@ -337,7 +335,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
 
 def test_what_is_wrong_is_said_before_anything_starts(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunDirectoryError, match="not writable"):
+    with pytest.raises(RunDirectoryError, match="cannot be written"):
         Run(tmp_path / "file")
 
 

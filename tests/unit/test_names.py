@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from docs.generate import MEANINGS
 from mismatch_ext.alarms import DEFAULTS, resumed, unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.names import HOSTS, MEANINGS, TRL, VERL, HostNames, Role, names_of
+from mismatch_ext.names import HOSTS, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.report import load_runs, summarise, tables
 from mismatch_ext.report.figures import sections
 from mismatch_ext.states import to_json

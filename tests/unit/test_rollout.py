@@ -121,7 +121,7 @@ def test_ids_alone_make_records_and_their_numbers_are_checked() -> None:
     assert made == [record(request_id="0")]
     with pytest.raises(NonFiniteLogprobError, match="rollout 0, token 1"):
         to_records([[5, 6]], [[7, 8]], [[-0.5, None]], provenance=ORIGIN)
-    with pytest.raises(RecordError, match="1 prompts, 2 responses"):
+    with pytest.raises(ValueError, match="longer"):
         to_records([[5]], [[7], [8]], [[-0.5], [-0.5]], provenance=ORIGIN)
 
 

@@ -147,7 +147,7 @@ def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path)
 
 # Verb: words of the error of the rank that fails in it.
 FAILURES = {
-    "init": "not writable",
+    "init": "cannot be written",
     "start": "engine is gone",
     "batch": "weight version 7",
     "measure": "not finite",
