@@ -26,9 +26,8 @@ import requests
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.config import MismatchConfigMixin
+from mismatch_ext.adapters.trl.config import MismatchConfigMixin, sampling_settings
 from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
-from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import Row, check_peers, refuse
 from mismatch_ext.adapters.trl.seams import REFUSALS
 from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp

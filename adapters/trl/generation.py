@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
-from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError

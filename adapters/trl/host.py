@@ -25,8 +25,8 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
+from mismatch_ext.adapters.trl.config import step_of_checkpoint
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor
 from transformers import TrainerCallback
