@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class CheckedGeneration:
-    """Puts its own methods before those of TRL's `VLLMGeneration`.
-
-    Attributes:
-        plain_generate: TRL's own `generate`.
-        sent: Copy of what the last weight update sent, where a batch is to be examined.
-    """
+    """Puts its own methods before those of TRL's `VLLMGeneration`."""
 
     def __init__(
         self,
@@ -52,7 +47,7 @@ class CheckedGeneration:
         self._kept: list[RolloutRecord] | None = None
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
-        self.sent: SentWeights | None = None
+        self.sent: SentWeights | None = None  # copy of what the last update sent, where a batch is to be examined
         self._inner = inner = run.trainer.vllm_generation
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         self.plain_generate = inner.generate
@@ -154,10 +149,7 @@ class CheckedGeneration:
         )
 
     def send_moved(self, ranks: Ranks = ONE_PROCESS) -> None:
-        """Update the engine if the weights changed without a step, which TRL does not notice because it counts steps.
-
-        This happens for example when the best checkpoint is loaded at the end, or when training begins anew.
-        """
+        """Update the engine if the weights changed without a step, as when a checkpoint is loaded: TRL counts steps alone."""
         if self.verifies and not self.verdicts.observes and any(ranks.gather(self.verifier.moved())):
             self._sync(ranks)
         self._sent_at = self.run.step

@@ -23,13 +23,7 @@ from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs
 
 @dataclass(frozen=True)
 class RowMask:
-    """The masks of one completion, with the tokens that they are of.
-
-    Attributes:
-        prompt: Token ids of its prompt.
-        completion: The sampled token ids.
-        support: The tokens that were left to sample from, for each sampled token.
-    """
+    """The masks of one completion, with the tokens that they are of."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
@@ -38,15 +32,10 @@ class RowMask:
 
 @dataclass(frozen=True)
 class EngineMasks:
-    """Makes masks of the most likely tokens that an engine reports after truncation.
+    """Makes masks of the most likely tokens that an engine reports after truncation."""
 
-    Args:
-        asked: How many tokens the engine is asked for; it returns the sampled token in addition.
-        vocabulary: How many tokens the engine's logits are over, at least `asked`.
-    """
-
-    asked: int
-    vocabulary: int
+    asked: int  # tokens that the engine is asked for; it returns the sampled one in addition
+    vocabulary: int  # tokens that its logits are over, at least `asked`
 
     @property
     def patches(self) -> tuple[Patch, ...]:
@@ -54,10 +43,7 @@ class EngineMasks:
         return top_logprobs()
 
     def of(self, result: tuple[Any, ...], outputs: Sequence[Any] | None) -> tuple[list[TokenSupport], tuple[Any, ...]]:
-        """Return the masks of each completion, and the result with only the sampled tokens' log-probabilities.
-
-        `outputs` is what the engine returned while `patches` were in place; None where there are none.
-        """
+        """Return each completion's masks, and the result with the sampled tokens alone; `outputs` is None without `patches`."""
         prompts, completions, tops, ids = result
         if tops is None or ids is None:
             raise RecordError("the engine returned no log-probabilities, of which sampling masks are made.")
@@ -83,10 +69,8 @@ class EngineMasks:
 
 
 def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:
-    """Return what outputs have kept as numbers, by the identity of the token list that TRL hands on.
-
-    With tensor parallelism every rank has the outputs of all ranks, and TRL takes the rank's own.
-    """
+    """Return what outputs have kept as numbers, by the identity of the token list that TRL hands on."""
+    # With tensor parallelism every rank has the outputs of all ranks, and TRL takes the rank's own.
     rows = [row for output in outputs for row in output.outputs]
     return {id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)}
 
@@ -125,11 +109,7 @@ def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length
 
 
 class MaskedPass:
-    """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them.
-
-    Attributes:
-        done: How often all tokens were scored.
-    """
+    """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them."""
 
     def __init__(self, masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> None:
         wanted = attention_mask[:, 1:].bool().clone()
@@ -140,7 +120,7 @@ class MaskedPass:
         kept = wanted.any(1).tolist()
         parts = [mask.support if keep else mask.support.slice(0, 0) for mask, keep in zip(masks, kept, strict=True)]
         self._support = TokenSupport.joined(parts)
-        self._row = self._token = self.done = 0
+        self._row = self._token = self.done = 0  # `done` counts how often all tokens were scored
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, **scaling: Any
