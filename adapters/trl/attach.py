@@ -80,12 +80,7 @@ class Updates(CheckedGeneration):
 
 
 class Attached(TrainerRun):
-    """The measurement of one trainer, which `attach` returns.
-
-    Attributes:
-        log: The run's log.
-        engine: The engine, as it is asked for scores.
-    """
+    """The measurement of one trainer, which `attach` returns; `log` is its run's log, and `verdict` that of the last update."""
 
     how = ", attached"
 

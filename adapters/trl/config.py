@@ -173,10 +173,7 @@ class MismatchRLOOConfig(MismatchConfigMixin, RLOOConfig):
 
 
 def sampling_settings(source: Any, generation_kwargs: Mapping[str, Any] | None) -> SamplingSettings:
-    """Return what a trainer's engine samples with; `generation_kwargs` come last, as in TRL.
-
-    `source` is a trainer, its configuration or its engine wrapper: what has TRL's sampling arguments as attributes.
-    """
+    """Return what the engine of a trainer, configuration or wrapper samples with; `generation_kwargs` come last, as in TRL."""
     given = generation_kwargs or {}
     settings = {
         "temperature": source.temperature,

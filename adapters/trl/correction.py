@@ -91,11 +91,8 @@ class CorrectionTerm:
 
 
 def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> float | None:
-    """Return how far rejected responses move the group baseline of those that are kept, in units of the advantage.
-
-    TRL subtracts the mean of a group before any response is rejected, and the kept ones keep that baseline. Their mean advantage
-    would be 0 if the group were theirs alone. Every rank must call it; None where no response is kept.
-    """
+    """Return how far rejected responses move the group baseline of those that are kept, in advantages; every rank calls it."""
+    # TRL subtracts the mean of a group before any is rejected; of the kept ones alone, the mean advantage would be 0.
     chosen, advantages = mask.bool(), output["advantages"]
     sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
     if advantages.dim() == 1:
@@ -124,10 +121,7 @@ def clips_engine_ratio(settings: ResolvedCorrection | None, loss_type: str) -> b
 def phantom(
     trainer: Any, output: Mapping[str, Any], gap: tuple[Tensor, Tensor, Tensor], clips: bool, ranks: Ranks
 ) -> dict[str, float]:
-    """Return the measures of phantom clipping over all ranks; a measure is left out if the batch has no tokens for it.
-
-    Every rank must call it.
-    """
+    """Return the measures of phantom clipping over all ranks, those that the batch has tokens for; every rank must call it."""
     trained, engine, mask = gap
     sequences = trainer.importance_sampling_level == "sequence"
     bounds = (trainer.epsilon_low, trainer.epsilon_high)

@@ -68,17 +68,11 @@ from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_presen
 
 
 class TrlRun(TrainerRun):
-    """The block's side of a `GRPOTrainer` or `RLOOTrainer`.
-
-    Attributes:
-        scoring: The passes of the trainer's model, under routes and over masks.
-        objective: The terms in the loss and in the rewards.
-        kl_reward: The function among TRL's rewards, if a part of the KL is in the rewards.
-    """
+    """The block's side of a `GRPOTrainer` or `RLOOTrainer`."""
 
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
-    kl_reward: KlReward | None = None
+    kl_reward: KlReward | None = None  # among TRL's rewards, if a part of the KL is there
     _unchecked: str | None = None  # what of a server cannot be checked
     _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
@@ -270,10 +264,8 @@ class TrlRun(TrainerRun):
         )
 
     def _base(self) -> Base | None:
-        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy.
-
-        DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
-        """
+        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy."""
+        # DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
         model: Any = self.trainer.vllm_generation.model
         if is_sharded(self.trainer.accelerator) or self.verdicts.observes or not is_peft_model(model):
             return None
