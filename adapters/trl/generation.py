@@ -83,14 +83,15 @@ class CheckedGeneration:
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
         alone = nullcontext if ranks is self.run.ranks else self._refusing
+        if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version):
+            with alone(), self.verdicts.checking("weight_sync"), together(ranks):
+                self.verifier.begin()
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
         scores = None
         if self.verifies:
             with alone(), self.verdicts.checking("weight_sync"):
                 with together(ranks):
-                    if self.engine.fresh and not self.run.step and not self.verifier.begun:
-                        self.verifier.begin()
                     found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
         with together(ranks), self._to_the_end():
