@@ -26,9 +26,8 @@ import requests
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.config import MismatchConfigMixin
+from mismatch_ext.adapters.trl.config import MismatchConfigMixin, sampling_settings
 from mismatch_ext.adapters.trl.host import MeasuredTrainer, TrainerRun
-from mismatch_ext.adapters.trl.readings import sampling_settings
 from mismatch_ext.adapters.trl.refusals import Row, check_peers, refuse
 from mismatch_ext.adapters.trl.seams import REFUSALS
 from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
@@ -130,11 +129,10 @@ class Held(NamedTuple):
 
 
 class Gate:
-    """A gate that the trainer shares with the process of its rollout worker, as shared memory: open, step, update, requests.
+    """A gate that the trainer shares with the process of its rollout worker, as shared memory: open, step, update, requests."""
 
-    A request enters before it is sent and leaves when it is answered. The trainer closes the gate, waits until no request is
-    inside, and opens it when the new weights are there. So no request sees two versions, whatever the server does meanwhile.
-    """
+    # A request enters before it is sent and leaves when it is answered. The trainer closes the gate, waits until no request is
+    # inside, and opens it when the new weights are there. So no request sees two versions, whatever the server does meanwhile.
 
     def __init__(self, context: Any) -> None:
         self._state = context.Array("q", 4)
@@ -179,10 +177,7 @@ class Gate:
 
 
 class Sampled(float):
-    """A log-probability that knows which weights have sampled its token.
-
-    TRL makes rows of conversations, forks and masks them; a log-probability that knows its version survives all of that.
-    """
+    """A log-probability that knows which weights sampled its token, also when TRL has made, forked and masked its row."""
 
     __slots__ = ("step",)
     step: int
@@ -210,11 +205,10 @@ class Carried(dict[str, float]):
 
 
 class VersionedLoop(_AsyncRolloutLoop):
-    """TRL's rollout loop, in the process that TRL spawns for it, with log-probabilities that know the version of their weights.
+    """TRL's rollout loop, in the process that TRL spawns for it, with log-probabilities that know their weights' version."""
 
-    vLLM's pause ends the running requests with the tokens that they have so far. When the new weights are there, each goes on as
-    a new request whose prompt includes those tokens.
-    """
+    # vLLM's pause ends the running requests with the tokens that they have so far. When the new weights are there, each goes on
+    # as a new request whose prompt includes those tokens.
 
     def __init__(self, *, gate: Gate, owner: str, **kwargs: Any) -> None:
         super().__init__(**kwargs)
@@ -282,15 +276,11 @@ class VersionedLoop(_AsyncRolloutLoop):
 
 
 class CarryingCollator:
-    """TRL's collator, which also puts the versions of trained tokens in the batch, in the order of TRL's `token_index`.
-
-    Attributes:
-        prompts: Token ids of the last micro-batch's prompts.
-    """
+    """TRL's collator, which also puts the versions of trained tokens in the batch, in the order of TRL's `token_index`."""
 
     def __init__(self, inner: Callable[[Any], dict[str, Any]]) -> None:
         self.inner = inner
-        self.prompts: list[tuple[int, ...]] = []
+        self.prompts: list[tuple[int, ...]] = []  # of the last micro-batch
 
     def __call__(self, examples: Any) -> dict[str, Any]:
         """Return the batch of a list that holds one micro-batch, which is a list of rows."""
@@ -509,10 +499,7 @@ class AsyncRun(TrainerRun):
     # One micro-batch.
 
     def loss(self, plain: Callable[..., Any], model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute TRL's loss from one forward pass, whose answer is measured and corrects the inputs before the loss is made.
-
-        TRL's `compute_loss` is called twice, the first time on a copy of the trainer; the model runs once.
-        """
+        """Compute TRL's loss from one forward pass, whose answer is measured and corrects the inputs before the loss is made."""
         if not self.trainer.model.training:
             return plain(model, inputs, *args, **kwargs)
         begun = time.time()
@@ -542,10 +529,7 @@ class AsyncRun(TrainerRun):
         return answers[0]
 
     def measure_fresh(self) -> None:
-        """Measure numerics on a few answers of the weights that have just arrived, by the pass that trains.
-
-        The batches of an asynchronous trainer have hardly a token of the weights that score them.
-        """
+        """Measure numerics on a few answers of the new weights, of which an asynchronous trainer's batches have hardly any."""
         trainer, prompts = self.trainer, [] if self.collator is None else self.collator.prompts
         if not prompts or trainer.is_fsdp_enabled:  # before the first batch; and one rank alone takes this pass
             return
@@ -666,11 +650,9 @@ def naming(worker: Any) -> Callable[[float], None]:
 
 
 def ending(worker: Any) -> Callable[[], None]:
-    """Return TRL's `stop` of a rollout worker, changed to end one that has failed at once.
-
-    TRL sets an event that a thread of the process waits for. `multiprocessing.Event.set` returns only when each waiting thread
-    has woken. In a process that has ended no thread wakes, so that the training would not end.
-    """
+    """Return TRL's `stop` of a rollout worker, changed to end one that has failed at once."""
+    # TRL sets an event that a thread of the process waits for. `multiprocessing.Event.set` returns only when each waiting thread
+    # has woken. In a process that has ended no thread wakes, so that the training would not end.
     plain = worker.stop
 
     def stop() -> None:

@@ -18,10 +18,10 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.engines import engine_of
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import TrainerRun, prefixed
-from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer
@@ -80,12 +80,7 @@ class Updates(CheckedGeneration):
 
 
 class Attached(TrainerRun):
-    """The measurement of one trainer, which `attach` returns.
-
-    Attributes:
-        log: The run's log.
-        engine: The engine, as it is asked for scores.
-    """
+    """The measurement of one trainer, which `attach` returns; `log` is its run's log, and `verdict` that of the last update."""
 
     how = ", attached"
 

@@ -201,10 +201,7 @@ def compute(kind: type[Any], case: Mapping[str, Any]) -> tuple[float | str, set[
 
 
 def changed(kind: type[Any], loss_type: str = "", *, values: bool = True) -> str | None:
-    """Say what TRL's own loss does that it did not do in the versions that were run; None where it does the same.
-
-    Without `values`, only which tokens it scores and which inputs it reads count.
-    """
+    """Say what TRL's own loss does that it did not in the versions that were run; without `values`, only what it reads counts."""
     cases, known = ([{}], (KNOWN_RLOO,)) if kind is RLOOTrainer else (CASES, KNOWN[loss_type])
     found = [compute(kind, {"loss_type": loss_type, **case}) for case in cases]
     asked = set().union(*(keys for _, keys in found))

@@ -141,11 +141,8 @@ class Served:
 
     @contextmanager
     def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:
-        """Collect what the server answers to TRL's generations, as outputs of vLLM's; each rank gets those of its own prompts.
-
-        The server must hold this trainer's last update, before and after. TRL resets the prefix cache after each update, and the
-        client makes sure of it.
-        """
+        """Collect what the server answers to TRL's generations, as outputs of vLLM's; each rank gets those of its own prompts."""
+        # TRL resets the prefix cache after each update, and the client makes sure of it.
         self._expect_own_weights()
         outputs: list[Any] = []
         if not self._unnamed:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
-from mismatch_ext.adapters.trl.engine_masks import EngineMasks
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
@@ -26,12 +26,7 @@ if TYPE_CHECKING:
 
 
 class CheckedGeneration:
-    """Puts its own methods before those of TRL's `VLLMGeneration`.
-
-    Attributes:
-        plain_generate: TRL's own `generate`.
-        sent: Copy of what the last weight update sent, where a batch is to be examined.
-    """
+    """Puts its own methods before those of TRL's `VLLMGeneration`."""
 
     def __init__(
         self,
@@ -52,7 +47,7 @@ class CheckedGeneration:
         self._kept: list[RolloutRecord] | None = None
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
-        self.sent: SentWeights | None = None
+        self.sent: SentWeights | None = None  # copy of what the last update sent, where a batch is to be examined
         self._inner = inner = run.trainer.vllm_generation
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         self.plain_generate = inner.generate
@@ -88,14 +83,15 @@ class CheckedGeneration:
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
         alone = nullcontext if ranks is self.run.ranks else self._refusing
+        if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version):
+            with alone(), self.verdicts.checking("weight_sync"), together(ranks):
+                self.verifier.begin()
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
         scores = None
         if self.verifies:
             with alone(), self.verdicts.checking("weight_sync"):
                 with together(ranks):
-                    if self.engine.fresh and not self.run.step and not self.verifier.begun:
-                        self.verifier.begin()
                     found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
         with together(ranks), self._to_the_end():
@@ -154,10 +150,7 @@ class CheckedGeneration:
         )
 
     def send_moved(self, ranks: Ranks = ONE_PROCESS) -> None:
-        """Update the engine if the weights changed without a step, which TRL does not notice because it counts steps.
-
-        This happens for example when the best checkpoint is loaded at the end, or when training begins anew.
-        """
+        """Update the engine if the weights changed without a step, as when a checkpoint is loaded: TRL counts steps alone."""
         if self.verifies and not self.verdicts.observes and any(ranks.gather(self.verifier.moved())):
             self._sync(ranks)
         self._sent_at = self.run.step

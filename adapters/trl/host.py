@@ -25,8 +25,8 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
+from mismatch_ext.adapters.trl.config import step_of_checkpoint
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.readings import step_of_checkpoint
 from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor
 from transformers import TrainerCallback
@@ -72,22 +72,13 @@ Gap = tuple[Tensor, Tensor, Tensor]
 
 
 class TrainerRun(ABC):
-    """The block's side of one trainer, from construction to the end of its trainings.
-
-    Attributes:
-        sampling: Settings that the engine samples with.
-        readings: What was read back from each side, by its name.
-        patches: Descriptions of the patches in use.
-        eval_split: The evaluation that runs, because each evaluation's metrics are kept apart.
-    """
+    """The block's side of one trainer, from construction to the end of its trainings."""
 
     kl: Any = None
     routing: Any = None
     engine: Engine
-    checked: CheckedGeneration | None = None
-    """What stands before TRL's engine wrapper; None without vLLM, and where wrapping failed and the run is observed."""
-    how = ""
-    """How the trainer came by it, for the header of the metrics file."""
+    checked: CheckedGeneration | None = None  # None without vLLM, and where wrapping failed and the run is observed
+    how = ""  # how the trainer came by it, for the header of the metrics file
 
     def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
         self.trainer, self.block = trainer, block
@@ -106,10 +97,10 @@ class TrainerRun(ABC):
         self.lr: LrCallback | None = None
         self.grid: GridWatch | None = None
         self.sampling = SamplingSettings()
-        self.readings: dict[str, Any] = {}
-        self.patches: list[dict[str, Any]] = []
+        self.readings: dict[str, Any] = {}  # what was read back from each side, by its name
+        self.patches: list[dict[str, Any]] = []  # descriptions of those in use
         self.audit_report: AuditReport | None = None
-        self.eval_split = "eval/default"
+        self.eval_split = "eval/default"  # each evaluation's metrics are kept apart
         self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
         self._sync_audited = self._bias_told = False
         self._unwritten: list[str] = []
@@ -157,10 +148,7 @@ class TrainerRun(ABC):
     # Construction: both sides are read back, and refused if they are not as asked.
 
     def accelerator_created(self) -> None:
-        """Turn on float16 as asked, and check the model, which TRL has loaded.
-
-        accelerate leaves autocast and scaler off for float16 on a CPU, and elsewhere builds a scaler with torch's defaults.
-        """
+        """Turn on float16, which accelerate leaves off on a CPU, as asked, and check the model, which TRL has loaded."""
         trainer, precision = self.trainer, self.block.precision
         with self.verdicts.checking("device"):
             check_device(trainer.accelerator.device.type, self.block, engine=bool(getattr(trainer, "use_vllm", True)))
@@ -423,11 +411,9 @@ class TrainerRun(ABC):
             self.routing.draws.begin_anew()
 
     def save(self, trial: Any) -> None:
-        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished.
-
-        No callback can: `on_save` comes after the checkpoint is finished, and an `ExportableState` is built anew at a resume
-        with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
-        """
+        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished."""
+        # No callback can: `on_save` comes after the checkpoint is finished, and an `ExportableState` is built anew at a resume
+        # with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
         if self.trainer.args.should_save:
             folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
             with self.verdicts.checking("checkpoint"):
@@ -484,13 +470,9 @@ class TrainerRun(ABC):
 
 
 class MeasuredTrainer(_Host):
-    """Methods of every trainer with a block; without one they pass straight on.
+    """Methods of every trainer with a block; without one they pass straight on."""
 
-    Attributes:
-        mm: The block's side of this trainer; None without a block.
-    """
-
-    mm: Any = None
+    mm: Any = None  # the block's side of this trainer
 
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""

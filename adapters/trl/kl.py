@@ -43,13 +43,9 @@ def batch_baseline(
     pad: int,
     ranks: Ranks,
 ) -> Tensor:
-    """Return the leave-one-out baseline of each token of this rank's generation batch `[B, T]`; every rank must call it.
-
-    TRL cuts a generation batch into equal parts, so that the completions of a prompt may be on several ranks.
-
-    A completion that was sampled once and stands in several rows, as in best-of-n, is no other sample of its own: its copies
-    would subtract the whole KL.
-    """
+    """Return the leave-one-out baseline of each token of this rank's generation batch `[B, T]`; every rank must call it."""
+    # A completion that was sampled once and stands in several rows, as in best-of-n, is no other sample of its own: its copies
+    # would subtract the whole KL. TRL cuts a generation batch into equal parts, so that a prompt's may be on several ranks.
     length = mask.size(1)
     sampled = Counter(
         (tuple(prompt), (*completion, *[pad] * (length - len(completion)))) for prompt, completion in generated

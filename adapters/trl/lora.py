@@ -42,17 +42,13 @@ def check_base(model: nn.Module) -> None:
 
 
 class Base:
-    """The base model of a policy that trains adapters.
-
-    Attributes:
-        rounding: What the engine's grid did to the adapters in the last update: the error of rounding W + BA divided by BA, both
-            as Frobenius norms over all layers whose adapters are added to a weight. None before the first, and while BA is 0.
-    """
+    """The base model of a policy that trains adapters."""
 
     def __init__(self, model: Any, engine_dtype: str) -> None:
         self._model = model
         self._grid: torch.dtype = getattr(torch, engine_dtype)
         self._kept: dict[nn.Parameter, Tensor] = {}  # by identity; a tied weight is one
+        # The error of rounding W + BA in the last update divided by BA, as Frobenius norms over all layers; None while BA is 0.
         self.rounding: float | None = None
 
     @contextmanager

@@ -63,17 +63,12 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
 
 
 class Objective:
-    """The block's terms in the loss and in the rewards of one trainer.
-
-    Attributes:
-        sections: Sections that have no effect unless the loss that is stepped comes through `loss`.
-        losses: Number of losses that came through it.
-    """
+    """The block's terms in the loss and in the rewards of one trainer."""
 
     def __init__(self, run: TrlRun) -> None:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
-        self.losses = 0
+        self.losses = 0  # that came through `loss`
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -142,10 +137,7 @@ class Objective:
     # The loss.
 
     def loss(self, host: Loss, model: Any, inputs: Any) -> Tensor:
-        """Compute the loss as the host does, with the block's terms instead of TRL's.
-
-        `host` is `_compute_loss` of the class after ours: TRL's, or a user's that builds on it.
-        """
+        """Compute the loss as `_compute_loss` of the class after ours does, with the block's terms instead of TRL's."""
         self.losses += torch.is_grad_enabled()
         kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
         reinforces = correction is not None and correction.reinforces
@@ -209,10 +201,7 @@ class Objective:
         return next((logps for logps in found if logps.requires_grad), found[0])
 
     def _weighed(self, host: Loss, model: Any, inputs: Any) -> Tensor:
-        """Compute a user's loss, and refuse one that the weights of the correction are no part of.
-
-        TRL's own loss multiplies by them, so that a loss with TRL's in it depends on them; autograd walks only that far.
-        """
+        """Compute a user's loss, and refuse one that does not depend on the correction's weights, as TRL's own does."""
         if "mismatch.correction" not in self.sections or not torch.is_grad_enabled() or not _is_users(host):
             return host(model, inputs)
         if WEIGHTS not in inputs:

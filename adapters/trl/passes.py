@@ -27,13 +27,7 @@ LEADING = ("model", "input_ids", "attention_mask", "logits_to_keep")
 
 @dataclass(frozen=True)
 class Scored:
-    """A scoring pass.
-
-    Attributes:
-        options: What else was given, by name.
-        reference: Whether the reference policy was scored.
-        scores: What came out.
-    """
+    """A scoring pass and what came out; `options` is what else was given, by name."""
 
     model: Any
     tokens: Tensor
@@ -69,41 +63,23 @@ class Scored:
 
 @dataclass
 class RolloutPass:
-    """What is known of a batch of rollouts while it is generated and scored, or of a micro-batch while its loss is computed.
+    """What is known of a batch of rollouts while it is generated and scored, or of a micro-batch while its loss is computed."""
 
-    It does not live longer: what the loss needs of a batch travels with TRL's inputs, row by row.
-
-    Attributes:
-        fresh: Whether the batch is being generated and scored.
-        prompts: Token ids of the prompts of the latest generation.
-        generated: Token ids of prompt and completion of each sample.
-        records: What the engine returned, in its order.
-        routes: Routes of the rows: with R3 the sampler's; with R2 those of each scoring pass that was recorded, over any tokens;
-            in a loss those that travelled with the micro-batch.
-        masks: Sampling masks of the rows, in a loss.
-        scored: The host's scoring passes, where they are kept.
-        policy: The policy's log-probabilities `[B, T]` by a pass of our own, where the host takes none.
-        joining: Whether turns are still being generated, so that records are of calls and not yet of completions.
-        masked_before: Number of passes over masks before the batch.
-    """
-
-    fresh: bool = True
-    prompts: list[list[int]] = field(default_factory=list)
-    generated: list[tuple[list[int], list[int]]] = field(default_factory=list)
-    records: list[RolloutRecord] = field(default_factory=list)
+    # It does not live longer: what the loss needs of a batch travels with TRL's inputs, row by row.
+    fresh: bool = True  # False for a micro-batch
+    prompts: list[list[int]] = field(default_factory=list)  # of the latest generation
+    generated: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt and completion of each sample
+    records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
+    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that travelled with the micro-batch.
     routes: list[list[RoutingTrace]] = field(default_factory=list)
-    masks: Sequence[RowMask] = ()
-    scored: list[Scored] = field(default_factory=list)
-    policy: Tensor | None = None
-    joining: bool = False
-    masked_before: int = 0
+    masks: Sequence[RowMask] = ()  # of the rows, in a loss
+    scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept
+    policy: Tensor | None = None  # log-probabilities [B, T] by a pass of our own, where the host takes none
+    joining: bool = False  # turns are being generated, so that records are of calls and not yet of completions
+    masked_before: int = 0  # passes over masks before the batch
 
     def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
-        """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.
-
-        Raises:
-            RecordError: The engine sampled no such completion of the prompt.
-        """
+        """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""
         ids, length = output["completion_ids"], output["completion_ids"].size(1)
         tokens, real = (
             torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
@@ -142,9 +118,8 @@ class RolloutPass:
 
     def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the policy over some tokens, or None."""
-        found = (scored for scored in self.scored if scored.model is model and not scored.reference and is_of(scored))
-        return next(found, None)
+        return next((one for one in self.scored if one.model is model and not one.reference and is_of(one)), None)
 
     def of_reference(self, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the reference over some tokens, or None."""
-        return next((scored for scored in self.scored if scored.reference and is_of(scored)), None)
+        return next((one for one in self.scored if one.reference and is_of(one)), None)

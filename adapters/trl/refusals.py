@@ -200,10 +200,7 @@ def check_sharding(block: MismatchConfig, *, deepspeed: Mapping[str, Any] | None
 def check_peers(
     trainer: type[Any], block: MismatchConfig, *, use_vllm: bool, server: bool, stitches: bool = False
 ) -> None:
-    """Refuse features that the installed peers lack, and warn once of versions that were not tested.
-
-    `stitches` says that a completion may consist of several generations.
-    """
+    """Refuse features that the peers lack, and warn of untested versions; `stitches`: completions of several generations."""
     peers = ["torch", "transformers", "accelerate", "trl", *(["vllm"] if use_vllm else [])]
     using = {"trl", *(kind.__name__ for kind in trainer.__mro__)}
     if use_vllm:

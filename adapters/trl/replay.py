@@ -23,14 +23,10 @@ Rows = tuple[Tensor, Tensor, int]
 
 
 class ScoreReplay(RouteReplay):
-    """Records or replays routing around TRL's scoring passes.
+    """Records or replays routing around TRL's scoring passes."""
 
-    A rank that refuses routes raises by itself, because only one rank may have a pass over other tokens; the launcher then ends
-    the other ranks.
-
-    Raises:
-        ReplayError: The model's routing cannot be replayed.
-    """
+    # A rank that refuses routes raises by itself, because only one rank may have a pass over other tokens; the launcher then ends
+    # the other ranks.
 
     def __init__(self, config: RoutingConfig, model: nn.Module, seed: int) -> None:
         super().__init__(config, backend, model, seed=seed)
@@ -78,11 +74,7 @@ class ScoreReplay(RouteReplay):
 def matching(
     traces: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor, length: int
 ) -> list[RoutingTrace] | None:
-    """Return the routes of each row of a scoring pass, or None where they are not known for each row.
-
-    If all rows are in their own places, each has its own routes. Otherwise each has those recorded for the same tokens, and the
-    result is None if several traces are of the same tokens and differ.
-    """
+    """Return the routes of each row of a scoring pass: its own, or those of the same tokens; None if some are not known."""
     ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
     rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
     if any(

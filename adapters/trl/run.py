@@ -19,9 +19,15 @@ from mismatch_ext.adapters.transformers import vocabulary_surplus
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.clipping import clips_engine_ratio, coarse_engine, phantom
-from mismatch_ext.adapters.trl.correction import CorrectionTerm, baseline_shift, native_options
-from mismatch_ext.adapters.trl.engine_masks import EngineMasks
+from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings
+from mismatch_ext.adapters.trl.correction import (
+    CorrectionTerm,
+    baseline_shift,
+    clips_engine_ratio,
+    coarse_engine,
+    native_options,
+    phantom,
+)
 from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -31,10 +37,9 @@ from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.readings import ratio_bias, sampling_settings
 from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
 from mismatch_ext.adapters.trl.replay import ScoreReplay
-from mismatch_ext.adapters.trl.sampling_mask import mean_size
+from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.trl.turns import joined_turns
@@ -63,17 +68,11 @@ from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_presen
 
 
 class TrlRun(TrainerRun):
-    """The block's side of a `GRPOTrainer` or `RLOOTrainer`.
-
-    Attributes:
-        scoring: The passes of the trainer's model, under routes and over masks.
-        objective: The terms in the loss and in the rewards.
-        kl_reward: The function among TRL's rewards, if a part of the KL is in the rewards.
-    """
+    """The block's side of a `GRPOTrainer` or `RLOOTrainer`."""
 
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
-    kl_reward: KlReward | None = None
+    kl_reward: KlReward | None = None  # among TRL's rewards, if a part of the KL is there
     _unchecked: str | None = None  # what of a server cannot be checked
     _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
@@ -265,10 +264,8 @@ class TrlRun(TrainerRun):
         )
 
     def _base(self) -> Base | None:
-        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy.
-
-        DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
-        """
+        """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy."""
+        # DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
         model: Any = self.trainer.vllm_generation.model
         if is_sharded(self.trainer.accelerator) or self.verdicts.observes or not is_peft_model(model):
             return None

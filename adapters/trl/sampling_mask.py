@@ -11,27 +11,68 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
-from mismatch_ext.errors import ReplayError
+from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.patching import Patch
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.sampling_mask import TokenSupport, head_logprobs
+from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs
 
 
 @dataclass(frozen=True)
 class RowMask:
-    """The masks of one completion, with the tokens that they are of.
-
-    Attributes:
-        prompt: Token ids of its prompt.
-        completion: The sampled token ids.
-        support: The tokens that were left to sample from, for each sampled token.
-    """
+    """The masks of one completion, with the tokens that they are of."""
 
     prompt: tuple[int, ...]
     completion: tuple[int, ...]
     support: TokenSupport
+
+
+@dataclass(frozen=True)
+class EngineMasks:
+    """Makes masks of the most likely tokens that an engine reports after truncation."""
+
+    asked: int  # tokens that the engine is asked for; it returns the sampled one in addition
+    vocabulary: int  # tokens that its logits are over, at least `asked`
+
+    @property
+    def patches(self) -> tuple[Patch, ...]:
+        """Patches that keep these tokens as numbers while the engine generates; none where each token has to be an object."""
+        return top_logprobs()
+
+    def of(self, result: tuple[Any, ...], outputs: Sequence[Any] | None) -> tuple[list[TokenSupport], tuple[Any, ...]]:
+        """Return each completion's masks, and the result with the sampled tokens alone; `outputs` is None without `patches`."""
+        prompts, completions, tops, ids = result
+        if tops is None or ids is None:
+            raise RecordError("the engine returned no log-probabilities, of which sampling masks are made.")
+        kept = _kept(outputs or ())
+        if kept or (outputs is not None and not outputs):
+            return [self._of_completion(row, tokens, kept) for row, tokens in enumerate(completions)], result
+        supports, sampled = [], []
+        for row, (tokens, values, names) in enumerate(zip(completions, tops, ids, strict=True)):
+            found = TokenSupport.from_top(names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row))
+            supports.append(found)
+            sampled.append([[top[of.index(token)]] for token, top, of in zip(tokens, values, names, strict=True)])
+        return supports, (prompts, completions, sampled, [[[token] for token in tokens] for tokens in completions])
+
+    def _of_completion(self, row: int, tokens: Any, kept: dict[int, LeftTokens]) -> TokenSupport:
+        if not tokens:
+            return TokenSupport.empty(0, self.vocabulary)
+        if (left := kept.get(id(tokens))) is None:
+            raise RecordError(
+                f"rollout {row}: its tokens are not those of an output of LLM.generate: something stands between the engine and "
+                "TRL, so that its sampling masks are not known. Remove it, or mismatch.sampling_mask."
+            )
+        return left.support(asked=self.asked, vocabulary=self.vocabulary, name=str(row))
+
+
+def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:
+    """Return what outputs have kept as numbers, by the identity of the token list that TRL hands on."""
+    # With tensor parallelism every rank has the outputs of all ranks, and TRL takes the rank's own.
+    rows = [row for output in outputs for row in output.outputs]
+    return {id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)}
 
 
 def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
@@ -68,11 +109,7 @@ def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length
 
 
 class MaskedPass:
-    """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them.
-
-    Attributes:
-        done: How often all tokens were scored.
-    """
+    """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them."""
 
     def __init__(self, masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> None:
         wanted = attention_mask[:, 1:].bool().clone()
@@ -83,7 +120,7 @@ class MaskedPass:
         kept = wanted.any(1).tolist()
         parts = [mask.support if keep else mask.support.slice(0, 0) for mask, keep in zip(masks, kept, strict=True)]
         self._support = TokenSupport.joined(parts)
-        self._row = self._token = self.done = 0
+        self._row = self._token = self.done = 0  # `done` counts how often all tokens were scored
 
     def __call__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, **scaling: Any

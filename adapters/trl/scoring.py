@@ -46,23 +46,15 @@ _OF_MASKS = {"what": "masks", "section": "mismatch.sampling_mask", "key": MASKS}
 
 
 class Scoring:
-    """The passes of one trainer's model.
-
-    Attributes:
-        routing: What records and replays routes; None without the section.
-        masking: The `sampling_mask` section.
-        rollouts: The batch that is generated and scored, or the micro-batch whose loss is computed; None between them.
-        masked_passes: Number of passes that were scored over masks.
-        passes: Takes the host's passes while they are kept; None otherwise.
-    """
+    """The passes of one trainer's model."""
 
     def __init__(self, run: TrlRun) -> None:
         self.run, self.trainer = run, run.trainer
-        self.routing: ScoreReplay | None = None
+        self.routing: ScoreReplay | None = None  # records and replays routes, with the section
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
-        self.rollouts: RolloutPass | None = None
-        self.masked_passes = 0
-        self.passes: list[Scored] | None = None
+        self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
+        self.masked_passes = 0  # passes that were scored over masks
+        self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""

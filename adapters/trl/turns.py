@@ -11,10 +11,7 @@ from mismatch_ext.turns import Trained, any_asked, join_turns
 
 
 def joined_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: bool, limit: int) -> dict[str, float]:
-    """Join the records of each completion's turns into one, in place, and return what is logged of them.
-
-    `own` says that a `rollout_func` of the user's has generated. Raises RecordError if other tokens are trained on.
-    """
+    """Join the records of each completion's turns, in place, and return metrics; `own` if a user's `rollout_func` generated."""
     trained = _trained(output)
     if own and not any_asked(records, trained):
         raise RecordError(

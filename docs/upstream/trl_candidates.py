@@ -7,7 +7,7 @@ from vllm.logprobs import Logprob
 
 PEER = "trl"
 REPORTED = "not reported"
-WORKAROUND = "`sampling_settings` (adapters/trl/readings.py) refuses it before the engine starts"
+WORKAROUND = "`sampling_settings` (adapters/trl/config.py) refuses it before the engine starts"
 EXPECTED = -3.0
 
 
@@ -21,7 +21,7 @@ def seen() -> float:
 
 def with_workaround() -> float:
     """Ask this package's configuration for it."""
-    from mismatch_ext.adapters.trl.readings import sampling_settings
+    from mismatch_ext.adapters.trl.config import sampling_settings
     from trl import GRPOConfig
 
     config = GRPOConfig(use_cpu=True, bf16=False, generation_kwargs={"logprobs": 1})

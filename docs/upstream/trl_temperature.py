@@ -5,7 +5,7 @@ from trl import GRPOConfig
 
 PEER = "trl"
 REPORTED = "not reported"
-WORKAROUND = "`sampling_settings` (adapters/trl/readings.py) refuses it before the engine starts"
+WORKAROUND = "`sampling_settings` (adapters/trl/config.py) refuses it before the engine starts"
 LOGITS = torch.tensor([2.0, 0.5, -1.0])
 EXPECTED = 0.0
 
@@ -20,7 +20,7 @@ def seen(check=lambda config: None) -> float:
 
 def with_workaround() -> float:
     """Ask this package's configuration for it."""
-    from mismatch_ext.adapters.trl.readings import sampling_settings
+    from mismatch_ext.adapters.trl.config import sampling_settings
 
     return seen(lambda config: sampling_settings(config, config.generation_kwargs))
 

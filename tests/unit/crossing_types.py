@@ -10,7 +10,7 @@ from mismatch_ext.adapters.transformers import TrainedModel
 from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.transformers.routing.layout import MoeLayout, Router
 from mismatch_ext.adapters.trl import MismatchGRPOConfig
-from mismatch_ext.adapters.trl.readings import step_of_checkpoint
+from mismatch_ext.adapters.trl.config import step_of_checkpoint
 from mismatch_ext.adapters.trl.trainer import MismatchGRPOTrainer
 from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer as MismatchVerlTrainer
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from mismatch_ext.adapters.trl.engine_masks import EngineMasks
+from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from numpy.typing import NDArray
 

@@ -34,7 +34,7 @@ def trl() -> dict[str, str]:
                 row = to_records([[5, 6]], [[7, 8]], [[-0.5, -1.0]], provenance=origin, names=[name])
                 records += row
             run: Any = object.__new__(TrlRun)
-            run.trainer = SimpleNamespace(vllm_generation=SimpleNamespace(weight_version=PRESENT))
+            run.checked = SimpleNamespace(weight_version=PRESENT)
             rows = {
                 "prompt_ids": torch.tensor([[5, 6]] * len(records)),
                 "completion_ids": torch.tensor([[7, 8]] * len(records)),

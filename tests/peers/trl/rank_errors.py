@@ -243,7 +243,6 @@ def observed_begin(fails: bool) -> str:
     """Fail on one rank in noting the gap before the first update."""
     verifier = Verifier()
     verifier.begin = fail(OSError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
-    verifier.begun = False  # type: ignore[attr-defined]
 
     def case(found: Any) -> None:
         found.engine.fresh, found.run.step = True, 0
@@ -276,7 +275,7 @@ def served_update(fails: bool) -> None:
     """Fail on the main process in sending to a server, before the first weight."""
     found = checked()
     server = object.__new__(engines.Served)
-    vars(server).update(_ranks=WORLD, _client=None, remote=None)
+    vars(server).update(_ranks=WORLD, _client=None, remote=None, fresh=False)
 
     def plain() -> None:
         weights = found._sent_parameters()

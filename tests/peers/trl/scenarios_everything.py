@@ -43,7 +43,7 @@ def everything(
         trainer = build(model, out, block, callbacks, **rest)
         keep_names(trainer)
         trainer.train(resume_from_checkpoint=resume)
-    rollouts = vars(trainer.vllm_generation) if trainer.use_vllm else {}
+    rollouts = vars(trainer.mm.checked) if trainer.use_vllm else {}
     return {**outcome(trainer), "patched": sorted(names), "patch_digest": rollouts.get("patch_digest")}
 
 

@@ -60,12 +60,12 @@ def drift(model: str, out: str) -> dict[str, Any]:
         learning_rate=1e-2,
         model_init_kwargs={"dtype": "bfloat16"},
     )
-    generation = trainer.vllm_generation
+    checked = trainer.mm.checked
     weights = [base.weight for _, base in layers_of(trainer.model)]
     found: dict[str, Any] = {}
     begun = [(p, p.detach().clone()) for p in trainer.model.parameters()]
     # TRL's own last: it leaves another base.
-    for name, iterate in (("ours", generation._sent_parameters), ("TRL's", generation._plain_parameters)):
+    for name, iterate in (("ours", checked._sent_parameters), ("TRL's", checked._plain_parameters)):
         first = [weight.detach().float() for weight in weights]
         moves = torch.Generator().manual_seed(0)
         for _ in range(SYNCS):
@@ -77,7 +77,7 @@ def drift(model: str, out: str) -> dict[str, Any]:
         apart = sum(float((weight.float() - old).abs().sum()) for weight, old in zip(weights, first, strict=True))
         found[name] = apart / sum(float(old.abs().sum()) for old in first)
         if name == "ours":
-            found["rounding"] = generation.base.rounding
+            found["rounding"] = checked.base.rounding
         with torch.no_grad():
             for parameter, old in begun:
                 parameter.copy_(old)

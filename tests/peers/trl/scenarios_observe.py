@@ -109,8 +109,9 @@ def sections(model: str, out: str, rloo: bool) -> dict[str, Any]:
 
 def _generations(trainer: Any, spoil: Callable[[int, Any], None]) -> None:
     """Let a function at what TRL's engine wrapper returns, generation after generation."""
-    wrapper = getattr(trainer.vllm_generation, "inner", trainer.vllm_generation)
-    generate, calls = wrapper.generate, []
+    checked = getattr(getattr(trainer, "mm", None), "checked", None)
+    owner, name = (trainer.vllm_generation, "generate") if checked is None else (checked, "plain_generate")
+    generate, calls = getattr(owner, name), []
 
     def spoiled(*args: Any, **kwargs: Any) -> Any:
         result = generate(*args, **kwargs)
@@ -118,7 +119,7 @@ def _generations(trainer: Any, spoil: Callable[[int, Any], None]) -> None:
         spoil(len(calls), result)
         return result
 
-    wrapper.generate = spoiled
+    setattr(owner, name, spoiled)
 
 
 def faults(model: str, out: str) -> dict[str, Any]:

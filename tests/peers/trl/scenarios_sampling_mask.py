@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, engine_masks
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, sampling_mask
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
@@ -92,15 +92,15 @@ class Measured(MismatchGRPOTrainer):
 
 def kept_and_listed(trainer: Any) -> dict[str, Any]:
     """Sample the same twice: masks of numbers that the engine kept, and of the objects that vLLM makes."""
-    generation, found = trainer.vllm_generation, {}
+    generation, checked, found = trainer.vllm_generation, trainer.mm.checked, {}
     prompts = [row["prompt"] for row in rows()][:4]
     ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
     generation.generation_kwargs = {"seed": 3}
-    generation.send_moved()
+    checked.send_moved()
     for name in ("kept", "listed"):
         records: list[Any] = []
-        hidden = overridden(engine_masks, top_logprobs=lambda: ()) if name == "listed" else nullcontext()
-        with hidden, generation.keeping(records), engine.captured_outputs(generation.llm) as outputs:
+        hidden = overridden(sampling_mask, top_logprobs=lambda: ()) if name == "listed" else nullcontext()
+        with hidden, checked.keeping(records), engine.captured_outputs(generation.llm) as outputs:
             result = generation.generate(ids, None, 1)
         found[name] = {
             "records": [[one.response_ids, one.rollout_logprobs, one.support.ids.tolist()] for one in records],

@@ -58,7 +58,7 @@ def test_other_corrections_are_the_hand_computed_ones(run: Run, dense: Path, tmp
 def test_a_clip_on_the_engines_ratio_is_warned_of_where_the_engine_is_coarser(
     trainer: str, engine: str, quantization: str | None, words: list[str]
 ) -> None:
-    from mismatch_ext.adapters.trl.clipping import coarse_engine
+    from mismatch_ext.adapters.trl.correction import coarse_engine
 
     said = coarse_engine(trainer, engine, quantization)
     assert said is not None and all(word in said for word in words)
