@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
@@ -21,7 +20,6 @@ from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, regis
 from mismatch_ext.adapters.verl.loss import make_loss, needs_own_loss
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
@@ -173,11 +171,11 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
         """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
-        if self._megatron:
-            return None  # probes are scored only in FSDP models
+        if self._megatron or self._fused:
+            return None  # probes are scored only in FSDP models, and a fused head returns no logits of them
 
         def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
-            return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
+            return vocabulary_surplus(model, tokenizer_size, ids, autocast)
 
         with _scoring(self._engine) as score:
             found = score(measure, token_ids)
@@ -232,33 +230,6 @@ def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullco
         output = model(input_ids=token_ids, use_cache=False, return_dict=True, temperature=1.0)
     # The last place is scored against the first token.
     return checked(output.log_probs)[:, :-1].double().cpu()
-
-
-class WithLogits(nn.Module):
-    """A model with a fused head, whose output has logits: those of its output layer, run inside the model's own pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._causal = next(
-            module
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
-        )
-
-    def forward(self, **inputs: Any) -> SimpleNamespace:
-        """Run the model, and return its logits `[N, T, V]`."""
-        head, found = self._causal.get_output_embeddings(), []
-
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(head(output[0]))
-
-        handle = self._causal.base_model.register_forward_hook(look)
-        try:
-            self.model(**inputs, return_dict=True)
-        finally:
-            handle.remove()
-        return SimpleNamespace(logits=found[-1])
 
 
 # separate_async
