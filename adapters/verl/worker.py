@@ -28,7 +28,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.verdicts import Verdicts
@@ -127,8 +126,11 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:
         """Return what is active in this process, read back from the live objects; not collective, as one rank may raise."""
-        engine = self._engine
-        live = {} if self._megatron else {"trainer": asdict(self._reading())}
+        engine, live = self._engine, {}
+        if not self._megatron:
+            device = torch.device(get_device_name())
+            reading = read_trainer(engine.module, partial(_autocast, engine), self._fsdp.scaler, device)
+            live = {"trainer": asdict(reading)}
         return {
             "rank": self.rank,
             "engine": type(engine).__name__,
@@ -145,10 +147,6 @@ class MismatchWorker(ActorRolloutRefWorker):
         with self._verdicts.checking("versions"):
             compat.check(peers, self._block().features, {"verl", "megatron" if self._megatron else "fsdp"})
         return {peer: installed(peer) for peer in peers}
-
-    def _reading(self) -> TrainerReading:
-        engine = self._fsdp
-        return read_trainer(engine.module, partial(_autocast, engine), engine.scaler, torch.device(get_device_name()))
 
     @on_all_ranks
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
