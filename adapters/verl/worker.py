@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
-from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
 from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.block import block_of, mode_of
@@ -155,14 +155,13 @@ class MismatchWorker(ActorRolloutRefWorker):
         `fingerprint` is a digest of the shards, `sums` are of the bits of tensors that an engine may hold too, after rounding to
         a dtype.
         """
-        function = score_fused if self._fused else score_tokens
-        with _scoring(self._engine) as score:
+        scored = score_fused if self._fused else score_tokens
+        with _scoring(self._engine, token_ids) as (model, tokens, autocast):
             # The shards are read before the forward pass, which may leave some weights gathered.
-            model = self._engine.module
             digest = fingerprint(named_shards(model))
             pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
             sums = {name: sums_of(piece, torch_dtype(dtype)) for name, piece in pieces.items()}
-            logprobs: list[list[float]] = score(function, token_ids).tolist()
+            logprobs = scored(model, tokens, autocast).tolist()
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
@@ -171,12 +170,8 @@ class MismatchWorker(ActorRolloutRefWorker):
         """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
         if self._megatron or self._fused:
             return None  # probes are scored only in FSDP models, and a fused head returns no logits of them
-
-        def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
-            return vocabulary_surplus(model, tokenizer_size, ids, autocast)
-
-        with _scoring(self._engine) as score:
-            found = score(measure, token_ids)
+        with _scoring(self._engine, token_ids) as (model, tokens, autocast):
+            found = vocabulary_surplus(model, tokenizer_size, tokens, autocast)
         return None if found is None else asdict(found)
 
     @on_all_ranks
@@ -204,17 +199,14 @@ def _autocast(engine: Any) -> torch.autocast:
 
 
 @contextmanager
-def _scoring(engine: Any) -> Iterator[Callable[..., Any]]:
-    """Give a function that scores tokens under the engine's autocast, in evaluation, loaded where it is offloaded."""
-
+def _scoring(engine: Any, token_ids: list[list[int]]) -> Iterator[tuple[nn.Module, Tensor, Autocast]]:
+    """Give the engine's model in evaluation, loaded where it is offloaded, with tokens on its device and its autocast."""
     with engine.eval_mode():  # ends with the group of ranks that was there before
         # Every rank scores all tokens by itself. verl's annotation does not allow None, although its own getter returns it.
         set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
         try:
             # verl's own passes put their tensors on this device too, even if the parameters are kept on the CPU.
-            yield lambda function, tokens: function(
-                engine.module, torch.tensor(tokens).to(get_device_id()), partial(_autocast, engine)
-            )
+            yield engine.module, torch.tensor(token_ids).to(get_device_id()), partial(_autocast, engine)
         finally:
             reshard(engine.module)
 
