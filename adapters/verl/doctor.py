@@ -14,19 +14,15 @@ from mismatch_ext.precision.dtypes import canonical
 
 _ROLLOUT = "actor_rollout_ref.rollout."
 _ACTOR = "actor_rollout_ref.actor."
-# vLLM's arguments by verl's names of them, as its server passes them on.
+_MODEL = "actor_rollout_ref.model."
+# vLLM's arguments, as verl's server passes them on under the same names, and one under another.
 PASSED = {
-    "max_num_seqs": "max_num_seqs",
-    "enable_chunked_prefill": "enable_chunked_prefill",
-    "max_num_batched_tokens": "max_num_batched_tokens",
-    "enable_prefix_caching": "enable_prefix_caching",
-    "logprobs_mode": "logprobs_mode",
-    "enforce_eager": "enforce_eager",
-    "gpu_memory_utilization": "gpu_memory_utilization",
-    "scheduling_policy": "scheduling_policy",
-    "tensor_model_parallel_size": "tensor_parallel_size",
-    "quantization": "quantization",
-}
+    name: name
+    for name in (
+        *("max_num_seqs", "enable_chunked_prefill", "max_num_batched_tokens", "enable_prefix_caching", "logprobs_mode"),
+        *("enforce_eager", "gpu_memory_utilization", "scheduling_policy", "quantization"),
+    )
+} | {"tensor_model_parallel_size": "tensor_parallel_size"}
 # What verl sets for its own worker processes.
 _VERLS_OWN = ("worker_extension_cls", "distributed_executor_backend", "load_format", "seed")
 LEFT_OUT = {
@@ -54,47 +50,38 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     rollout, actor, model = group["rollout"], group["actor"], group["model"]
     engine, path = rollout["name"], checkpoint or str(model["path"])
     _ensure_started(rollout, actor, engine)
-    ensure_checkpoint("--model" if checkpoint else "--verl: actor_rollout_ref.model.path", path)
+    ensure_checkpoint("--model" if checkpoint else f"--verl: {_MODEL}path", path)
     weights, held_by = _trainer_dtype(actor)
     own = {key: value for key, value in (rollout["engine_kwargs"].get(engine) or {}).items() if value is not None}
-    arguments, origin = _arguments(rollout, model, path)
-    arguments |= {key: value for key, value in own.items() if key not in _VERLS_OWN}
-    origin |= {f"arguments.{key}": f"{_ROLLOUT}engine_kwargs.{engine}.{key}" for key in own if key not in _VERLS_OWN}
-    dtype = canonical(own.get("dtype", rollout["dtype"]))
-    arguments.pop("dtype", None)
+    arguments = _arguments(rollout, model, path)
+    kwargs = f"{_ROLLOUT}engine_kwargs.{engine}."
+    arguments |= {key: (value, kwargs + key) for key, value in own.items() if key not in (*_VERLS_OWN, "dtype")}
+    sampling = _sampling(rollout)
     routing = None if block is None else block.routing
-    sides: dict[str, Any] = dict(
-        model=path,
-        dtype=dtype,
-        trainer_dtype=weights,
-        trainer_weights=weights,
-        trainer_config=_trainer_config(model),
-        replays=routing is not None and routing.mode == "R3",
-        layout="packed" if model["use_remove_padding"] else "left-positions",
-        temperature=float(rollout["temperature"]),
-        sampling=_sampling(rollout),
-        arguments=arguments,
-        engine=engine,
-    )
-    origin |= {
-        "model": "actor_rollout_ref.model.path",
-        "engine": f"{_ROLLOUT}name",
-        "dtype": f"{_ROLLOUT}{f'engine_kwargs.{engine}.' if 'dtype' in own else ''}dtype",
-        "trainer_dtype": held_by,
-        "trainer_weights": held_by,
-        "trainer_config": "actor_rollout_ref.model.override_config, of which the rollout server is told nothing",
-        "replays": "mismatch.routing.mode",
-        "layout": "actor_rollout_ref.model.use_remove_padding",
-        "temperature": f"{_ROLLOUT}temperature",
-        "max_tokens": f"{_ROLLOUT}response_length",
-        **{f"sampling.{key}": f"{_ROLLOUT}{key}" for key in sides["sampling"]},
-        "sampling.repetition_penalty": "fixed in verl's agent loop",
+    settings: dict[str, tuple[Any, str]] = {
+        "model": (path, _MODEL + "path"),
+        "dtype": (canonical(own.get("dtype", rollout["dtype"])), f"{kwargs if 'dtype' in own else _ROLLOUT}dtype"),
+        "trainer_dtype": (weights, held_by),
+        "trainer_weights": (weights, held_by),
+        "trainer_config": (
+            _trainer_config(model),
+            f"{_MODEL}override_config, of which the rollout server is told nothing",
+        ),
+        "replays": (routing is not None and routing.mode == "R3", "mismatch.routing.mode"),
+        "layout": ("packed" if model["use_remove_padding"] else "left-positions", _MODEL + "use_remove_padding"),
+        "temperature": (float(rollout["temperature"]), _ROLLOUT + "temperature"),
+        "engine": (engine, _ROLLOUT + "name"),
     }
     return HostRun(
-        sides=sides,
+        sides={name: value for name, (value, _) in settings.items()}
+        | {"sampling": sampling, "arguments": {name: value for name, (value, _) in arguments.items()}},
         max_tokens=int(rollout["response_length"]),
         dataset=_dataset(OmegaConf.to_container(config.data, resolve=True), rollout, model),
-        origin=origin,
+        origin={f"arguments.{name}": where for name, (_, where) in arguments.items()}
+        | {name: where for name, (_, where) in settings.items()}
+        | {"max_tokens": _ROLLOUT + "response_length"}
+        | {f"sampling.{key}": _ROLLOUT + key for key in sampling}
+        | {"sampling.repetition_penalty": "fixed in verl's agent loop"},
         left_out=_left_out(rollout, actor, model),
     )
 
@@ -102,22 +89,17 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
 def _composed(overrides: Sequence[str], names_model: bool = True) -> Any:
     from hydra import compose, initialize_config_module
     from hydra.errors import HydraException
+    from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
             config = compose("ppo_trainer", overrides=list(overrides))
-        for name in (f"{_ROLLOUT}name", "actor_rollout_ref.model.path") if names_model else (f"{_ROLLOUT}name",):
-            _ = _selected(config, name)
+        for name in (f"{_ROLLOUT}name", f"{_MODEL}path") if names_model else (f"{_ROLLOUT}name",):
+            OmegaConf.select(config, name, throw_on_missing=True)
     except (HydraException, OmegaConfBaseException) as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
     return config
-
-
-def _selected(config: Any, name: str) -> Any:
-    from omegaconf import OmegaConf
-
-    return OmegaConf.select(config, name, throw_on_missing=True)
 
 
 def _settled(config: Any) -> MismatchConfig | None:
@@ -169,20 +151,18 @@ def _trainer_dtype(actor: dict[str, Any]) -> tuple[str, str]:
     return "bfloat16", "verl's FSDP engine, without fsdp_config.mixed_precision"
 
 
-def _arguments(rollout: dict[str, Any], model: dict[str, Any], path: str) -> tuple[dict[str, Any], dict[str, str]]:
-    found = {theirs: rollout[ours] for ours, theirs in PASSED.items() if rollout.get(ours) is not None}
-    origin = {f"arguments.{theirs}": f"{_ROLLOUT}{ours}" for ours, theirs in PASSED.items() if theirs in found}
-    found["trust_remote_code"] = model["trust_remote_code"]
-    origin["arguments.trust_remote_code"] = "actor_rollout_ref.model.trust_remote_code"
+def _arguments(rollout: dict[str, Any], model: dict[str, Any], path: str) -> dict[str, tuple[Any, str]]:
+    """Return vLLM's arguments by name, each with the setting that it comes from."""
+    given = {
+        theirs: (rollout[name], _ROLLOUT + name) for name, theirs in PASSED.items() if rollout.get(name) is not None
+    }
+    given["trust_remote_code"] = model["trust_remote_code"], _MODEL + "trust_remote_code"
     if rollout["expert_parallel_size"] > 1:
-        found["enable_expert_parallel"] = True
-        origin["arguments.enable_expert_parallel"] = f"{_ROLLOUT}expert_parallel_size"
+        given["enable_expert_parallel"] = True, _ROLLOUT + "expert_parallel_size"
     if (length := with_room(rollout["max_model_len"], path)) is not None:
-        found["max_model_len"] = length
-        origin["arguments.max_model_len"] = f"{_ROLLOUT}max_model_len, and one token to score a whole response"
-    found["generation_config"] = "auto"
-    origin["arguments.generation_config"] = "vLLM's default, which verl leaves"
-    return found, origin
+        given["max_model_len"] = length, f"{_ROLLOUT}max_model_len, and one token to score a whole response"
+    given["generation_config"] = "auto", "vLLM's default, which verl leaves"
+    return given
 
 
 def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:

@@ -199,11 +199,6 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     """Return the decoder indices of the MoE layers of a megatron-core TransformerConfig; raises ReplayError without any."""
     if not config.num_moe_experts:
         raise ReplayError("the Megatron model is dense: it has no routing to replay; remove mismatch.routing.")
-    if getattr(config, "mtp_num_layers", None):
-        raise ReplayError(
-            f"the Megatron model has mtp_num_layers={config.mtp_num_layers}, whose routers have no routes and would choose for "
-            f"themselves; set actor_rollout_ref.model.mtp.enable=False."
-        )
     return tuple(index for index in range(config.num_layers) if is_moe_layer(config, index))
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.precision.dtypes import TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
@@ -60,6 +60,15 @@ HYBRID = "actor_rollout_ref.hybrid_engine"
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 CORRECTION, POLICY_LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
 DTYPE, ENGINE_WEIGHTS = "mismatch.precision.dtype", "mismatch.precision.engine_weights"
+_MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
+FIXES = TrainerFixes(
+    masters=f"Set {ACTOR}.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
+    autocast_off=f"Set {_MIXED}.param_dtype=fp32, or leave it out",
+    autocast=f"Set {_MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
+    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
+    reduction=f"Set {_MIXED}.reduce_dtype=fp32",
+)
+"""What to change where the trainer does not compute as asked for."""
 
 
 def trainer_of(mode: str) -> str:

@@ -241,7 +241,7 @@ class EngineMasks:
         logits = logits.reshape(-1, logits.shape[-1])
         # As verl's own: the last token of a row is scored against the first one of the next.
         following_ids = layout.rows(micro_batch["input_ids"].values().roll(-1), 0)
-        temperature = _temperature(micro_batch)
+        temperature = float(torch.as_tensor(micro_batch["temperature"]).flatten()[0])  # one for all samples of a run
         found = support_logprobs(
             logits, following_ids, self._rows(numbers, layout, len(logits)), temperature=temperature
         )
@@ -279,15 +279,6 @@ class EngineMasks:
         total, count = (sum(one) for one in zip(*WORLD.gather((self._ids, self._tokens)), strict=True))
         self._ids = self._tokens = 0
         return {"sampling_mask_size": total / count} if count else {}
-
-
-def _temperature(micro_batch: Any) -> float:
-    """Return the temperature that verl divides a micro-batch's logits by, which is one for all samples of a run."""
-    given = micro_batch["temperature"]
-    values = given.unique().tolist() if isinstance(given, Tensor) else [float(given)]
-    if len(values) != 1:
-        raise ReplayError(f"mismatch.sampling_mask with temperatures {values} in one micro-batch; allowed: one.")
-    return float(values[0])
 
 
 def _of_sample(

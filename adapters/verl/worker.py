@@ -7,13 +7,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards, reshard
-from mismatch_ext.adapters.transformers import VocabularySurplus, read_trainer, score_tokens, vocabulary_surplus
+from mismatch_ext.adapters.transformers import read_trainer, score_tokens, vocabulary_surplus
 from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
 from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.block import block_of, mode_of
@@ -21,7 +20,6 @@ from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, regis
 from mismatch_ext.adapters.verl.loss import make_loss, needs_own_loss
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.single_controller.base.decorator import Dispatch, register
 from verl.utils.device import get_device_id, get_device_name
@@ -30,7 +28,6 @@ from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.verdicts import Verdicts
@@ -129,8 +126,11 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_report(self) -> dict[str, Any]:
         """Return what is active in this process, read back from the live objects; not collective, as one rank may raise."""
-        engine = self._engine
-        live = {} if self._megatron else {"trainer": asdict(self._reading())}
+        engine, live = self._engine, {}
+        if not self._megatron:
+            device = torch.device(get_device_name())
+            reading = read_trainer(engine.module, partial(_autocast, engine), self._fsdp.scaler, device)
+            live = {"trainer": asdict(reading)}
         return {
             "rank": self.rank,
             "engine": type(engine).__name__,
@@ -148,10 +148,6 @@ class MismatchWorker(ActorRolloutRefWorker):
             compat.check(peers, self._block().features, {"verl", "megatron" if self._megatron else "fsdp"})
         return {peer: installed(peer) for peer in peers}
 
-    def _reading(self) -> TrainerReading:
-        engine = self._fsdp
-        return read_trainer(engine.module, partial(_autocast, engine), engine.scaler, torch.device(get_device_name()))
-
     @on_all_ranks
     def mismatch_look(self, token_ids: list[list[int]], dtype: str) -> dict[str, Any]:
         """Return what probe tokens `[N, T]` and this rank's shards say of the actor's present weights; all ranks must call this.
@@ -159,28 +155,23 @@ class MismatchWorker(ActorRolloutRefWorker):
         `fingerprint` is a digest of the shards, `sums` are of the bits of tensors that an engine may hold too, after rounding to
         a dtype.
         """
-        function = score_fused if self._fused else score_tokens
-        with _scoring(self._engine) as score:
+        scored = score_fused if self._fused else score_tokens
+        with _scoring(self._engine, token_ids) as (model, tokens, autocast):
             # The shards are read before the forward pass, which may leave some weights gathered.
-            model = self._engine.module
             digest = fingerprint(named_shards(model))
             pieces = {name: piece for name, piece in named_pieces(model) if is_comparable(name)}
             sums = {name: sums_of(piece, torch_dtype(dtype)) for name, piece in pieces.items()}
-            logprobs: list[list[float]] = score(function, token_ids).tolist()
+            logprobs = scored(model, tokens, autocast).tolist()
         shapes = {name: piece.shape for name, piece in pieces.items()}
         return {"logprobs": logprobs, "fingerprint": digest, "sums": sums, "shapes": shapes}
 
     @on_all_ranks
     def mismatch_vocabulary(self, token_ids: list[list[int]], tokenizer_size: int) -> dict[str, Any] | None:
         """Measure the probability of ids without text in the tokenizer, on all ranks together; None if there are none."""
-        if self._megatron:
-            return None  # probes are scored only in FSDP models
-
-        def measure(model: nn.Module, ids: torch.Tensor, autocast: Autocast) -> VocabularySurplus | None:
-            return vocabulary_surplus(WithLogits(model) if self._fused else model, tokenizer_size, ids, autocast)
-
-        with _scoring(self._engine) as score:
-            found = score(measure, token_ids)
+        if self._megatron or self._fused:
+            return None  # probes are scored only in FSDP models, and a fused head returns no logits of them
+        with _scoring(self._engine, token_ids) as (model, tokens, autocast):
+            found = vocabulary_surplus(model, tokenizer_size, tokens, autocast)
         return None if found is None else asdict(found)
 
     @on_all_ranks
@@ -208,17 +199,14 @@ def _autocast(engine: Any) -> torch.autocast:
 
 
 @contextmanager
-def _scoring(engine: Any) -> Iterator[Callable[..., Any]]:
-    """Give a function that scores tokens under the engine's autocast, in evaluation, loaded where it is offloaded."""
-
+def _scoring(engine: Any, token_ids: list[list[int]]) -> Iterator[tuple[nn.Module, Tensor, Autocast]]:
+    """Give the engine's model in evaluation, loaded where it is offloaded, with tokens on its device and its autocast."""
     with engine.eval_mode():  # ends with the group of ranks that was there before
         # Every rank scores all tokens by itself. verl's annotation does not allow None, although its own getter returns it.
         set_ulysses_sequence_parallel_group(None)  # type: ignore[arg-type]
         try:
             # verl's own passes put their tensors on this device too, even if the parameters are kept on the CPU.
-            yield lambda function, tokens: function(
-                engine.module, torch.tensor(tokens).to(get_device_id()), partial(_autocast, engine)
-            )
+            yield engine.module, torch.tensor(token_ids).to(get_device_id()), partial(_autocast, engine)
         finally:
             reshard(engine.module)
 
@@ -232,33 +220,6 @@ def score_fused(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullco
         output = model(input_ids=token_ids, use_cache=False, return_dict=True, temperature=1.0)
     # The last place is scored against the first token.
     return checked(output.log_probs)[:, :-1].double().cpu()
-
-
-class WithLogits(nn.Module):
-    """A model with a fused head, whose output has logits: those of its output layer, run inside the model's own pass."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-        self._causal = next(
-            module
-            for module in model.modules()
-            if isinstance(module, PreTrainedModel) and module.get_output_embeddings() is not None
-        )
-
-    def forward(self, **inputs: Any) -> SimpleNamespace:
-        """Run the model, and return its logits `[N, T, V]`."""
-        head, found = self._causal.get_output_embeddings(), []
-
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            found.append(head(output[0]))
-
-        handle = self._causal.base_model.register_forward_hook(look)
-        try:
-            self.model(**inputs, return_dict=True)
-        finally:
-            handle.remove()
-        return SimpleNamespace(logits=found[-1])
 
 
 # separate_async

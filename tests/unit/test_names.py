@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -210,16 +211,17 @@ def test_a_misspelt_metric_is_named_with_the_nearest_of_the_first_log() -> None:
     ("host", "file", "words", "foreign"),
     [
         ("trl", "host.py", ["fp16=True"], "mixed_precision"),
-        ("verl", "fixes.py", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
+        ("verl", "refusals.py", ["actor_rollout_ref.actor.fsdp_config.mixed_precision.param_dtype=fp16"], "accelerate"),
     ],
 )
 def test_advice_on_precision_names_the_host_s_own_settings(
-    host: str, file: str, words: list[str], foreign: str
+    host: str, file: str, words: list[str], foreign: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # By its path: the package of an adapter imports the peer.
     spec = importlib.util.spec_from_file_location(f"{host}_fixes", ROOT / "adapters" / host / file)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, module)  # where dataclasses look for their own
     spec.loader.exec_module(module)
     said = [
         module.FIXES.for_autocast(dtype, off_on_cpu=on_cpu)

@@ -12,12 +12,13 @@ from typing import Any
 
 from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.loss import needs_own_loss
+from mismatch_ext.adapters.verl.refusals import FIXES
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.rollout import EngineAnswer
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
@@ -30,14 +31,6 @@ LOSS = "mismatch_ext.adapters.verl.loss"
 SURPLUS_MASS = 1e-4
 """Mean probability of ids that the rollout masks and the trainer does not, above which every ratio is visibly off."""
 
-_MIXED = "actor_rollout_ref.actor.fsdp_config.mixed_precision"
-FIXES = TrainerFixes(
-    masters="Set actor_rollout_ref.actor.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
-    autocast_off=f"Set {_MIXED}.param_dtype=fp32, or leave it out",
-    autocast=f"Set {_MIXED}.param_dtype={{flag}}, or leave it out: mismatch.precision sets it.",
-    flags=(("float16", "fp16"), ("bfloat16", "bf16")),
-    reduction=f"Set {_MIXED}.reduce_dtype=fp32",
-)
 NEEDED = {
     "vllm": "Its workers need rollout.engine_kwargs.vllm.worker_extension_cls as this package sets it.",
     "sglang": "Its process needs the server class of this package in verl's registry.",

@@ -19,7 +19,7 @@ LAST = frozenset(
     }
 )
 """Metrics whose value after the last update holds for the step: settings, and counts since training began."""
-SUMS = frozenset({"skipped_steps", "replayed_forwards", "other_passes", "compared_tokens"})
+SUMS = frozenset({"skipped_steps", "other_passes", "compared_tokens"})
 """Counts of one update, which are summed."""
 
 

@@ -161,11 +161,6 @@ class MismatchTrainer(_Host):
         return bool(self.local_trigger_step == 0)
 
     @property
-    def _last_update(self) -> bool:
-        """Whether a weight update follows the present local update."""
-        return bool(self.local_trigger_step == self.parameter_sync_step - 1)
-
-    @property
     def _has_routes(self) -> bool:
         """Whether rollouts come with the routes they were sampled with."""
         return self._block.routing is not None and self._block.routing.mode == "R3"
@@ -282,7 +277,7 @@ class MismatchTrainer(_Host):
             self._kl.send(batch)
         batch = super()._update_actor(batch, metrics)
         under_our_names(metrics)
-        if self._last_update:
+        if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows
             metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))
         return batch
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -342,8 +341,6 @@ def checked() -> dict[str, Any]:
     )
     faults["bypassed"] = refused(passed, engine, batch(routes()), forward_only=True)
     balanced.routing = given
-    engine.tf_config = replace(engine.tf_config, mtp_num_layers=1)
-    faults["mtp"] = refused(passed, engine, batch(routes()), forward_only=True)
     for recompute in ("none", "moe", "uniform"):
         found[f"update_{recompute}"] = alike(passed(built("R3", recompute, R3), batch(routes())), keep[recompute])
     found["update_obeys"] = obeyed(keep["none"]["maps"], routes())

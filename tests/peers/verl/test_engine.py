@@ -449,8 +449,7 @@ def test_a_fused_head_has_every_section_that_the_models_own_head_has(run: Run, d
             assert mean_apart(fused["after"], own["after"]) < 0.01 * moved
         else:
             assert apart(fused["after"], own["after"]) < close, name
-        assert fused["vocabulary"] == pytest.approx(own["vocabulary"], rel=max(close, 1e-4)), name
-        assert own["vocabulary"]["mass_mean"] > 0.01
+        assert fused["vocabulary"] is None and own["vocabulary"]["mass_mean"] > 0.01
         terms = [key for key in own if key.startswith("kl ")]
         assert len(terms) == (1 if name == "routes" else 4)
         for key in terms:

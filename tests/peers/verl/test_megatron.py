@@ -103,7 +103,6 @@ def test_bad_routes_are_refused_by_their_sample(ran: dict[str, Any], case: str, 
         ("replay_forward", "ReplayError", "router of decoder layer 1, action 'replay_forward'"),
         ("replay_backward", "ReplayError", "router of decoder layer 1, action 'replay_backward'"),
         ("bypassed", "ReplayError", "routers of decoder layers [2] selected experts without verl's replay"),
-        ("mtp", "ReplayError", "mtp_num_layers=1"),
         ("rows", "ReplayError", "the routes are (4, 2), the forward pass has 6 tokens of 2 experts"),
     ],
 )
