@@ -116,7 +116,7 @@ def with_ours(out: str, arguments: Settings, given: Settings) -> Attached:
         told = [line for line in lines if line["kind"] == "event" and line["level"] != "info"]
         found = [json.loads(path.read_text("utf-8")) for path in sorted(run.glob("doctor_step_*/doctor.json"))]
         causes = [[cause["key"], cause["said"]] for one in found for cause in one["causes"]]
-        notes = [["note", note] for one in found for note in one["notes"]]
+        notes = [["cut" if "are cut at" in note else "note", note] for one in found for note in one["notes"]]
         return {"mismatch-ext": [*([line["name"], line["message"]] for line in told), *causes, *notes]}
 
     return trainer, said

@@ -576,11 +576,11 @@ class Run:
                 )
 
     def _verified(self, samples: Mapping[str, Any] | None) -> SyncVerdict | None:
-        self._stepped = False
+        stepped, self._stepped = self._stepped, False
         verdict: SyncVerdict | None = None
         if self._verifier is not None:
             with self._together(), self._verdicts.checking("weight_sync"):
-                verdict = self._verifier.verify(samples)
+                verdict = self._verifier.verify(samples, stepped=stepped)
         if verdict is not None:
             self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
         return verdict

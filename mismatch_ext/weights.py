@@ -78,6 +78,8 @@ COMPARABLE = 0.25
 # Choices: enough positions for the rules above, and 256 tokens are scored in one batch.
 PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
 EVENT = "weight_sync"
+STILL = 3
+"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
 """Name of the event that says that an update went wrong."""
 
 REMEDIES = {
@@ -491,6 +493,7 @@ class WeightVerifier:
         self.verdict: SyncVerdict | None = None
         self._event, self._name = event, name
         self._fingerprint: str | None = None
+        self._still = 0
         self._before: Mapping[str, Any] = {}
         if self.decoded and not callable(getattr(rollout, "decode", None)):
             raise ConfigError(
@@ -557,14 +560,26 @@ class WeightVerifier:
         self._before, self._fingerprint, self.verdict = sent, look.fingerprint, verdict
         return verdict
 
-    def verify(self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None) -> SyncVerdict:
-        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says so."""
+    def verify(
+        self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None, *, stepped: bool = True
+    ) -> SyncVerdict:
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says so.
+
+        Weights that stand still are an event, too, unless no optimizer has `stepped` since the last update.
+        """
         verdict = self.judge(sent, look)
         if not verdict.ok:
             if self._event is not None:
                 self._event("error", EVENT, f"{self._name}: {verdict.message}" if self._name else verdict.message)
             if self.monitor.weight_sync == "error":
                 raise WeightSyncError(verdict.message)
+        self._still = self._still + stepped if verdict.status == "unchanged" else 0
+        if stepped and self._still == STILL and self._event is not None:
+            message = (
+                f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, no gradient "
+                "reaches the weights, every advantage is 0, or float16 skips every step."
+            )
+            self._event("warning", EVENT, f"{self._name}: {message}" if self._name else message)
         return verdict
 
     def _ask(self) -> tuple[Tensor, Look | None]:

@@ -97,13 +97,13 @@ class CheckedGeneration:
         with together(ranks), self._to_the_end():
             self.engine.update(self._plain_sync, self._sent_parameters)
         self.weight_version += 1
-        self._sent_at = self.run.step
+        stepped, self._sent_at = self._sent_at not in (None, self.run.step), self.run.step
         with alone(), self.verdicts.checking("precision"), together(ranks):
             self.run.sent(frozenset(self._sending.dtypes))
         if scores is not None:
             with alone(), self.verdicts.checking("weight_sync"), together(ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.run.fingerprint())
-                self.verifier.verify(self._sending.samples, look)
+                self.verifier.verify(self._sending.samples, look, stepped=stepped)
 
     @contextmanager
     def _to_the_end(self) -> Iterator[None]:

@@ -122,6 +122,24 @@ def started(action: str = "error", name: str = "") -> tuple[Trainer, Engine, Wei
     return trainer, engine, verifier, said
 
 
+def test_weights_that_stand_still_are_said_once() -> None:
+    trainer, engine, verifier, said = started()
+    for stepped in (False, True, False, True, False):
+        verifier.verify(engine.sample(), stepped=stepped)
+    assert said == []
+    for _ in range(3):
+        verifier.verify(engine.sample())
+    ((level, event, message),) = said
+    assert (level, event) == ("warning", "weight_sync") and message.startswith(
+        "the last 3 weight updates sent the same"
+    )
+    trainer.train()
+    verifier.verify(engine.receive(trainer.model))
+    for _ in range(3):
+        verifier.verify(engine.sample())
+    assert len(said) == 2
+
+
 def test_a_good_update_is_in_sync_and_says_nothing() -> None:
     trainer, engine, verifier, said = started()
     assert verifier.verdict is None and not verifier.moved()

@@ -43,8 +43,8 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
     verify = trainer.mm.checked.verifier.verify
     ends = watch_ends(trainer)
 
-    def noted(*args: Any) -> Any:
-        verdicts.append(verify(*args))
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        verdicts.append(verify(*args, **kwargs))
         return verdicts[-1]
 
     trainer.mm.checked.verifier.verify = noted  # type: ignore[method-assign]

@@ -19,8 +19,8 @@ def train(model: str, out: str, url: str) -> dict[str, Any]:
     heard, errors, verdicts = listen(trainer), watch_float32_error(trainer), []
     verify = trainer.mm.checked.verifier.verify
 
-    def noted(*args: Any) -> Any:
-        verdicts.append(verify(*args))
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        verdicts.append(verify(*args, **kwargs))
         return verdicts[-1]
 
     trainer.mm.checked.verifier.verify = noted
