@@ -110,7 +110,7 @@ def lr_step(state: LrState, statistics: Statistics | None, config: LrConfig, *, 
 
     t counts from the end of warm-up. The paper leaves open where; counted from the surge, the first decay would come after the
     collapse that it shows for a constant rate (surge at about 110, collapse at about 300). Until a surge that is needed is
-    found, the multiplier is 1. `statistics` are of a new batch of rollouts, over all ranks, or None; only the first of a step
+    found, the multiplier is 1. `statistics` are of a new batch of rollouts, over all ranks, or None; the first ones of a step
     count.
     """
     if state.trigger != config.trigger:

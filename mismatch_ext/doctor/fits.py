@@ -9,7 +9,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal, overload
 
 import numpy as np
 
@@ -244,10 +243,10 @@ class Search:
     def fit(self, cause: Cause, error: Floats) -> Fit:
         """Fit one cause on half of the responses, and judge it on the others."""
         self.progress(cause.key)
-        x = self._parameter(cause, error)
+        x, helps = self._parameter(cause, error)
         # If no parameter helps on the fitted responses, do not compute a prediction for the judging ones.
-        delta = self._delta(cause, x) if x is not None else np.zeros_like(error)
-        return self._judged(cause, cause.grid[0] if x is None else x, delta, error)
+        delta = self._delta(cause, x) if helps else np.zeros_like(error)
+        return self._judged(cause, x if helps else cause.grid[0], delta, error)
 
     def _judged(self, cause: Cause, x: float, delta: Floats, error: Floats) -> Fit:
         """Judge what a cause predicts `[N]` on the responses that it was not fitted on."""
@@ -286,7 +285,7 @@ class Search:
             x = float(f"{x:.4g}")
             for cause in truncated(x) if (chosen, x) not in pairs else ():
                 if chosen in ("", cause.key):
-                    cut = self._parameter(cause if chosen else replace(cause, steps=0), error, anyway=True)
+                    cut, _ = self._parameter(cause if chosen else replace(cause, steps=0), error, anyway=True)
                     pairs[cause.key, x] = (self._loss(self._delta(cause, cut), error), cut, cause)
             return pairs[chosen, x][0] if chosen else 0.0
 
@@ -328,12 +327,8 @@ class Search:
             self._deltas[key] = predict(x) - self.oracle
         return self._deltas[key]
 
-    @overload
-    def _parameter(self, cause: Cause, error: Floats, *, anyway: Literal[True]) -> float: ...
-    @overload
-    def _parameter(self, cause: Cause, error: Floats) -> float | None: ...
-    def _parameter(self, cause: Cause, error: Floats, *, anyway: bool = False) -> float | None:
-        """Return the likeliest parameter on the fitted responses, refined; None if none helps, unless wanted `anyway`."""
+    def _parameter(self, cause: Cause, error: Floats, *, anyway: bool = False) -> tuple[float, bool]:
+        """Return the likeliest parameter on the fitted responses, refined if it helps or `anyway`, and whether it helps."""
         losses: dict[float, float] = {}
 
         def loss(x: float) -> float:
@@ -349,7 +344,7 @@ class Search:
             at = grid.index(best)
             _narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
             best = min(losses, key=losses.__getitem__)
-        return best if anyway or losses[best] < null else None
+        return best, losses[best] < null
 
 
 def _narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:

@@ -62,14 +62,14 @@ def observed(run: RunData) -> list[Observed]:
     """Return the findings of a run, one per check, in the order of their first steps."""
     checks: dict[str, list[EventRecord]] = {}
     for event in run.events:
-        if event.name == EVENT and isinstance(event.data, dict):
-            checks.setdefault(str(event.data.get("check", "")), []).append(event)
+        if event.name == EVENT:
+            checks.setdefault(event.data["check"], []).append(event)
     rows = [
         Observed(
             check=check,
             first_step=events[0].step,
-            times=max(event.data["count"] if type(event.data.get("count")) is int else 1 for event in events),
-            message=str(events[0].data.get("message", "")),
+            times=max(event.data["count"] for event in events),
+            message=events[0].data["message"],
         )
         for check, events in checks.items()
     ]
@@ -108,9 +108,7 @@ def _gap(run: RunData) -> list[str]:
 def _alarms(run: RunData) -> list[str]:
     histories: dict[str, list[tuple[str, int]]] = {}
     for event in _kept(run, "alarm"):
-        data = event.data if isinstance(event.data, dict) else {}
-        if isinstance(data.get("metric"), str) and data.get("status") in ("raised", "cleared"):
-            histories.setdefault(data["metric"], []).append((data["status"], event.step))
+        histories.setdefault(event.data["metric"], []).append((event.data["status"], event.step))
     lines = []
     for metric, history in histories.items():
         raised = [step for status, step in history if status == "raised"]

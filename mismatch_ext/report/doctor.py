@@ -54,7 +54,7 @@ class Why:
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
-    """Read the doctor's files in a folder or below it, and say of each other one its folder and what is wrong."""
+    """Return what the doctor's files in a folder or below it say, and of each that is none of them its folder and why."""
     found, wrong = [], []
     places = ("", "*/", f"*/{RUN_FOLDER}/")
     for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{DOCTOR_FILE}")):

@@ -52,13 +52,11 @@ class Report:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what `mismatch-ext report --json` prints."""
-        runs = {run.run: asdict(run) for run in self.judged}
-        numbers = {key: value for key, value in self.summary.to_dict().items() if key != "columns"}
         return {
             "report": str(self.path),
             "verdict": self.verdict,
-            "runs": runs,
-            **numbers,
+            "runs": {run.run: asdict(run) for run in self.judged},
+            "rows": [asdict(row) for row in self.summary.rows],
             "problems": list(self.problems),
         }
 

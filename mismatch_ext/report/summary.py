@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -75,10 +74,6 @@ class Summary:
         """Return the row of a run and split, or None."""
         return next((row for row in self.rows if row.run == run and row.split == split), None)
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return plain JSON-able data."""
-        return asdict(self)
-
 
 def load_runs(directory: str | Path) -> dict[str, RunData]:
     """Read every run at a path by the name the report shows, else the log of TRL or verl there; raises RunDirectoryError.
@@ -122,7 +117,7 @@ def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     return Row(
         run=name,
         split=split,
-        steps=sum(record.split == split for record in run.steps),
+        steps=len(records),
         values={column: pooled(run, column, split) for column in columns},
         reward_first=first,
         reward_last=last,

@@ -188,7 +188,7 @@ def test_rewards(tmp_path: Path) -> None:
     row = summary.row("bf16")
     # Steps 0..4 average to 2, steps 7..11 to 9.
     assert row is not None and (row.reward_first, row.reward_last) == (2.0, 9.0)
-    json.dumps(summary.to_dict(), allow_nan=False)
+    json.dumps(build(tmp_path).to_dict(), allow_nan=False)
 
 
 def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_path: Path) -> None:

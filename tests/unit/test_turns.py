@@ -191,7 +191,7 @@ FAULTS: dict[str, tuple[Callable[[], tuple[list[RolloutRecord], Trained]], type[
     ),
     "weights change": (
         lambda: of_version(2, weight_version=4), RecordError,
-        ["completion 0: turn 0 was sampled by weight version 3, turn 2 by weight version 4"],
+        ["completion 0, turn 0 has weight_version=3, completion 0, turn 2 has weight_version=4"],
     ),
     "settings change": (
         lambda: of_version(1, sampling=SamplingSettings(temperature=0.5)), RecordError,

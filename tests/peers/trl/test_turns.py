@@ -32,7 +32,7 @@ NAMED = {
     "last dropped": [r"completion 2: a turn was dropped: the engine sampled \d tokens"],
     "tool's token": [r"completion 2: token \d+ of the completion", "counts as the policy's, and no call"],
     "log-probabilities": ["completion 2: token 0 of the completion is trained with log-probability"],
-    "two versions": ["completion 0: turn 0 was sampled by weight version 3, turn 1 by weight version 4"],
+    "two versions": ["completion 0, turn 0 has weight_version=3, completion 0, turn 1 has weight_version=4"],
 }
 
 
