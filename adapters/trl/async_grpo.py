@@ -45,7 +45,6 @@ from mismatch_ext.correction import correct, metrics_over_ranks
 from mismatch_ext.drift import ENOUGH, UNKNOWN, drift_sums
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RecordError, SeamError, WeightSyncError
 from mismatch_ext.names import PREFIX
-from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rng import forked_rng
@@ -465,7 +464,7 @@ class AsyncRun(TrainerRun):
             return
         trainer.vllm_client.wait_for_server_ready()
         http = ServerHttp(trainer.vllm_client.server_url, requests.Session(), config.vllm_server_timeout)
-        self.remote = RemoteEngine(http)
+        self.engine = self.remote = RemoteEngine(http)
         ServerCheck(self.block)(self.remote, trainer.accelerator.device.type)
         self.audit()
         for name, message in (("server", unchecked(self.remote)), (READINESS, self.readiness)):
@@ -488,9 +487,6 @@ class AsyncRun(TrainerRun):
         worker._loop_kwargs |= {"gate": gate, "owner": transfer.stamps.owner}
         vars(worker).update(check_health=naming(worker), stop=ending(worker))
         self.log.announce()
-
-    def read_engine(self) -> EngineReading:
-        return self.remote.reading()
 
     def score(self, token_ids: Tensor) -> Tensor:
         with plain_attention(self.trainer.accelerator.unwrap_model(self.trainer.model)):
@@ -556,11 +552,6 @@ class AsyncRun(TrainerRun):
         self.log.add_drift(drift_sums(*terms[:4], scoring=self.step, buffered=True))
 
     # Logs.
-
-    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        if split != "train":
-            return {}, {}
-        return self.log.flush(split, self.step) | (self.training_metrics() if of_training else {}), {}
 
     def further_metrics(self) -> dict[str, float]:
         verdict = None if self.verifier is None else self.verifier.verdict

@@ -18,18 +18,16 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings
+from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.engines import engine_of
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import TrainerRun, prefixed
+from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.names import PREFIX
-from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 
@@ -102,29 +100,6 @@ class Attached(TrainerRun):
         trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
         self.alarms.install(trainer)
         self.log.announce()
-
-    def read_engine(self) -> EngineReading:
-        """Return what the engine computes with."""
-        return self.engine.reading()
-
-    def ratio_bias(self) -> str | None:
-        """Say why the gap is not only numerics."""
-        return ratio_bias(self.trainer, self.sampling)
-
-    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what was measured since the last log."""
-        measured: dict[str, float] = {}
-        with self.verdicts.checking("findings"):
-            self.verdicts.gather(self.ranks)
-        with self.verdicts.checking("metrics"):
-            measured = self.log.measured(self.step, split)
-        gaps = [gap for gap in self.ranks.gather(self.verdict and self.verdict.gap_mean) if gap is not None]
-        if gaps and of_training:
-            measured[f"{PREFIX}weight_sync_gap"] = max(gaps)
-        if self.grid is not None and of_training:
-            with self.verdicts.checking("metrics"):
-                measured |= prefixed(self.grid.metrics(self.ranks))
-        return measured, {}
 
     def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""

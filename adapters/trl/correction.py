@@ -137,9 +137,7 @@ def coarse_engine(trainer_dtype: str, engine_dtype: str | None, quantization: st
         return None
     held = f"{quantization} weights" if quantization is not None else f"weights in {engine_dtype}"
     return (
-        f"mismatch.correction is a clip on π_trainer/π_engine, the engine has {held} and the trainer computes in "
-        f"{trainer_dtype}: updates below half a step of the engine's grid do not reach it, and the clip then stops what the "
-        "trainer learns ahead "
-        "(docs/stability.md). Watch mismatch/phantom_clip_frac, which should be 0; preset: decoupled_token_is clips on the "
-        "trainer's own ratio."
+        f"mismatch.correction clips π_trainer/π_engine, the engine has {held} and the trainer computes in {trainer_dtype}: what "
+        "the trainer learns below half a step of the engine's grid is clipped (docs/stability.md). Watch "
+        "mismatch/phantom_clip_frac, which should be 0; preset: decoupled_token_is clips on the trainer's own ratio."
     )

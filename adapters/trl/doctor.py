@@ -15,13 +15,6 @@ from mismatch_ext.adapters.transformers.peft_adapters import whole
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
-# Of the constructor's arguments that are no setting of the engine's arithmetic, or have no meaning in the doctor's process.
-LEFT_OUT = {
-    "seed": "the doctor's own, by --seed",
-    "vllm_enable_sleep_mode": "the doctor's engine never sleeps",
-    "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
-    "use_peft": "adapters begin at zero; give the adapter of a later step by --model",
-}
 SERVER = "give its address by --server as well, or give --rollouts"
 
 
@@ -188,11 +181,12 @@ def _dataset(script: Any, args: Any) -> Dataset | None:
 
 
 def _left_out(args: Any, model: Any, unknown: dict[str, str]) -> dict[str, str]:
-    init = args.model_init_kwargs or {}
-    present = {
-        "seed": True,
-        "vllm_enable_sleep_mode": args.vllm_enable_sleep_mode,
-        "attn_implementation": init.get("attn_implementation", model.attn_implementation),
-        "use_peft": model.use_peft,
-    }
-    return {name: LEFT_OUT[name] for name, given in present.items() if given} | unknown
+    """Return what is no setting of the engine's arithmetic, or has no meaning in the doctor's process, and why."""
+    attention = (args.model_init_kwargs or {}).get("attn_implementation", model.attn_implementation)
+    rows = (
+        ("seed", True, "the doctor's own, by --seed"),
+        ("vllm_enable_sleep_mode", args.vllm_enable_sleep_mode, "the doctor's engine never sleeps"),
+        ("attn_implementation", attention, "the doctor's trainer takes transformers' default, in float32 too"),
+        ("use_peft", model.use_peft, "adapters begin at zero; give the adapter of a later step by --model"),
+    )
+    return {name: why for name, given, why in rows if given} | unknown

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -25,7 +24,7 @@ from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
-from mismatch_ext.adapters.trl.config import step_of_checkpoint
+from mismatch_ext.adapters.trl.config import ratio_bias, step_of_checkpoint
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor
@@ -39,7 +38,7 @@ from mismatch_ext.errors import ConfigError, RunDirectoryError
 from mismatch_ext.log import RunLog, run_folder, run_info
 from mismatch_ext.lr import gap_statistics, leading_sums
 from mismatch_ext.names import PREFIX, TRL
-from mismatch_ext.precision.audit import AuditReport, EngineReading, SyncReading, TrainerReading, audit
+from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
@@ -54,7 +53,6 @@ from mismatch_ext.versions import installed
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, fingerprint
 
 if TYPE_CHECKING:
-    from mismatch_ext.adapters.trl.engines import Engine
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
     from trl import GRPOTrainer as _Host
 else:
@@ -71,12 +69,12 @@ Gap = tuple[Tensor, Tensor, Tensor]
 """The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens, `[B, T]` each."""
 
 
-class TrainerRun(ABC):
+class TrainerRun:
     """The block's side of one trainer, from construction to the end of its trainings."""
 
     kl: Any = None
     routing: Any = None
-    engine: Engine
+    engine: Any = None  # what is asked for scores; None where one model samples and trains
     checked: CheckedGeneration | None = None  # None without vLLM, and where wrapping failed and the run is observed
     how = ""  # how the trainer came by it, for the header of the metrics file
 
@@ -108,27 +106,20 @@ class TrainerRun(ABC):
 
     # What a trainer of another kind says in its own way.
 
-    def check_sharding(self) -> None:  # noqa: B027 - `attach` comes when there is nothing left to refuse
+    def check_sharding(self) -> None:
         """Refuse sections that do not work with sharded parameters."""
 
-    def check_model(self) -> None:  # noqa: B027
+    def check_model(self) -> None:
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
 
-    @abstractmethod
-    def read_engine(self) -> EngineReading | None:
-        """Return what the engine computes with; None where one model samples and trains."""
+    @property
+    def scored_sampling(self) -> SamplingSettings:
+        """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
+        return self.sampling if self.block.sampling_mask is None else self.sampling.without_truncation()
 
-    @abstractmethod
-    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
-
-    def further_metrics(self) -> dict[str, float]:
-        """Return metrics of training steps that only this trainer has, such as weight updates', without their prefix."""
-        return {}
-
-    @abstractmethod
     def ratio_bias(self) -> str | None:
         """Say why the gap is not only numerics."""
+        return ratio_bias(self.trainer, self.scored_sampling)
 
     @property
     def step(self) -> int:
@@ -176,10 +167,9 @@ class TrainerRun(ABC):
         """Read both sides' dtypes back, and refuse those that are not as asked."""
         trainer = self.read_trainer()
         self.readings = {"trainer": trainer}
-        engine = self.read_engine()
-        if engine is None:
+        if self.engine is None:
             return
-        self.readings["engine"] = engine
+        self.readings["engine"] = engine = self.engine.reading()
         # Of DeepSpeed's weights, the masters are out of reach.
         if self.grid is None and not self.trainer.is_deepspeed_enabled:
             self.grid = GridWatch.of(trainer, engine)
@@ -294,11 +284,6 @@ class TrainerRun(ABC):
         if self.block.monitor.weight_sync == "warn":
             warnings.warn(message, stacklevel=2)
 
-    def unwritten(self) -> list[str]:
-        """Return what this rank has found of weight updates and not written, and forget it."""
-        found, self._unwritten = self._unwritten, []
-        return found
-
     # The learning rate.
 
     def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
@@ -353,6 +338,48 @@ class TrainerRun(ABC):
         split = "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
         with overridden(self, eval_split=split), self.verdicts.around("metrics", self.log.evaluation(self.step)):
             yield
+
+    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
+        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
+        extra: dict[str, float] = {}
+        agreement: dict[str, float] = {}
+        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
+        with self.verdicts.checking("findings"):
+            self.verdicts.gather(self.ranks)
+        with self.verdicts.checking("metrics"):
+            extra = self.log.flush(split, self.step)
+        if self.routing is not None:
+            with self.verdicts.checking("metrics"):
+                agreement = self.routing.take_agreement(split, self.ranks)
+        logged, by_layer = of_agreement(agreement)
+        extra |= logged
+        if self.routing is not None and (extra or of_training):
+            with self.verdicts.checking("metrics"):
+                # How many passes were over other tokens than were recorded.
+                extra |= prefixed(self.routing.take_others(split, self.ranks))
+        if of_training:
+            with self.verdicts.checking("metrics"):
+                extra |= self.training_metrics()
+            extra |= prefixed(self.verdicts.metrics())
+        return extra, by_layer
+
+    def further_metrics(self) -> dict[str, float]:
+        """Return metrics of weight updates, and what else only this trainer has, without their prefix."""
+        # Where a failed check does not end the run, a rank may have no verdict.
+        lone = self.verdicts.observes and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
+        if self.verdict is None and not (lone and self.ranks.size > 1):
+            return {}
+        gap = self._gap_over_ranks(None if self.verdict is None else self.verdict.gap_mean)
+        return {} if gap is None else {"weight_sync_gap": gap}
+
+    def _gap_over_ranks(self, gap: float | None) -> float | None:
+        """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
+        unwritten, self._unwritten = self._unwritten, []
+        found = self.ranks.gather((gap, unwritten))
+        for rank, (_, messages) in enumerate(found):
+            for message in messages:
+                self.log.event("error", "weight_sync", f"rank {rank}: {message}")
+        return max((float(value) for value, _ in found if value is not None), default=None)
 
     def training_metrics(self) -> dict[str, float]:
         """Return the metrics of training steps, under the names that they are logged by."""

@@ -34,10 +34,8 @@ def check_base(model: nn.Module) -> None:
         for name, weight in base.named_parameters(recurse=False):
             if not weight.is_floating_point():
                 raise ConfigError(
-                    f"the base model is quantised ({type(base).__name__}.{name} holds {weight.dtype}), and TRL merges "
-                    "adapters into it for each weight update: the sum is rounded to the quantised grid, the adapters cannot be "
-                    "taken off exactly, and vLLM gets packed numbers. Load the base in bfloat16, float16 or float32 (LoRA in the "
-                    "place of QLoRA)."
+                    f"the base model is quantised ({type(base).__name__}.{name} holds {weight.dtype}), and TRL merges adapters "
+                    "into it for each weight update, rounded to its grid. Load the base in bfloat16, float16 or float32."
                 )
 
 
@@ -78,9 +76,8 @@ class Base:
             yield
         if not restored:
             raise WeightSyncError(
-                "TRL sent the weights of a model with adapters, and merged none of them by the model's merge_adapter and "
-                "unmerge_adapter: the engine has got the base alone, or the base was changed. Use a version of TRL in the range "
-                "that `mismatch-ext compat` names."
+                "TRL sent the weights of a model with adapters without its merge_adapter and unmerge_adapter: the engine has got "
+                "the base alone, or the base was changed. Use a version of TRL that `mismatch-ext compat` names."
             )
 
     @torch.no_grad()

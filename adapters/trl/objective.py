@@ -229,18 +229,16 @@ class Objective:
                 "of them; use another estimator."
             )
         trainer = self.trainer
-        tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-        attention_mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-        length = inputs["completion_ids"].size(1)
+        rows = rows_of_batch(inputs)
         with trainer.accelerator.autocast():
-            policy = self._logits(model, tokens, attention_mask, length)
+            policy = self._logits(model, *rows)
             with torch.no_grad():
                 if trainer.ref_model is not None:
-                    reference = self._logits(trainer.ref_model, tokens, attention_mask, length)
+                    reference = self._logits(trainer.ref_model, *rows)
                 else:
                     peft_model = trainer.accelerator.unwrap_model(trainer.model)
                     with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-                        reference = self._logits(trainer.model, tokens, attention_mask, length)
+                        reference = self._logits(trainer.model, *rows)
         return policy, reference
 
     def _logits(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
@@ -314,9 +312,9 @@ def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
     if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
         raise ConfigError(
             f"the aggregation of loss_type={trainer.loss_type!r} gives trained tokens weights from "
-            f"{min(weights[chosen].tolist(), default=None)} and masked tokens up to "
+            f"{min(weights[chosen].tolist(), default=None)} and masked ones up to "
             f"{max(weights[~chosen].abs().tolist(), default=None)}; allowed: positive and 0. Remove what overrides methods that "
-            "TRL's _compute_loss calls, or mismatch.kl and mismatch.correction."
+            "TRL's _compute_loss calls, or these sections."
         )
     return weights
 

@@ -101,10 +101,9 @@ class RolloutPass:
             ]
             if not fitting:
                 raise RecordError(
-                    f"row {row}: the tokens to be trained on are not those that the engine sampled. {len(self.records)} "
-                    f"completions were recorded for these {len(ids)} rows: something samples without "
-                    "trainer.vllm_generation.generate, or changes tokens or adds rows of earlier batches below this trainer. "
-                    "Generate with that, and put a class that changes rows first: class T(Yours, MismatchGRPOTrainer)."
+                    f"row {row}: the tokens to be trained on are not those that the engine sampled ({len(self.records)} "
+                    f"completions for {len(ids)} rows). Generate with trainer.vllm_generation.generate, and put a class that "
+                    "changes tokens or adds rows first: class T(Yours, MismatchGRPOTrainer)."
                 )
             _, _, record = max(fitting, key=lambda candidate: candidate[:2])
             taken[id(record)] += 1

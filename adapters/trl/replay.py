@@ -119,9 +119,8 @@ def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Ten
         ):
             return trace
     raise RoutingError(
-        f"a score of {tuple(tokens.shape)} tokens took {len(passes)} forward passes, none of them over those tokens: whatever "
-        "overrides _get_per_token_logps_and_entropies changes them, and their routes are not known. Remove it, or "
-        "mismatch.routing."
+        f"a score of {tuple(tokens.shape)} tokens took {len(passes)} forward passes, none of them over those tokens: remove what "
+        "overrides _get_per_token_logps_and_entropies, or mismatch.routing."
     )
 
 

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object, is_peft_model
+from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
 from mismatch_ext.adapters.accelerate.sharded import ZERO3, is_sharded, zero_stage
 from mismatch_ext.adapters.transformers import vocabulary_surplus
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.config import ratio_bias, sampling_settings
+from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
     CorrectionTerm,
     baseline_shift,
@@ -31,7 +31,7 @@ from mismatch_ext.adapters.trl.correction import (
 from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun, of_agreement, prefixed
+from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
@@ -64,7 +64,7 @@ from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
-from mismatch_ext.rollout import Batch, SamplingSettings, collate, expect_present, one_provenance
+from mismatch_ext.rollout import Batch, collate, expect_present, one_provenance
 
 
 class TrlRun(TrainerRun):
@@ -223,11 +223,6 @@ class TrlRun(TrainerRun):
             if ragged is not None:
                 self.warn("kl_ragged", ragged)
 
-    @property
-    def scored_sampling(self) -> SamplingSettings:
-        """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
-        return self.sampling if self.block.sampling_mask is None else self.sampling.without_truncation()
-
     def follow_sampling(self) -> None:
         """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
         trainer, engine = self.trainer, self.trainer.vllm_generation
@@ -294,10 +289,6 @@ class TrlRun(TrainerRun):
         forget_order(accelerator)
         if surplus is not None:
             self.warn("vocabulary", str(surplus), vars(surplus))
-
-    def read_engine(self) -> EngineReading | None:
-        """Return what the engine computes with; None without vLLM."""
-        return self.engine.reading() if self.trainer.use_vllm else None
 
     def info(self) -> dict[str, Any]:
         """Return the header of the run's metrics file."""
@@ -472,55 +463,20 @@ class TrlRun(TrainerRun):
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
-        extra: dict[str, float] = {}
-        agreement: dict[str, float] = {}
-        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
-        with self.verdicts.checking("findings"):
-            self.verdicts.gather(self.ranks)
-        with self.verdicts.checking("metrics"):
-            extra = self.log.flush(split, self.step)
-        if self.routing is not None:
-            with self.verdicts.checking("metrics"):
-                agreement = self.routing.take_agreement(split, self.ranks)
-        logged, by_layer = of_agreement(agreement)
-        extra |= logged
-        if self.routing is not None and (extra or of_training):
-            with self.verdicts.checking("metrics"):
-                # How many passes were over other tokens than were recorded.
-                extra |= prefixed(self.routing.take_others(split, self.ranks))
+        extra, by_layer = super().extra_metrics(split, of_training)
         if of_training:
             with self.verdicts.checking("metrics"):
                 extra |= self.examiner.metrics()
-            with self.verdicts.checking("metrics"):
-                extra |= self.training_metrics()
-            extra |= prefixed(self.verdicts.metrics())
         return extra, by_layer
-
-    def ratio_bias(self) -> str | None:
-        """Say why the gap is not only numerics."""
-        return ratio_bias(self.trainer, self.scored_sampling)
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of weight updates and of DeepSpeed's scaler."""
-        metrics = scale_metrics(self.trainer.accelerator) if self.trainer.is_deepspeed_enabled else {}
-        # Where a failed check does not end the run, a rank may have no verdict.
-        lone = self.verdicts.observes and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
-        if self.verdict is not None or (lone and self.ranks.size > 1):
-            gap = self._gap_over_ranks(None if self.verdict is None else self.verdict.gap_mean)
-            metrics |= {} if gap is None else {"weight_sync_gap": gap}
+        metrics = super().further_metrics()
+        if self.trainer.is_deepspeed_enabled:
+            metrics |= scale_metrics(self.trainer.accelerator)
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
         return metrics
-
-    def _gap_over_ranks(self, gap: float | None) -> float | None:
-        """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
-        if self.ranks.size == 1:
-            return gap
-        found: Sequence[tuple[float | None, list[str]]] = gather_object([(gap, self.unwritten())])
-        for rank, (_, messages) in enumerate(found):
-            for message in messages:
-                self.log.event("error", "weight_sync", f"rank {rank}: {message}")
-        return max((float(value) for value, _ in found if value is not None), default=None)
 
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left."""

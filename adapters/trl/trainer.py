@@ -17,7 +17,6 @@ from trl import GRPOTrainer, RLOOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import applied, described, digest_of
-from mismatch_ext.versions import installed, require
 
 
 class MismatchTrainerMixin(MeasuredTrainer):
@@ -124,9 +123,6 @@ class MismatchTrainerMixin(MeasuredTrainer):
 def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, kwargs: Any) -> None:
     """Refuse what can be judged before a model or an engine is built."""
     refuse(TRAINERS, trainer, block)
-    for peer in ("torch", "transformers", "accelerate", "trl", *(("vllm",) if config.use_vllm else ())):
-        if installed(peer) is None:
-            require(peer)  # without it there is nothing to observe either
     stitches = any(kwargs.get(key) for key in STITCHING)
     if stitches and block.kl is not None and block.kl.in_rewards:
         raise ConfigError(

@@ -15,9 +15,8 @@ def joined_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: bo
     trained = _trained(output)
     if own and not any_asked(records, trained):
         raise RecordError(
-            "a rollout_func returned completions that trainer.vllm_generation.generate has not sampled, so that neither "
-            "their weights and settings nor their log-probabilities are known; generate with it, in the place of "
-            "trainer.vllm_generation.llm or an engine of your own."
+            "a rollout_func returned completions that trainer.vllm_generation.generate has not sampled, whose weights and "
+            "log-probabilities are not known; generate with it, not with trainer.vllm_generation.llm or an engine of your own."
         )
     joined = join_turns(records, trained, limit=None if own else limit, every_turn=not own)
     records[:] = joined.records
