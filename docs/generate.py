@@ -132,7 +132,8 @@ def alarms() -> list[str]:
     """Return the table of the built-in alarms."""
     lines = table("metric", "out of bounds", "logs in a row", "it means that", "what to do", "source")
     for name, rule in DEFAULTS.items():
-        told = (f"`{name}`", rule.bounds, str(rule.patience), rule.meaning, rule.advice, rule.source.rstrip("."))
+        metric = f"`{name}`{' †' * rule.numerics}"
+        told = (metric, rule.bounds, str(rule.patience), rule.meaning, rule.advice, rule.source.rstrip("."))
         lines.append(f"| {' | '.join(told)} |")
     return lines
 

@@ -23,7 +23,7 @@ from mismatch_ext.sums import Sums, merged
 from mismatch_ext.tensors import checked_mask, expect_finite, expect_float, output_dtype
 
 ESTIMATORS = tuple(name for name in get_args(get_type_hints(KlConfig)["estimator"]) if name != "full")
-"""Estimators from the log-probabilities of the sampled tokens alone: all that the section has but `full`."""
+"""Estimators from the log-probabilities of the sampled tokens alone: the values of `KlConfig.estimator` but `full`."""
 # Largest exponent in a loss. The square of e^30 = 1e13, summed over a million tokens, still fits a float32 gradient norm. A
 # token that the policy samples exceeds it with a probability below 1e-13.
 LARGEST_EXPONENT = 30.0
@@ -65,7 +65,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tenso
     Args:
         logprobs: log pi of the sampled tokens, nats; any shape, any float dtype.
         ref_logprobs: log pi_ref of the same tokens, same shape. A constant: it gets no gradient.
-        estimator: "k1", "k2", "k3" or "abs".
+        estimator: One of `ESTIMATORS`, the rows above.
 
     Returns:
         The estimates in nats, same shape, float32, or float64 if an input is float64. NaN and infinity give a value that is
@@ -104,7 +104,7 @@ class _Estimate(torch.autograd.Function):
 
 
 def _value_and_derivative(d: Tensor, estimator: str) -> tuple[Tensor, Tensor]:
-    """Return the estimate of d and its derivative; tests/oracles/kl/facts.py has the documented mean of each estimator."""
+    """Return the estimate of d and its derivative; CONTRIBUTING.md lists what else a new estimator needs."""
     if estimator == "k1":
         return d.clone(), torch.ones_like(d)
     if estimator == "k2":

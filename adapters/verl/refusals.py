@@ -16,6 +16,7 @@ from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.kl import ESTIMATORS
 from mismatch_ext.precision.dtypes import TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
 
@@ -494,7 +495,7 @@ TABLE = (
     )),
     Case("verl", lambda asked: asked.block.kl is not None, (
         Setting(
-            "mismatch.kl.estimator", one_of("full"), "k1, k2, k3 or abs",
+            "mismatch.kl.estimator", one_of("full"), f"one of {', '.join(ESTIMATORS)}",
             "it needs the logits of policy and reference for the same tokens in one process, and verl's reference is scored in a "
             "pass of its own that keeps the sampled tokens' alone",
         ),

@@ -22,6 +22,7 @@ from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rollout import Batch
 from tests.oracles.brute import kl as brute_kl
 from tests.oracles.brute.correction import weights_and_mask
+from tests.oracles.kl.facts import PLAIN
 from tests.unit.loops import PROMPTS, rewards_of, sides
 
 pytestmark = pytest.mark.numeric
@@ -77,7 +78,7 @@ class Case:
         loss = self.policy_loss(weights * kept, advantages.double(), logprobs, old, mu)
         if self.kl is None:
             return loss
-        estimates = brute_kl.estimate(logprobs - reference, self.kl.estimator)
+        estimates = PLAIN[self.kl.estimator](logprobs - reference)
         groups = [PROMPTS.index(list(record.prompt_ids)) for record in batch.records]
         return loss + brute_kl.loss_terms(self.kl, logprobs, estimates, mu, mask, groups)
 

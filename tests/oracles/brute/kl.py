@@ -25,12 +25,6 @@ class Asked:
     coef: float
 
 
-def estimate(d: Tensor, estimator: str) -> Tensor:
-    return {"k1": lambda: d, "k2": lambda: d * d / 2, "k3": lambda: torch.exp(-d) - 1 + d, "abs": lambda: d.abs()}[
-        estimator
-    ]()
-
-
 def sequences_of(mask: Tensor) -> list[Sequence]:
     """Return the action tokens of each row."""
     return [[(row, t) for t in range(mask.shape[1]) if mask[row, t]] for row in range(len(mask))]

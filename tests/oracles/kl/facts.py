@@ -43,6 +43,11 @@ FULL_UNBIASED: dict[tuple[str, str], frozenset[str]] = {
 }
 """(target, sampling): placements of the estimator "full" whose expected gradient is that of the target's KL(pi||ref). It needs
 no sample of token t, so that for target "token" prefixes are all that is sampled."""
+FULL_CLAIMS = {
+    "loss": "KL(pi||ref) of tokens, prefixes of pi",
+    "reward": "KL(pi||ref) of responses minus KL(pi||ref) of tokens, prefixes of pi",
+}
+"""What estimator "full" regularises on-policy in the placements that are biased for target "sequence"."""
 
 PATHWISE: dict[str, str | None] = {"k1": None, "k2": "KL(pi||ref)", "k3": "KL(ref||pi)", "abs": "2 TV"}
 """Placement "loss": the divergence of next-token distributions whose gradient is the estimator's own, on average."""
@@ -92,7 +97,7 @@ class Fact:
         sampling: One of `SAMPLINGS`.
     """
 
-    estimator: Literal["k1", "k2", "k3", "abs"]
+    estimator: str
     placement: Literal["loss", "reward", "both"]
     target: Literal["token", "sequence"]
     sampling: Literal["on-policy", "none", "token", "sequence"]
@@ -101,7 +106,7 @@ class Fact:
     def config(self) -> KlConfig:
         """The configuration, with coefficient 1 and no baseline."""
         return KlConfig(
-            estimator=self.estimator,
+            estimator=self.estimator,  # type: ignore[arg-type]
             placement=self.placement,
             target=self.target,
             ratio="none" if self.sampling == "on-policy" else self.sampling,

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.kl import ESTIMATORS
 from mismatch_ext.versions import installed
 from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, Scenario, named
@@ -107,7 +108,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     ([], "correction", {"preset": "slime_mis"}, ["veto=0.0001", "no setting"]),
     ([], "correction", {"preset": "slime_cis"}, ["lower=0.5", "bound='mask'"]),
     ([], "correction", {"preset": "bypass_pg_is", "normalize": True}, ["normalize", "micro-batch"]),
-    ([], "kl", {"estimator": "full", "coef": 0.1}, ["estimator='full'", "logits", "k1, k2, k3 or abs"]),
+    ([], "kl", {"estimator": "full", "coef": 0.1}, ["estimator='full'", "logits", ", ".join(ESTIMATORS)]),
     ([f"{ACTOR}.use_kl_loss=True"], "kl", {"coef": 0.1, "reward_path": "rewards"}, ["use_kl_loss=True", "second"]),
     (["algorithm.adv_estimator=gdpo"], "kl", {"coef": 0.1, "reward_path": "rewards"}, ["'gdpo'", "surrogate"]),
     (["algorithm.use_kl_in_reward=True"], "kl", {"coef": 0.1}, ["use_kl_in_reward=True", "reward_path='rewards'"]),
