@@ -96,7 +96,7 @@ ABSENT = (
 
 
 @dataclass
-class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):
+class MismatchAsyncGRPOConfig(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # fields of GRPO's own
     """TRL's `AsyncGRPOConfig` plus `mismatch`, of which it takes precision, correction and monitor."""
 
     _VALID_DICT_FIELDS = [*AsyncGRPOConfig._VALID_DICT_FIELDS, "mismatch"]

@@ -144,8 +144,8 @@ class MaskedPass:
             places, last = None, self._token + count
             if not packed:
                 raise ReplayError(
-                    f"mismatch.sampling_mask: TRL's fused head is given {count} tokens that do not come next in the batch. "
-                    "Remove what overrides _get_per_token_logps_and_entropies or the model's forward, or the section."
+                    f"mismatch.sampling_mask: TRL's fused head is given {count} tokens that are not those which come next "
+                    "in the batch. Remove what overrides _get_per_token_logps_and_entropies or the model's forward, or the key."
                 )
         support = self._support.slice(self._token, last)
         self._token = last
