@@ -23,6 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.correction import correct
+from mismatch_ext.errors import RecordError
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
@@ -123,26 +124,39 @@ def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) ->
     """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1, from current log-probabilities and `FIELDS`.
 
     It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
-    responses because of what was sampled would change what is regularised.
+    responses because of what was sampled would change what is regularised. Raises RecordError if a field is missing.
     """
     return kl_terms(
         logps,
-        fields["ref_log_prob"],
-        fields["loss_mask"].bool(),
+        _field(fields, "ref_log_prob"),
+        _field(fields, "loss_mask").bool(),
         section,
         behavior=sampled_by(fields) if section.ratio != "none" else None,
         coef=1.0,
-        baseline=fields[BASELINE] if section.has_baseline else None,
+        baseline=_field(fields, BASELINE) if section.has_baseline else None,
     ).loss
 
 
 def sampled_by(fields: Mapping[str, Tensor]) -> Tensor:
     """Return log-probabilities under the policy that sampled `[B, T]`: the engine's where it reports them, else the old ones."""
-    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else fields["old_log_probs"]
+    return fields["rollout_log_probs"] if "rollout_log_probs" in fields else _field(fields, "old_log_probs")
+
+
+def _field(fields: Mapping[str, Tensor], name: str) -> Tensor:
+    if name not in fields:
+        raise RecordError(
+            f"the micro-batch has no field {name!r}, which mismatch.kl needs; it has {sorted(fields)}. It is computed by the "
+            "trainer `mismatch` before the update."
+        )
+    return fields[name]
 
 
 def without_drifted(model_output: Any, data: Any, threshold: float) -> tuple[Any, dict[str, Any]]:
     """Return the micro-batch with advantage 0 for sequences that DeepSeek-V3.2's mask drops, and the share of them."""
+    if "rollout_log_probs" not in data:
+        raise RecordError(
+            "the micro-batch has no rollout_log_probs, which mismatch.correction.off_policy_threshold needs."
+        )
     logps = no_padding_2_padding(model_output["log_probs"], data).detach()
     padded = data.select("rollout_log_probs", "advantages", "response_mask").to_padded_tensor()
     mask, advantages = padded["response_mask"].bool(), padded["advantages"]
