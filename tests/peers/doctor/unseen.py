@@ -18,9 +18,9 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +49,7 @@ from mismatch_ext.doctor import Sample, read_rollouts
 from mismatch_ext.doctor.diagnose import STANDS_OUT
 from mismatch_ext.doctor.tokens import SURE
 from mismatch_ext.errors import MismatchError, RecordError
+from tests.peers.conftest import LAUNCHED
 from tests.peers.doctor.faults import Edit, Engines, LentRun, Planted, Tensors, edited, plant, said
 from tests.peers.scenarios import Scenario, run_fresh
 from tests.rendezvous import rendezvous
@@ -64,6 +65,10 @@ REQUEST, TOKENS, OWN_PASS = "request", "tokens", "own pass"
 ATTENTION = tuple((layer, "attention") for layer in range(4))
 MLP = tuple((layer, "mlp") for layer in range(4))
 Rows = Sequence[Sequence[Any]]
+
+
+def nothing(_: Any) -> None:
+    """Change nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +108,10 @@ class Unseen(Planted):
     both: bool = False
     adapter: float | None = None
     told: bool = True
-    engine: Callable[[Any], None] | None = None
-    loader: Callable[[Tensors], None] | None = None
-    trainer: Callable[[Any], None] | None = None
-    passing: Callable[[Any], AbstractContextManager[None]] | None = None
+    engine: Callable[[Any], None] = nothing
+    loader: Callable[[Tensors], None] = nothing
+    trainer: Callable[[Any], None] = nothing
+    passing: Callable[[Any], AbstractContextManager[None]] = nullcontext
     asked: Callable[[list[int]], list[int]] | None = None
     log: Callable[[Sample, Any], tuple[Rows, Rows]] | None = None
     trl: Callable[[Any, torch.Tensor], torch.Tensor] | None = None
@@ -399,42 +404,40 @@ CLEAN = {
 @contextmanager
 def hooked(fault: Unseen) -> Iterator[None]:
     """Plant what is in no checkpoint and in no request."""
+    from vllm.model_executor.models import qwen3, qwen3_moe
+
     start, load, own = VllmEngine.__init__, models.load_model, Scorer.as_trainer
 
     def started(engine: VllmEngine, *args: Any, **kwargs: Any) -> None:
         start(engine, *args, **kwargs)
-        fault.engine(runner(engine._llm).model)  # type: ignore[misc]
+        fault.engine(runner(engine._llm).model)
 
     def loaded(path: Any, option: str = "--model", config: Any = None) -> Any:
         model = load(path, option, config)
-        fault.trainer(model)  # type: ignore[misc]
+        fault.trainer(model)
         return model
 
     @contextmanager
     def passing(scorer: Scorer) -> Iterator[None]:
-        with own(scorer), fault.passing(scorer.model):  # type: ignore[misc]
+        with own(scorer), fault.passing(scorer.model):
             yield
 
-    def converts(model: Any, weights: Any, inner: Any) -> Any:
-        tensors = {name: tensor.clone() for name, tensor in weights}
-        fault.loader(tensors)  # type: ignore[misc]
-        return inner(model, tensors.items())
+    def loading(kind: Any) -> Any:
+        inner = kind.load_weights
+
+        def loads(model: Any, weights: Any) -> Any:
+            tensors = {name: tensor.clone() for name, tensor in weights}
+            fault.loader(tensors)
+            return inner(model, tensors.items())
+
+        return patch.object(kind, "load_weights", loads)
 
     with ExitStack() as stack:
-        if fault.engine:
-            stack.enter_context(patch.object(VllmEngine, "__init__", started))
-        if fault.trainer:
-            stack.enter_context(patch.object(models, "load_model", loaded))
-        if fault.passing:
-            stack.enter_context(patch.object(Scorer, "as_trainer", passing))
-        if fault.loader:
-            from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
-            from vllm.model_executor.models.qwen3_moe import Qwen3MoeForCausalLM
-
-            for kind in (Qwen3ForCausalLM, Qwen3MoeForCausalLM):
-                inner = kind.load_weights
-                loads = lambda model, weights, inner=inner: converts(model, weights, inner)  # noqa: E731
-                stack.enter_context(patch.object(kind, "load_weights", loads))
+        stack.enter_context(patch.object(VllmEngine, "__init__", started))
+        stack.enter_context(patch.object(models, "load_model", loaded))
+        stack.enter_context(patch.object(Scorer, "as_trainer", passing))
+        for kind in (qwen3.Qwen3ForCausalLM, qwen3_moe.Qwen3MoeForCausalLM):
+            stack.enter_context(loading(kind))
         yield
 
 
@@ -465,17 +468,15 @@ def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
     return run
 
 
-def found(fault: Unseen, folder: Path, engines: Engines) -> Any:
+def found(number: str, folder: Path, engines: Engines) -> Any:
     """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
+    fault = (FAULTS | CLEAN)[number]
     folder.mkdir()
     if fault.trl:
-        number = next(number for number, other in FAULTS.items() if other is fault)
-        ran = run_fresh(
-            Scenario("tests.peers.doctor.unseen", "in_run"),
-            {"number": number, "out": str(folder)},
-            {**os.environ, **rendezvous()},
-            600,
-        )
+        scenario, payload = Scenario("tests.peers.doctor.unseen", "in_run"), {"number": number, "out": str(folder)}
+        # An engine in this process says that it is a rank.
+        variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
+        ran = run_fresh(scenario, payload, {**variables, **rendezvous()}, 600)
         return json.loads(json.dumps(ran.expect()), object_hook=lambda fields: SimpleNamespace(**fields))
     run = planted(fault, folder, engines)
     rows: Any = [json.loads(line) for line in PROMPTS.read_text(encoding="utf-8").splitlines()]
@@ -484,7 +485,8 @@ def found(fault: Unseen, folder: Path, engines: Engines) -> Any:
     prompts = [encode(row["prompt"]) for row in rows]
     prompts = prompts if fault.asked is None else [fault.asked(ids) for ids in prompts]
     seen = None if fault.seen is None else [fault.seen(ids) for ids in prompts]
-    if fault.engine or fault.loader:
+    live = {fault.engine, fault.loader} != {nothing}
+    if live:
         engines.end()
     try:
         with hooked(fault):
@@ -495,7 +497,7 @@ def found(fault: Unseen, folder: Path, engines: Engines) -> Any:
     except RecordError as error:
         return str(error)
     finally:
-        if fault.engine or fault.loader:
+        if live:
             engines.end()
 
 
@@ -520,19 +522,19 @@ def in_run(number: str, out: str) -> dict[str, Any]:
     fault, score = FAULTS[number], GRPOTrainer._get_per_token_logps_and_entropies
     assert fault.trl is not None
 
+    @wraps(score)
     def scored(trainer: Any, model: Any, input_ids: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
         return score(trainer, model, input_ids, fault.trl(model, attention_mask), *args, **kwargs)  # type: ignore[misc]
 
     dtype = fault.run.get("dtype", "bfloat16")
     block = {"monitor": {"doctor": "first_batch"}, "precision": {"dtype": dtype}}
-    given = {
-        "output_dir": out,
-        "eval_prompts": 0,
-        "bf16": dtype == "bfloat16",
-        "mismatch": json.dumps(block),
+    given = {"output_dir": out, "eval_prompts": 0, "bf16": dtype == "bfloat16", "mismatch": json.dumps(block)}
+    given |= {
         "max_steps": 2,
+        "max_completion_length": 96,
+        "per_device_train_batch_size": 160,
+        "vllm_max_model_length": 160,
     }
-    given |= {"max_completion_length": 96, "per_device_train_batch_size": 160, "vllm_max_model_length": 160}
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", scored):
         with patch.object(sys, "argv", ["trl_grpo.py", *arguments]):
@@ -607,7 +609,7 @@ def table(faults: Mapping[str, Unseen], folder: Path) -> Iterator[Row]:
     try:
         for number, fault in faults.items():
             began = time.perf_counter()
-            diagnosis = found(fault, folder / number, engines)
+            diagnosis = found(number, folder / number, engines)
             judgement = judged(fault, diagnosis)
             words, verdict = [diagnosis], "refused"
             if not isinstance(diagnosis, str):
