@@ -52,7 +52,7 @@ def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> Non
     found = diagnose(*drawn(cut, reported=lambda z: z, temperature=0.7))
     assert [cause.key for cause in found.causes][0] == "raw_logprobs", report(found)
     assert "without the tail" in report(found)
-    # Where rounding at the trainer's temperature does not judge the reports, the remedy confirms them, and the tail is still told.
+    # Where rounding does not judge reports of another temperature, the remedy confirms them, and the tail is still told.
     assert found.explained is not None
     partly = replace(found, causes=found.causes[:1], verdict="partly").confirmed(
         ["reporting"], 1.0, found.explained.rest
