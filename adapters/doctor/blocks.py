@@ -28,6 +28,8 @@ At = tuple[int, str]
 QUANTILES = (0.5, 0.95)
 # Limits over all sequences together, because two hidden states per token and block are held in memory.
 MOST_TOKENS, MOST_ROWS = 1_024, 12
+# Of these, so many are the longest ones: a window, and a wrong rotary table, show late in a sequence.
+LONGEST = 4
 
 
 @runtime_checkable
@@ -52,7 +54,9 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
     if not isinstance(engine, ShowsBlocks):
         return HiddenStates(missing="this engine is not in this process, or has no hooks")
     rows: list[list[int]] = []
-    for whole in sequences(sample):
+    all_rows = sequences(sample)
+    longest = sorted(range(len(all_rows)), key=lambda row: -len(all_rows[row]))[:LONGEST]
+    for whole in (all_rows[row] for row in dict.fromkeys([*longest, *range(len(all_rows))])):
         if len(rows) < MOST_ROWS and sum(map(len, rows)) + len(whole) <= MOST_TOKENS:
             rows.append(whole)
     blocks = engine.blocks(rows)

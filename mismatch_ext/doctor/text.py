@@ -61,7 +61,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         for block in diagnosis.blocks:
             yield f"{f'layer {block.layer}, {block.kind}':32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
     for cause in diagnosis.causes:
-        yield from ("", f"to fix {cause.key}:", *_changes(cause.remedy))
+        if lines := _changes(cause.remedy):
+            yield from ("", f"to fix {cause.key}:", *lines)
     if diagnosis.verdict == "clean" and diagnosis.measurable:
         lower = remedy("dtype", engine_dtype=diagnosis.engine_dtype, trainer_dtype=diagnosis.trainer_dtype)
         yield from ("", "to lower rounding:" if lower != Remedy() else "both compute in float16 already")

@@ -52,6 +52,14 @@ def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> Non
     found = diagnose(*drawn(cut, reported=lambda z: z, temperature=0.7))
     assert [cause.key for cause in found.causes][0] == "raw_logprobs", report(found)
     assert "without the tail" in report(found)
+    # Where rounding does not judge reports of another temperature, the remedy confirms them, and the tail is still told.
+    assert found.explained is not None
+    partly = replace(found, causes=found.causes[:1], verdict="partly").confirmed(
+        ["reporting"], 1.0, found.explained.rest
+    )
+    assert partly.verdict == "explained" and [cause.key for cause in partly.causes] == [
+        cause.key for cause in found.causes
+    ]
 
 
 @pytest.mark.parametrize(("engine", "rounding", "named"), [(0.17, 0.0, True), (0.05, 0.04, False), (0.2, 0.05, True)])
@@ -113,6 +121,8 @@ def test_the_request_is_told_from_the_engine_by_its_score_of_a_prompt() -> None:
     assert "sampling or what it reports differ" in report(request_or_engine(found, 0.98, np.full(9, 1e-3)))
     assert "configuration or arithmetic differ" in report(request_or_engine(found, 9.0, np.full(9, 1e-2)))
     assert "are sound" in report(request_or_engine(found, 9.0, np.full(9, 1e-6))), "two float32 programs"
+    near = replace(found, ratio=1.32)
+    assert request_or_engine(near, 1.29, np.full(9, 1e-3)) == near, "two errors of about the size of rounding"
 
 
 def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
