@@ -524,22 +524,11 @@ def with_blocks(diagnosis: Diagnosis, blocks: Sequence[Block]) -> Diagnosis:
 
 
 def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagnosis:
-<<<<<<< HEAD
     """Return the diagnosis with which half of the engine's side differs, by its error on the same prompts `[N]`, nats."""
-    if left <= ROUNDING or float(np.abs(error).mean()) <= FLOAT32:
-=======
-    """Return a diagnosis that is not complete with which half of the engine's side differs, by its score of the same tokens.
-
-    Args:
-        diagnosis: The diagnosis.
-        left: The error of the engine's score of the same tokens in the trainer's prompts, in units of rounding.
-        error: That error of each token `[N]`, nats.
-    """
     exact = float(np.abs(error).mean()) <= FLOAT32
     if left > ROUNDING and not exact:
         differs = "its weights, configuration or arithmetic differ, whatever is asked of it"
     elif exact or left**2 - 1 <= LEAST_PART * max(0.0, diagnosis.ratio**2 - 1):
->>>>>>> doctor45
         differs = "its weights, configuration and cache are sound, and prompts, sampling or what it reports differ"
     else:
         # Two errors of about the size of rounding do not say which half differs.
