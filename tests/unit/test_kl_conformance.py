@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.testing import Problem, exact, moments
-from tests.oracles.kl import conformance
+from tests.oracles.kl import conformance, spreads
 from tests.oracles.kl.conformance import full_moments, pair_gradient, paired_term, surrogate_term
 from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 
@@ -177,7 +178,9 @@ def test_full_is_unbiased_exactly_where_documented(sampling: str, target: str, p
             assert bias > 1e-3, (vocab, horizon)
 
 
-def test_the_page_has_the_table_that_enumeration_gives(capsys: pytest.CaptureFixture[str]) -> None:
-    conformance.main()
+@pytest.mark.parametrize("oracle", [conformance, spreads])
+def test_the_page_has_the_tables_that_enumeration_gives(oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    oracle.main()
     page = (Path(__file__).resolve().parents[2] / "docs/kl.md").read_text("utf-8")
-    assert capsys.readouterr().out in page, "run python -m tests.oracles.kl.conformance, and copy it to docs/kl.md"
+    for table in capsys.readouterr().out.strip().split("\n\n"):
+        assert table in page, f"run python -m {oracle.__name__}, and copy its tables to docs/kl.md"
