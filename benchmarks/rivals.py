@@ -156,13 +156,13 @@ LIVE: dict[str, tuple[dict[str, Any], dict[str, Answers]]] = {
         {OURS: Answers(("weight_sync", "WeightSyncError")), "martingale": one("weights or input")},
     ),
     "an optimizer that moves nothing": (
-        {"learning_rate": 0.0}, {OURS: one("weight_sync"), "martingale": one("no update"), "rldoctor": one("gradient_pathology")}
+        {"learning_rate": 0.0}, {OURS: one("weights_still"), "martingale": one("no update"), "rldoctor": one("gradient_pathology")}
     ),
     "responses cut at 16 tokens": (
         # Its answers have no end, so that no reward differs and nothing moves: what says so is right in part.
         {"max_completion_length": CUT},
         {
-            OURS: Answers(("cut",), ("weight_sync",)), "martingale": Answers((), ("no update",)),
+            OURS: Answers(("cut",), ("weights_still",)), "martingale": Answers((), ("no update",)),
             "rldoctor": Answers(("length_pathology",), ("gradient_pathology",)),
         },
     ),

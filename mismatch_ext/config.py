@@ -194,6 +194,10 @@ class KlConfig:
         return self.baseline != "none" and self.placement != "loss" and not self.in_rewards
 
 
+ESTIMATORS = tuple(name for name in typing.get_args(typing.get_type_hints(KlConfig)["estimator"]) if name != "full")
+"""Estimators from the log-probabilities of the sampled tokens alone: the values of `KlConfig.estimator` but `full`."""
+
+
 @_section("mismatch.routing")
 class RoutingConfig:
     """Replay of the experts that a mixture-of-experts model chose before (R3, arXiv 2510.11370; R2, arXiv 2512.01374)."""

@@ -8,22 +8,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import Annotated, Any, NamedTuple, get_args, get_type_hints
+from typing import Annotated, Any, NamedTuple
 
 import torch
 from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mismatch_ext.config import KlConfig
+from mismatch_ext.config import ESTIMATORS, KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.gap import k3 as exact_k3
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged
 from mismatch_ext.tensors import checked_mask, expect_finite, expect_float, output_dtype
 
-ESTIMATORS = tuple(name for name in get_args(get_type_hints(KlConfig)["estimator"]) if name != "full")
-"""Estimators from the log-probabilities of the sampled tokens alone: the values of `KlConfig.estimator` but `full`."""
 # Largest exponent in a loss. The square of e^30 = 1e13, summed over a million tokens, still fits a float32 gradient norm. A
 # token that the policy samples exceeds it with a probability below 1e-13.
 LARGEST_EXPONENT = 30.0

@@ -78,9 +78,9 @@ COMPARABLE = 0.25
 # Choices: enough positions for the rules above, and 256 tokens are scored in one batch.
 PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
 EVENT = "weight_sync"
-STILL = 3
-"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
 """Name of the event that says that an update went wrong."""
+STILL, STILL_EVENT = 3, "weights_still"
+"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
 
 REMEDIES = {
     "stale": "The update did not reach the weights that the engine computes with: check that the weights are sent after each "
@@ -579,7 +579,7 @@ class WeightVerifier:
                 f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, no gradient "
                 "reaches the weights, every advantage is 0, or float16 skips every step."
             )
-            self._event("warning", EVENT, f"{self._name}: {message}" if self._name else message)
+            self._event("warning", STILL_EVENT, f"{self._name}: {message}" if self._name else message)
         return verdict
 
     def _ask(self) -> tuple[Tensor, Look | None]:

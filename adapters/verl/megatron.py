@@ -177,8 +177,8 @@ class ReplayGuard:
             RouterReplayAction.REPLAY_BACKWARD,
         ):
             raise ReplayError(
-                f"{self._name(router)} replays routes outside of MegatronEngine.forward_backward_batch, where they are checked. "
-                "Call that method, or remove mismatch.routing."
+                f"{self._name(router)} replays routes outside of MismatchMegatronEngine.forward_backward_batch, where they are "
+                "checked. Call that method, or remove mismatch.routing."
             )
         # A recomputation has another action; its routes were compared in the forward pass.
         forward = router.router_replay_action == RouterReplayAction.REPLAY_FORWARD

@@ -14,9 +14,8 @@ from functools import cached_property
 from importlib import import_module
 from typing import Any
 
-from mismatch_ext.config import MismatchConfig
+from mismatch_ext.config import ESTIMATORS, MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import ESTIMATORS
 from mismatch_ext.precision.dtypes import TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
 
@@ -36,6 +35,8 @@ FSDP = ("fsdp", "fsdp2")
 """Strategies of verl's FSDP engine; verl has one class for both."""
 PROCESSED = "processed_logprobs"
 """Mode in which vLLM returns log-probabilities after truncation."""
+QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
+"""Values that verl accepts as `rollout.quantization`, by engine."""
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
@@ -372,6 +373,12 @@ TABLE = (
         ),
     )),
     Case("mismatch.precision", lambda asked: asked.block.precision is not None, (
+        Setting(
+            f"{ROLLOUT}.quantization",
+            lambda value, asked: bool(value) and value not in QUANTIZATIONS.get(asked.engine, (value,)),
+            "'fp8', and with vLLM 'torchao' or 'ascend'", "verl refuses others when the rollout starts",
+            f"Give the engine's own name of a format as {KWARGS}.vllm.quantization",
+        ),
         Setting(
             f"{KWARGS}.sglang.quantization",
             lambda value, asked: asked.engine == "sglang" and bool(value) and value != asked.at(f"{ROLLOUT}.quantization"),

@@ -241,7 +241,12 @@ class EngineMasks:
         logits = logits.reshape(-1, logits.shape[-1])
         # As verl's own: the last token of a row is scored against the first one of the next.
         following_ids = layout.rows(micro_batch["input_ids"].values().roll(-1), 0)
-        temperature = float(torch.as_tensor(micro_batch["temperature"]).flatten()[0])  # one for all samples of a run
+        temperatures = torch.as_tensor(micro_batch["temperature"]).unique().tolist()
+        if len(temperatures) > 1:
+            raise ReplayError(
+                f"a batch with sampling masks has temperatures {temperatures}; allowed: one for all samples."
+            )
+        (temperature,) = temperatures
         found = support_logprobs(
             logits, following_ids, self._rows(numbers, layout, len(logits)), temperature=temperature
         )

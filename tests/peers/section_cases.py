@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.config import ESTIMATORS
 from mismatch_ext.presets import PRESETS
 
 HOSTS = ("TRL GRPO", "TRL RLOO", "verl", "MismatchCallback")

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig
+from mismatch_ext.config import ESTIMATORS, KlConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import ESTIMATORS, kl_baseline, kl_full, kl_terms
+from mismatch_ext.kl import kl_baseline, kl_full, kl_terms
 from tests.oracles.brute import kl as brute
 from tests.oracles.kl.facts import PLAIN
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext import PRESETS, Run
-from mismatch_ext.config import CorrectionConfig
-from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.config import ESTIMATORS, CorrectionConfig
 from mismatch_ext.presets import ResolvedCorrection, resolve
 from mismatch_ext.rollout import Batch
 from tests.oracles.brute import kl as brute_kl

@@ -11,9 +11,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mismatch_ext.config import KlConfig
+from mismatch_ext.config import ESTIMATORS, KlConfig
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.kl import ESTIMATORS, LARGEST_EXPONENT, _value_and_derivative, kl_estimate
+from mismatch_ext.kl import LARGEST_EXPONENT, _value_and_derivative, kl_estimate
 
 pytestmark = pytest.mark.numeric
 

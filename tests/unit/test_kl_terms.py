@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig
+from mismatch_ext.config import ESTIMATORS, KlConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
-from mismatch_ext.kl import ESTIMATORS, kl_terms
+from mismatch_ext.kl import kl_terms
 from mismatch_ext.testing import Problem, Term, exact, moments
 
 pytestmark = pytest.mark.numeric

@@ -130,7 +130,7 @@ def test_weights_that_stand_still_are_said_once() -> None:
     for _ in range(3):
         verifier.verify(engine.sample())
     ((level, event, message),) = said
-    assert (level, event) == ("warning", "weight_sync") and message.startswith(
+    assert (level, event) == ("warning", "weights_still") and message.startswith(
         "the last 3 weight updates sent the same"
     )
     trainer.train()

@@ -16,8 +16,10 @@ from mismatch_ext.adapters.verl.worker import MismatchDetachWorker, MismatchWork
 from verl.trainer.ppo.v1 import trainer_colocate_async, trainer_separate_async, trainer_sync  # noqa: F401 - they register
 from verl.trainer.ppo.v1.trainer_base import get_trainer_cls, register_trainer
 
-# The one line that this mode logs at INFO, verl's default, has an argument of `print`, `flush`: a TypeError where it is logged.
-trainer_separate_async.logger.setLevel(max(trainer_separate_async.logger.level, logging.WARNING))
+# A line that this mode logs at INFO, verl's default, has an argument of `print`, `flush`: a TypeError where it is logged. Its
+# other lines at INFO go with it.
+_logger = logging.getLogger(trainer_separate_async.__name__)
+_logger.setLevel(max(_logger.level, logging.WARNING))
 
 
 TRAINERS: dict[str, type[Any]] = {}

@@ -106,6 +106,9 @@ class Processes:
         if surplus is not None:
             count = surplus["model_size"] - surplus["tokenizer_size"]
             self.event("info", "vocabulary", f"{count} ids of the model are not in its tokenizer.", dict(surplus))
+        if self._config.actor_rollout_ref.model.get("use_fused_kernels"):
+            message = "use_fused_kernels: how probable ids are that the tokenizer does not have is not measured."
+            self.event("warning", "vocabulary", message)
         if bypasses(self._config):
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self.event("warning", "bypass", message)

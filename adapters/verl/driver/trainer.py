@@ -146,7 +146,7 @@ class MismatchTrainer(_Host):
             self._processes.follow_weights(self.global_steps)
         with self._verdicts.checking("weight_sync"):
             if self._weights is not None:
-                self._weights.verify()
+                self._weights.verify(stepped=self.config.trainer.critic_warmup <= self.global_steps)
 
     def on_validate_end(self) -> None:
         with self._verdicts.checking("rollouts"):
@@ -370,7 +370,7 @@ class MismatchTrainer(_Host):
                 return refused
         return None
 
-    # Checkpoints: the driver's state; `worker/state.py` has the workers'.
+    # Checkpoints: the driver's state; `engine.py` has the workers'.
 
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"

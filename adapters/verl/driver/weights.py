@@ -125,9 +125,10 @@ class RolloutWeights:
         logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
         self._looked = TrainerLook(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
 
-    def verify(self) -> None:
+    def verify(self, *, stepped: bool) -> None:
         """Check that each engine computes with the weights that the actor had when it was asked.
 
+        `stepped` says whether the actor's optimizer has stepped since the last update.
         Raises WeightSyncError if one does not and `monitor.weight_sync` is "error", EngineError if a server does not answer.
         """
         if self._looked is None:
@@ -135,7 +136,7 @@ class RolloutWeights:
         look, self._looked = self._looked, None
         self._ask()
         for verifier in self._verifiers:
-            verifier.verify(self._sums, look)
+            verifier.verify(self._sums, look, stepped=stepped)
 
     def _ask(self) -> None:
         """Ask all engines before any is waited for, so that they compute at once."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig
-from mismatch_ext.kl import ESTIMATORS, kl_terms
+from mismatch_ext.config import ESTIMATORS, KlConfig
+from mismatch_ext.kl import kl_terms
 from mismatch_ext.testing import ZERO, Moments, Problem, Term, moments, off
 from tests.oracles.kl.facts import FULL_CLAIMS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 from tests.oracles.kl.hosts import problem_of

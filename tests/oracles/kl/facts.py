@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig
-from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.config import ESTIMATORS, KlConfig
 from mismatch_ext.testing import Problem, exact
 
 PLACEMENTS = ("loss", "reward", "both")

@@ -12,8 +12,8 @@ from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.config import ESTIMATORS
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.kl import ESTIMATORS
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
 PLACEMENTS = ("loss", "reward", "both")

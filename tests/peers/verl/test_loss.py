@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.config import ESTIMATORS
 from mismatch_ext.versions import installed
 from tests.peers.kl_terms import assert_documented
 from tests.peers.scenarios import Run, Scenario, named

@@ -122,6 +122,13 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
         (
             (
+                "+mismatch.precision.engine_weights=fp8_per_channel",
+                "actor_rollout_ref.rollout.quantization=fp8_per_channel",
+            ),
+            "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
+        ),
+        (
+            (
                 "+mismatch.precision.engine_weights=fp8",
                 "actor_rollout_ref.rollout.quantization=fp8",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",

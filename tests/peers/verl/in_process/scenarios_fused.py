@@ -14,8 +14,7 @@ from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
-from mismatch_ext.config import MismatchConfig
-from mismatch_ext.kl import ESTIMATORS
+from mismatch_ext.config import ESTIMATORS, MismatchConfig
 from tests.peers.verl.in_process.losses import actor_config
 from tests.peers.verl.in_process.routes import nested, other, refused
 from tests.peers.verl.in_process.scenarios_losses import number
