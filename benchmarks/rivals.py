@@ -156,7 +156,8 @@ LIVE: dict[str, tuple[dict[str, Any], dict[str, Answers]]] = {
         {OURS: Answers(("weight_sync", "WeightSyncError")), "martingale": one("weights or input")},
     ),
     "an optimizer that moves nothing": (
-        {"learning_rate": 0.0}, {OURS: one("weights_still"), "martingale": one("no update"), "rldoctor": one("gradient_pathology")}
+        {"learning_rate": 0.0},
+        {OURS: one("weights_still"), "martingale": one("no update"), "rldoctor": one("gradient_pathology")},
     ),
     "responses cut at 16 tokens": (
         # Its answers have no end, so that no reward differs and nothing moves: what says so is right in part.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import json
+import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
@@ -459,7 +460,7 @@ def _refusal(error: ValidationError, path: str) -> ConfigError:
         allowed = "a mapping of its keys, or {} for its defaults. Left out, it is off"
     elif kind == "literal_error":
         hint = suggestion(value, allowed.replace("'", "").replace(" or ", ", ").split(", "), MEANT)
-    elif kind == "float_type" and isinstance(value, str):
+    elif kind == "float_type" and re.fullmatch(r"[-+]?\d+[eE][-+]?\d+", str(value)):
         hint = " YAML reads 1e-3 as text; write 1.0e-3."
     return ConfigError(f"{key}: {shown(value)} is not allowed; allowed: {allowed}.{hint}")
 
@@ -512,7 +513,13 @@ def _parsed(text: str, source: str) -> Any:
         ) from json_error
 
     class Loader(yaml.SafeLoader):
-        """PyYAML's safe loader, but a key given twice is refused; a merged-in key may be overridden."""
+        """PyYAML's safe loader, but a key given twice is refused, and 1:30 is text; a merged-in key may be overridden."""
+
+        def construct_yaml_int(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_int(node)
+
+        def construct_yaml_float(self, node: Any) -> Any:
+            return node.value if ":" in node.value else super().construct_yaml_float(node)
 
         def flatten_mapping(self, node: Any) -> None:
             values: dict[Any, Any] = {}
@@ -526,6 +533,8 @@ def _parsed(text: str, source: str) -> Any:
                 values[key] = value_node
             super().flatten_mapping(node)
 
+    for kind in ("int", "float"):
+        Loader.add_constructor(f"tag:yaml.org,2002:{kind}", getattr(Loader, f"construct_yaml_{kind}"))
     try:
         return yaml.load(text, Loader)
     except ConfigError:

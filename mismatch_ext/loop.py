@@ -225,7 +225,7 @@ class Run:
 
         def bad_update(level: str, name: str, message: str) -> None:
             self._log.event(level, name, message)
-            if monitor.weight_sync == "warn":
+            if level == "warning" or monitor.weight_sync == "warn":
                 warnings.warn(message, stacklevel=6)
 
         probes = draw_probes(self.trainer.vocabulary(), self.rollout.longest)

@@ -47,6 +47,7 @@ from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RecordE
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import ResolvedCorrection, resolve
+from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.seams import named
 from mismatch_ext.versions import installed
@@ -450,6 +451,11 @@ class AsyncRun(TrainerRun):
     def check_model(self) -> None:
         self.check_precision()
 
+    @property
+    def grid_ranks(self) -> Ranks:
+        """The main process alone, which alone has read the engine."""
+        return ONE_PROCESS
+
     def begin(self, config: MismatchAsyncGRPOConfig) -> None:
         """Audit both sides, once TRL has built its parts, and come between TRL and its rollout worker and weight transfer."""
         trainer = self.trainer
@@ -580,8 +586,8 @@ class MismatchAsyncGRPOTrainer(MeasuredTrainer, AsyncGRPOTrainer):
         self.mm = mm = AsyncRun(self, block, config.output_dir)
         mm.verdicts.at(lambda: mm.step)
         check_peers(type(self), block, use_vllm=True, server=True)
-        super().__init__(model, *args, **kwargs)
-        config._known = True
+        with config.claimed():
+            super().__init__(model, *args, **kwargs)
         mm.begin(config)
 
     def get_train_dataloader(self) -> Any:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.correction import native_options, own_options
 from mismatch_ext.adapters.trl.refusals import SETTINGS, check_sharding, refuse
-from transformers import TrainerState
+from transformers import Trainer, TrainerState
 from trl import GRPOConfig, RLOOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
@@ -77,21 +78,28 @@ class MismatchConfigMixin(_Host):
         block = MismatchConfig.parse(self.mismatch)
         return None if block is None else block.acting
 
-    def get_warmup_steps(self, num_training_steps: int) -> int:
-        """The number of warmup steps, as in the parent; a training asks for it, and is refused if it ignores the block."""
-        asks = sys._getframe(1).f_globals.get("__name__", "")  # a user may ask too
-        if (
-            asks.partition(".")[0] == "transformers"
-            and self.mismatch is not None
-            and not getattr(self, "_known", False)
-        ):
+    @contextmanager
+    def claimed(self) -> Iterator[None]:
+        """Tell the configuration that the trainer which is being built knows the block."""
+        self._claimed = True
+        try:
+            yield
+        finally:
+            self._claimed = False
+
+    @property
+    def train_batch_size(self) -> int:
+        """The batch size per process, as in the parent; a trainer whose constructor asks for it must know the block."""
+        asks = sys._getframe(1)  # a user may ask too
+        builds = asks.f_code.co_name == "__init__" and asks.f_globals.get("__name__") == Trainer.__module__
+        if builds and self.mismatch is not None and not getattr(self, "_claimed", False):
             with self._verdicts.checking("trainer"):
                 raise ConfigError(
                     f"mismatch={self.mismatch!r} was given, but the trainer does not know the block and would run without it; "
                     "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
                 )
-        steps: int = super().get_warmup_steps(num_training_steps)
-        return steps
+        size: int = super().train_batch_size
+        return size
 
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""

@@ -53,10 +53,10 @@ class CheckedGeneration:
         self.plain_generate = inner.generate
         self._sending = engine.Sending()
         self.verifier = run.verifier_of(self.engine, vocabulary)
-        self.verifies = run.proves
+        self.verifies = False
 
     def begin(self) -> None:
-        """Take the place of TRL's methods."""
+        """Take the place of TRL's methods, and note the gap before the first update; all ranks do so together."""
         # RLOOTrainer asks for no log-probabilities, and drops those that it gets.
         self._inner.logprobs = 0 if self._inner.logprobs is None else self._inner.logprobs
         if self.masks is not None:
@@ -64,6 +64,12 @@ class CheckedGeneration:
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         self._inner.sync_weights, self._inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._inner.generate = self.generate
+        if self.run.proves:
+            with self.verdicts.checking("weight_sync"):
+                with together(self.run.ranks):
+                    if self.engine.fresh and self.run.prepared:
+                        self.verifier.begin()
+                self.verifies = True  # on all ranks or none, because verifying takes all of them
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a resumed run continues with, as JSON-able data."""
@@ -83,7 +89,7 @@ class CheckedGeneration:
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
         alone = nullcontext if ranks is self.run.ranks else self._refusing
-        if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version):
+        if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version or self.verifier.begun):
             with alone(), self.verdicts.checking("weight_sync"), together(ranks):
                 self.verifier.begin()
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the

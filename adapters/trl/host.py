@@ -17,7 +17,7 @@ from accelerate import PartialState
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
 from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.accelerate.sharded import gathered, held, same_everywhere
+from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded, same_everywhere
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
@@ -44,7 +44,7 @@ from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.ranks import first_error
+from mismatch_ext.ranks import Ranks, first_error
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
@@ -101,7 +101,7 @@ class TrainerRun:
         self.eval_split = "eval/default"  # each evaluation's metrics are kept apart
         self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
         self._sync_audited = self._bias_told = False
-        self._unwritten: list[str] = []
+        self._unwritten: list[tuple[str, str, str]] = []  # events
         self._checkpoint: str | None = None  # that the training goes on from
 
     # What a trainer of another kind says in its own way.
@@ -217,6 +217,12 @@ class TrainerRun:
     # Weight updates.
 
     @property
+    def prepared(self) -> bool:
+        """Whether the model can score before training has begun, and scores as it does from then on."""
+        # DeepSpeed casts the model when training begins.
+        return not is_sharded(self.trainer.accelerator) and not self.trainer.is_deepspeed_enabled
+
+    @property
     def proves(self) -> bool:
         """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
         fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
@@ -280,8 +286,8 @@ class TrainerRun:
         if self.trainer.accelerator.is_main_process:
             self.log.event(level, name, message)
         else:
-            self._unwritten.append(message)  # the main process writes it at the next log
-        if self.block.monitor.weight_sync == "warn":
+            self._unwritten.append((level, name, message))  # the main process writes it at the next log
+        if level == "warning" or self.block.monitor.weight_sync == "warn":
             warnings.warn(message, stacklevel=2)
 
     # The learning rate.
@@ -376,10 +382,15 @@ class TrainerRun:
         """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
         unwritten, self._unwritten = self._unwritten, []
         found = self.ranks.gather((gap, unwritten))
-        for rank, (_, messages) in enumerate(found):
-            for message in messages:
-                self.log.event("error", "weight_sync", f"rank {rank}: {message}")
+        for rank, (_, events) in enumerate(found):
+            for level, name, message in events:
+                self.log.event(level, name, f"rank {rank}: {message}")
         return max((float(value) for value, _ in found if value is not None), default=None)
+
+    @property
+    def grid_ranks(self) -> Ranks:
+        """The ranks that watch the engine's grid."""
+        return self.ranks
 
     def training_metrics(self) -> dict[str, float]:
         """Return the metrics of training steps, under the names that they are logged by."""
@@ -387,7 +398,7 @@ class TrainerRun:
         if isinstance(self.trainer.accelerator.scaler, LossScaler):
             metrics |= self.trainer.accelerator.scaler.metrics()
         if self.grid is not None:
-            metrics |= self.grid.metrics(self.ranks)
+            metrics |= self.grid.metrics(self.grid_ranks)
         metrics |= self.further_metrics()
         if self.lr is not None:
             metrics |= self.lr.metrics()

@@ -179,6 +179,8 @@ class TrlRun(TrainerRun):
         self.log.sampled_with(self.scored_sampling)
         self.verdicts.at(lambda: self.step)
         self.alarms.install(trainer)
+        with self.verdicts.checking("reference"):
+            check_reference(trainer.accelerator, trainer.ref_model is not None)
         if trainer.use_vllm:
             with self.verdicts.checking("engine"):
                 self._find_engine()

@@ -47,11 +47,10 @@ class MismatchTrainerMixin(MeasuredTrainer):
         self.mm = mm = TrlRun(self, block, config)
         _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
-        with patched as patches:
+        with config.claimed(), patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             super().__init__(model, *args, **kwargs)
-        config._known = True
         mm.begin("none" if patches is None else digest_of(mm.patches))
 
     # One rollout, in its order.

@@ -448,6 +448,10 @@ def _sequences(trace: _Trace, where: str) -> Iterator[LoggedResponse]:
         place = f"{where}, node {number}"
         if node.parent is not None and node.parent >= number:
             raise RecordError(f"{place}: parent {node.parent} must be the number of a node before it.")
+        if len(node.mask) != len(node.token_ids):
+            raise RecordError(
+                f"{place}: {len(node.token_ids)} token_ids and {len(node.mask)} values of mask; the two must be equal."
+            )
         if len(node.logprobs) != sum(node.mask):
             raise RecordError(
                 f"{place}: {len(node.logprobs)} logprobs for {sum(node.mask)} sampled tokens; the two must be equal: is it of a "

@@ -115,6 +115,7 @@ def test_configuration_is_frozen() -> None:
         ({"precision": {"dtype": "float16", "growth_interval": 0}}, ["growth_interval", "0", "greater than or equal to 1"]),
         ({"precision": {"dtype": "float16", "init_scale": float("inf")}}, ["init_scale", "inf", "a finite number"]),
         ({"precision": {"dtype": "float16", "engine_weights": "auto"}}, ["engine_weights", "'auto'", "name of a format"]),
+        ("kl: {coef: 1:30}", ["mismatch.kl.coef", "'1:30'", "allowed: a valid number"]),  # 90 in base 60, to YAML 1.1
         ({"kl": {"coef": 10**400}}, ["mismatch.kl.coef", "allowed: a valid number"]),
         ({"kl": {"coef": 0}}, ["mismatch.kl.coef", "0", "greater than 0"]),
         ({"routing": {"mode": "R4"}}, ["mismatch.routing.mode", "'R4'", "'R2' or 'R3'"]),

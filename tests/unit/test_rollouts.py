@@ -145,8 +145,9 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
         (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token is sampled already"),
         (PRIME | {"traces": [{}]}, "line 2 has no traces.0.nodes"),
         (changed(1, logprobs=[]), "line 2, trace 0, node 1: 0 logprobs for"),
+        (changed(0, mask=[True]), "line 2, trace 0, node 0: 10 token_ids and 1 values of mask"),
         (changed(1, parent=1), "line 2, trace 0, node 1: parent 1 must be the number of a node before it"),
-        (changed(0, mask=[False]), "line 2, trace 0: 19 tokens, 10 mask values and 10 log-probabilities"),
+        (changed(0, mask=[False]), "line 2, trace 0, node 0: 10 token_ids and 1 values of mask"),
     ],
 )  # fmt: skip
 def test_a_line_that_cannot_be_used_is_named(row: Any, words: str, tmp_path: Path) -> None:

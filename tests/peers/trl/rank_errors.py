@@ -60,12 +60,12 @@ class Verifier:
     """Stands in for the check of weight updates; the trainer's digest is that of all ranks."""
 
     probes = torch.zeros(1, 2, dtype=torch.long)
-    moves = False
+    moves = begun = False
 
     def moved(self) -> bool:
         return self.moves
 
-    def verify(self, samples: Any, look: Any) -> None:
+    def verify(self, samples: Any, look: Any, *, stepped: bool) -> None:
         """Accept what was sent."""
 
 

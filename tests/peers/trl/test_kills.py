@@ -49,7 +49,7 @@ def test_changed_settings_hold_and_are_told_and_a_damaged_state_is_refused(run: 
     assert "begins anew from 0.2" in told[1]
     coefficients = data.series("mismatch/kl_coef")[1]
     assert coefficients[0] == 0.05 and coefficients[1] != 0.05 and coefficients[2] == 0.2
-    for text, words in (("[]", "found []; allowed: a JSON object"), ('{"schema": 9}', "has schema 9; this release")):
+    for text, words in (("[]", "holds []; this release"), ('{"schema": 9}', "holds {'schema': 9}; this release")):
         (tmp_path / "checkpoint-3/mismatch.json").write_text(text)
         refused = go(steps=4, resume=True)
         assert refused.code != 0 and "RecordError" in refused.stderr and words in refused.stderr

@@ -141,7 +141,7 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
     ("config", FULL, {"top_k": 4}, ["sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"]),
     ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
-    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", ">= 2"]),
+    ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "greater than or equal to 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
     ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.growth_interval", "fp16.initial_scale_power"]),
     (
@@ -394,16 +394,18 @@ def test_autocast_that_the_launch_switched_on_is_refused_with_trls_own_settings(
     assert "Turn mixed precision off (fp16=False, bf16=False)" in str(refusal.value)
 
 
-def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_a_step(
+def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine(
     peers: Any, configure: Make, dense: Path
 ) -> None:
     from trl import GRPOTrainer
 
-    args = configure(SURGE, use_vllm=False, bf16=False)
-    trainer = GRPOTrainer(model=str(dense), reward_funcs=peers.graded, train_dataset=peers.rows(), args=args)
+    given: dict[str, Any] = {"model": str(dense), "reward_funcs": peers.graded, "train_dataset": peers.rows()}
     with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
-        trainer.train()
-    assert trainer.state.global_step == 0
+        GRPOTrainer(args=configure(FP16), **given)
+    served = configure(SURGE, use_vllm=False, bf16=False)
+    peers.MismatchGRPOTrainer(args=served, **given)
+    with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
+        GRPOTrainer(args=served, **given)
 
 
 def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:

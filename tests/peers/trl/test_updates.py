@@ -22,7 +22,7 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     llm: Any = SimpleNamespace(wake_up=lambda tags: said.extend(tags))
     engine: Any = engines.Colocated(llm, sleeps=True)
     engine.captured = lambda version: nullcontext([])
-    verifier = SimpleNamespace(verify=lambda sent, look: said.append(f"probed {look.logprobs}"), probes=None)
+    verifier = SimpleNamespace(verify=lambda sent, look, stepped: said.append(f"probed {look.logprobs}"), probes=None)
     trainer = SimpleNamespace(
         sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3, examines=False,
         ranks=ONE_PROCESS,

@@ -361,7 +361,7 @@ def test_a_checkpoint_without_our_state_warns_and_a_damaged_one_is_refused(
     assert "mismatch.json" in found["files"]
     assert found["half"].startswith("RecordError: ")
     assert "mismatch.json is damaged" in found["half"]
-    assert "has schema 9; this release of mismatch-ext reads 2" in found["schema"]
+    assert "holds {'schema': 9" in found["schema"] and "mismatch-ext reads a JSON object of schema 2" in found["schema"]
     assert "the state of mismatch.lr is of trigger" in found["trigger"]
     assert any("holds no loss-scaler state; the loss scale starts at 1024" in text for text in found["missing"])
     assert found["multipliers"] == [1.0, 0.5]  # of the second update and the third, with a period of 2
