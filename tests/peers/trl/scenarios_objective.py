@@ -313,17 +313,20 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
     return result
 
 
-def replaced(model: str, out: str) -> str:
-    """Build a trainer with a function in the place of TRL's own, which would be taken for TRL's aggregation."""
-    own = GRPOTrainer._compute_loss
+def replaced(model: str, out: str) -> list[str]:
+    """Train with a function in the place of TRL's own, which would be taken for TRL's aggregation; then build with it."""
+    trainer, own = built(model, out, KL, MismatchGRPOTrainer), GRPOTrainer._compute_loss
     GRPOTrainer._compute_loss = lambda self, model, inputs: own(self, model, inputs) * 2
+    said = []
     try:
-        built(model, out, KL, MismatchGRPOTrainer)
-    except SeamError as error:
-        return str(error)
+        for go in (trainer.train, lambda: built(model, out, KL, MismatchGRPOTrainer)):
+            try:
+                go()
+            except (SeamError, ConfigError) as error:
+                said.append(str(error))
     finally:
         GRPOTrainer._compute_loss = own
-    return "built"
+    return said
 
 
 class Rewarding:
