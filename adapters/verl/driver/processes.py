@@ -19,7 +19,7 @@ from mismatch_ext.adapters.verl.driver.reports import (
 )
 from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
@@ -106,7 +106,7 @@ class Processes:
         if surplus is not None:
             count = surplus["model_size"] - surplus["tokenizer_size"]
             self.event("info", "vocabulary", f"{count} ids of the model are not in its tokenizer.", dict(surplus))
-        if self._config.actor_rollout_ref.model.get("use_fused_kernels"):
+        if OmegaConf.select(self._config, "actor_rollout_ref.model.use_fused_kernels"):
             message = "use_fused_kernels: how probable ids are that the tokenizer does not have is not measured."
             self.event("warning", "vocabulary", message)
         if bypasses(self._config):

@@ -106,7 +106,7 @@ def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:
         "parameters": sorted({str(p.dtype) for p in trainer.model.parameters()}),
         "steps": [engine.global_steps, engine.skipped_steps],
         "verdict": None if verdict is None else verdict.status,
-        "version": getattr(trainer.vllm_generation, "weight_version", None),
+        "version": getattr(getattr(getattr(trainer, "mm", None), "checked", None), "weight_version", None),
     }  # fmt: skip
 
 

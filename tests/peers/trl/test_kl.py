@@ -143,7 +143,7 @@ def test_adaptive_coefficient_resumes_where_it_was(run: Run, dense: Path, tmp_pa
         (
             {"coef": 0.1, "reward_path": "rewards", "estimator": "k2"},
             {},
-            ["'rewards'", "placement='loss'", "estimator='k2'"],
+            ["'rewards'", "placement='loss'"],
         ),
         (
             {"coef": 0.1, "reward_path": "rewards"},
