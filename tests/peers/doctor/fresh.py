@@ -76,7 +76,7 @@ def _skips_last_layer(model: Any) -> None:
 
 
 def _scaled_embedding(model: Any) -> None:
-    model.model.embed_tokens.register_forward_hook(lambda _, args, out: out * 1.2)
+    model.model.embed_tokens.register_forward_hook(lambda _, args, out: out * 2)
 
 
 def _capped_logits(model: Any) -> None:
@@ -183,7 +183,7 @@ FRESH = {
     # Not on the list: layer 2's experts. The router chooses right.
     "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", loader=_exchanged_experts, place=MLP[2:3]),
     # Not on the list, and no block is wrong on its own input: unexplained, without a place.
-    "30": Unseen(what="embedding x 1.2", engine=_scaled_embedding),
+    "30": Unseen(what="embedding x 2", engine=_scaled_embedding),
     # On the list, with its value.
     "31": Unseen(what="logits capped at 12", engine=_capped_logits, names=(CAPS,),
                  within=dict.fromkeys(CAPS, (0.9 * CAP, 1.1 * CAP))),
