@@ -468,9 +468,8 @@ def planted(fault: Unseen, folder: Path, engines: Engines) -> LentRun:
     return run
 
 
-def found(number: str, folder: Path, engines: Engines) -> Any:
+def found(number: str, fault: Unseen, folder: Path, engines: Engines) -> Any:
     """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
-    fault = (FAULTS | CLEAN)[number]
     folder.mkdir()
     if fault.trl:
         scenario, payload = Scenario("tests.peers.doctor.unseen", "in_run"), {"number": number, "out": str(folder)}
@@ -609,7 +608,7 @@ def table(faults: Mapping[str, Unseen], folder: Path) -> Iterator[Row]:
     try:
         for number, fault in faults.items():
             began = time.perf_counter()
-            diagnosis = found(number, folder / number, engines)
+            diagnosis = found(number, fault, folder / number, engines)
             judgement = judged(fault, diagnosis)
             words, verdict = [diagnosis], "refused"
             if not isinstance(diagnosis, str):
@@ -622,16 +621,16 @@ def table(faults: Mapping[str, Unseen], folder: Path) -> Iterator[Row]:
         engines.end()
 
 
-def main() -> None:
+def main(faults: Mapping[str, Unseen]) -> None:
     """Print the table of all, or of the numbers that are given."""
-    asked = sys.argv[1:] or [*FAULTS, *CLEAN]
+    asked = sys.argv[1:] or [*faults]
     counts: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        for row in table({number: (FAULTS | CLEAN)[number] for number in asked}, Path(folder)):
+        for row in table({number: faults[number] for number in asked}, Path(folder)):
             print(row, flush=True)
             counts[row.judged] += 1
     print(", ".join(f"{judgement}: {count}" for judgement, count in counts.most_common()))
 
 
 if __name__ == "__main__":
-    main()
+    main(FAULTS | CLEAN)
