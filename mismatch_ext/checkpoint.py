@@ -39,6 +39,9 @@ def read_state(path: Path) -> dict[str, Any] | None:
         raise RecordError(
             f"{path} holds {state!r:.80}; this release of mismatch-ext reads a JSON object of schema {SCHEMA}. {remedy}"
         )
+    for name, part in state.items():
+        if part is not None and type(part) is not (int if name in ("schema", "weight_version") else dict):
+            raise RecordError(f"{path} is damaged: {name} is {part!r:.80}. {remedy}")
     return state
 
 
