@@ -94,7 +94,11 @@ def test_a_saved_choice_goes_on_and_a_damaged_one_is_refused() -> None:
     assert [replay.draws.agreement() for _ in range(10)] == wanted[:10]
     again = replay_of(rate=0.5, seed=5)
     again.load_state_dict(json.loads(json.dumps(replay.state_dict())))
-    for state, why in (({"made": "x"}, "not an integer"), ({"made": -1}, "greater than"), ({"random": 3}, "unknown")):
+    for state, why in (
+        ({"made": "x"}, "a valid integer"),
+        ({"made": -1}, "greater than"),
+        ({"random": 3}, "Unexpected"),
+    ):
         with pytest.raises(RecordError, match=f"routing.{next(iter(state))}: .*{why}"):
             again.load_state_dict(state)
     assert [again.draws.agreement() for _ in range(10)] == wanted[10:]
