@@ -254,5 +254,5 @@ def test_trls_own_completions_are_named(tmp_path: Path, monkeypatch: pytest.Monk
     }  # fmt: skip
     (tmp_path / "completions").mkdir()
     trainer.log({})
-    with pytest.raises(RecordError, match="is of TRL's log_completions, which holds texts alone"):
+    with pytest.raises(RecordError, match="as TRL's log_completions writes it, which holds texts alone"):
         read_rollouts(tmp_path / "completions/completions_00001.parquet")
