@@ -62,6 +62,17 @@ def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> Non
     ]
 
 
+def test_a_name_whose_remedy_takes_nothing_is_refuted() -> None:
+    found = diagnose(*drawn(lambda z: z + 0.8 * (torch.arange(z.shape[-1]) == 3)))
+    assert [cause.key for cause in found.causes] == ["logit_bias"] and found.explained is not None
+    # An error as large at other tokens, in the place of what the remedy should have left.
+    after = found.explained.error[::-1].copy()
+    left = found.confirmed(["sampling"], 9.0, after)
+    assert not left.causes and left.verdict == "unexplained", report(left)
+    assert "refuted: its remedy took 0% of" in left.hints[0] and "to fix" not in report(left)
+    assert left.unexplained > 0 and any("which is refuted" in part.name for part in left.parts)
+
+
 @pytest.mark.parametrize(("engine", "rounding", "named"), [(0.17, 0.0, True), (0.05, 0.04, False), (0.2, 0.05, True)])
 def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: float, named: bool) -> None:
     sample, scores = drawn()

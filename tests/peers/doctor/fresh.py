@@ -200,8 +200,6 @@ FRESH = {
 CHECKED = FRESH | {"13a": CLEAN["13a"]}
 # What it is known to get wrong, and how. Whoever mends one takes it off the list.
 KNOWN = {
-    "21": "It calls three quarters of the gap a head that is rotated by a quarter, though its own remedy took nothing of it.",
-    "31": "Name and value are right. The judge says wrong, because the doctor's key, softcap, is none of those guessed above.",
     "34": "It calls a quarter of what rounding to two digits leaves a top_p of 0.995.",
 }
 
