@@ -150,9 +150,8 @@ class Moments:
 
     value: float  # expected sum of the term over a response
     gradient: Tensor  # expected gradient of that sum in the policy's logits `[P, V]`
-    std: (
-        float  # root of the summed variances of one response's gradient; of a batch's mean it is std / sqrt(batch size)
-    )
+    # Root of the summed variances of one response's gradient; of a batch's mean it is std / sqrt(batch size).
+    std: float
 
 
 def moments(problem: Problem, term: Term) -> Moments:
@@ -192,9 +191,8 @@ class KlJudgement:
     cos: float | None  # of the two gradients; None where the expected one is 0
     tokens: float  # bias of the expected gradient against that of the per-token reverse KL of the sampled prefixes
     std: float  # spread of one response's gradient over the norm of that of KL(pi||ref) of responses
-    regularises: (
-        str  # the divergence whose gradient it is, in words; "0" where it has none on average, "" if it is no known one
-    )
+    # The divergence whose gradient it is, in words; "0" where it has none on average, "" if it is no known one.
+    regularises: str
 
     def expect(self, divergence: str) -> None:
         """Raise AssertionError unless the term regularises a divergence, such as "KL(pi||ref) of responses"."""

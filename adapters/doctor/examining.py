@@ -132,7 +132,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RoutingError: The routes do not fit the model.
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
-    from mismatch_ext.adapters.transformers.doctor.scorer import trainers
+    from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
 
     from mismatch_ext.doctor.logged import of_nearest
 
@@ -151,7 +151,9 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         if len(logged.versions) > 1:
             rung("weight versions")
             logged, notes = of_nearest(
-                logged, sample, trainers(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature)
+                logged,
+                sample,
+                trainer_logprobs(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature),
             )
             sample = logged.sample(shape)
         diagnosis = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])

@@ -69,7 +69,7 @@ class Objective:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
         self.losses = 0  # that came through `loss`
-        self._asked = GRPOTrainer._compute_loss  # the function whose behavior was checked
+        self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -147,7 +147,7 @@ class Objective:
             kl.follow(trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs)
-        if GRPOTrainer._compute_loss is not self._asked:
+        if GRPOTrainer._compute_loss is not self._checked_loss:
             raise ConfigError(
                 f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced after the trainer "
                 "was built, and what it does was not checked. Override the method in a subclass, or remove these sections."

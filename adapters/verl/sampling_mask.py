@@ -186,9 +186,8 @@ class EngineMasks:
         self._vocabulary = vocabulary
         self._samples: list[TokenSupport] | None = None  # of the running mini-batch
         self._scored: set[int] = set()  # its samples that passes have scored
-        self._ids = self._tokens = (
-            0  # ids in the masks of updates, and tokens with a mask, since `metrics` was called last
-        )
+        # Ids in the masks of updates, and tokens with a mask, since `metrics` was called last.
+        self._ids = self._tokens = 0
 
     @contextmanager
     def batch(self, data: Any, *, rank: int, forward_only: bool) -> Iterator[Any]:

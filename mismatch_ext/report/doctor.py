@@ -24,15 +24,13 @@ class Why:
     gap: str  # what was measured, in words
     mean: float  # the same as a mean |log-probability difference| in nats
     parts: tuple[tuple[str, str, str], ...]  # name, share with its interval, and mean size in nats
-    causes: tuple[
-        tuple[str, str, str, tuple[tuple[str, str], ...]], ...
-    ]  # share, how sure it is, lines to change in each host
+    # Name, share, how sure it is, lines to change in each host.
+    causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
     verdict: str  # "clean", "explained", "partly" or "unexplained"
     sentence: str  # the verdict as the doctor prints it
-    rounding: float | None = (
-        None  # the engine's error in units of the trainer's own; None if that is too small to be a unit
-    )
+    # The engine's error in units of the trainer's own; None if that is too small to be a unit.
+    rounding: float | None = None
     confirmed: bool = False  # whether the remedy of a cause was tried, and the gap fell as predicted
 
     @property

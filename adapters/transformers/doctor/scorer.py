@@ -250,7 +250,7 @@ def picked(logits: Tensor, sample: Sample, row: int, temperature: float) -> Floa
     return logp[torch.tensor(sample.masks[row])].cpu().numpy()
 
 
-def trainers(model: nn.Module, sample: Sample, *, dtype: str, temperature: float) -> Floats:
+def trainer_logprobs(model: nn.Module, sample: Sample, *, dtype: str, temperature: float) -> Floats:
     """Return the log-probabilities of a sample's tokens `[N]` in one pass, as a trainer of this dtype computes them."""
     with as_trainer(model, torch_dtype(dtype), torch.float32, None):
         scored = passes(model, sample, None, shape=routing_shape(model))

@@ -33,9 +33,8 @@ class Segments(list[tuple[int | None, int]]):
     asked = False  # whether the servers have a turn of the conversation; it has one at a time
     masks: tuple[TokenSupport | str, ...] = ()  # of the present answer, a piece for each request that sampled of it
     tokens: Sequence[int] = ()  # of all turns so far
-    routes: Any = (
-        None  # of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled
-    )
+    # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
+    routes: Any = None
 
     def __getstate__(self) -> None:
         """Leave out the attributes, which only this process uses: segments travel with the rollout, routes in their own field."""
