@@ -168,8 +168,8 @@ class Objective:
             )
         given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])} if reinforces else inputs
         beta = 0.0 if kl is not None else trainer.beta
-        passes = self.run.scoring.passes = list[Scored]()
-        with overridden(trainer, beta=beta):
+        passes = list[Scored]()
+        with overridden(self.run.scoring, passes=passes), overridden(trainer, beta=beta):
             loss = self._weighed(host, model, given)
             if trainer.beta != beta:
                 raise ConfigError(
@@ -177,7 +177,6 @@ class Objective:
                     "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
                     "first: class T(Yours, MismatchGRPOTrainer)."
                 )
-        self.run.scoring.passes = None
         logps = self._scored_logps(passes, model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
         term = torch.zeros_like(logps)
