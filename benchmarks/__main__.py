@@ -1,6 +1,6 @@
 """Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all, `python -m benchmarks kl_full` one.
 
-`--record FILE` also writes what was printed with machine, versions, date and commit.
+`--record FILE` also writes what was printed with machine, versions, date and commit, beside what other commands recorded there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ NAMES = (
     "verl_scale",
     "trl_server",
     "trl_step",
+    "quick",
 )
 
 
@@ -43,9 +44,11 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
     if given.record:
-        command = " ".join(("python -m benchmarks", *names))
-        record = {"command": command, **measured_on(), "figures": rows}
-        given.record.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        command = " ".join(("python -m benchmarks", *given.names))
+        records = json.loads(given.record.read_text(encoding="utf-8")) if given.record.exists() else []
+        kept = [record for record in records if record["command"] != command]
+        kept.append({"command": command, **measured_on(), "figures": rows})
+        given.record.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from tqdm import tqdm
 
 from mismatch_ext import MismatchConfig, kl_terms
 
-TOKENS, LENGTH, BATCH, LEARNING_RATE = 4, 8, 32, 0.05
+TOKENS, LENGTH, BATCH, LEARNING_RATE, BETA = 4, 8, 32, 0.05, 0.05
 REPLICAS = 256
 """Batches over which the spread of the gradient is measured."""
 
@@ -168,7 +168,7 @@ def gradient_std(toy: Toy, policy: Tensor, config: Any, beta: float) -> float:
     return float(gradient.var(0).sum().sqrt())
 
 
-def run(beta: float = 0.05, steps: int = 600, seeds: int = 16) -> list[Result]:
+def run(beta: float = BETA, steps: int = 600, seeds: int = 16) -> list[Result]:
     """Train one policy per seed with every configuration, those of a configuration in parallel, and return what each reached."""
     toy = Toy.make()
     best = optimum(toy, beta)
@@ -210,7 +210,7 @@ def print_table(results: list[Result], best: Optimum, title: str, console: Conso
 def main() -> None:
     """Train every configuration, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--beta", type=float, default=0.05, help="coefficient of the KL (default: %(default)s)")
+    parser.add_argument("--beta", type=float, default=BETA, help="coefficient of the KL (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=600, help="optimizer steps (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=16, help="policies per configuration (default: %(default)s)")
     args = parser.parse_args()

@@ -82,8 +82,11 @@ def main() -> None:
         k3, mean = (format(left[split][name], ".3g") for name in ("k3", "abs"))
         console.print(f"{label}: replay leaves {k3} of k3 and {mean} of the mean |Δlogp|, with 95 % intervals")
     for name, by_split in runs.items():
-        flips = max(found["routing/set_mismatch_frac"] for found in by_split.values())
-        console.print(f"{name}: at most {flips:.2%} of (token, layer) pairs routed differently by engine and trainer")
+        for split, label in EVALUATED:
+            share, tokens = (by_split[split][f"routing/{key}"] for key in ("set_mismatch_frac", "compared_tokens"))
+            console.print(
+                f"{name}, {label}: {100 * share:.2g} % of the (token, layer) pairs differ, of {tokens:.0f} tokens"
+            )
 
 
 if __name__ == "__main__":
