@@ -372,6 +372,7 @@ def answered(part: str, fault: str, tool: str, said: Said, seconds: float, answe
 def of_live(names: Sequence[str], home: Path, environments: Path) -> Iterator[Row]:
     """Yield a row for each live run and tool, all with the TRL that martingale pins; the rivals share their runs."""
     bin = environment(RIVALS, environments)
+    trl = spoken(bin / "python", "-c", "from importlib.metadata import version; print(version('trl'))").strip()
     for tool in (OURS, "rivals"):
         (folder := home / f"live {tool}").mkdir()
         asked = {"tool": tool, "out": str(folder), "faults": {name: LIVE[name][0] for name in names}}
@@ -381,7 +382,8 @@ def of_live(names: Sequence[str], home: Path, environments: Path) -> Iterator[Ro
         for name, answer in answers.items():
             for asked_tool, told in answer.items():
                 said = [[ALARMS.get(key, key), text] for key, text in told]
-                yield answered("live", name, asked_tool, said, seconds, LIVE[name][1].get(asked_tool, Answers()))
+                row = answered("live", name, asked_tool, said, seconds, LIVE[name][1].get(asked_tool, Answers()))
+                yield row | {"trl": trl}
 
 
 def of_losses(home: Path, environments: Path) -> Iterator[Row]:
@@ -440,6 +442,7 @@ def main() -> None:
         for row in chain.from_iterable(run(**where) for part, run in runs.items() if part in parts):
             same = ("part", "fault", "tool")
             record["rows"] = [old for old in record["rows"] if any(old[key] != row[key] for key in same)] + [row]
+            versions |= {"trl": row["trl"]} if "trl" in row else {}
             if asked.json:
                 asked.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
             if asked.verbose:
