@@ -357,6 +357,7 @@ def figure_of(
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
             "hovermode": "x unified" if unified else "closest",
             "paper_bgcolor": "rgba(0,0,0,0)",
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": INK},
             "plot_bgcolor": "rgba(0,0,0,0)",
             "template": "none",
             "font": {"size": 12, "color": INK},
