@@ -122,7 +122,7 @@ class Scoring:
         return routing.replay(host, model, rows, routes, split, **options)
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
+        """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
         before = self._replayed()
         if not before:
             return host(model, inputs, *args, **kwargs)
@@ -147,7 +147,7 @@ class Scoring:
         return {"what": "routes", "section": f"mismatch.routing.mode={self.routing.config.mode!r}", "key": ROUTES}
 
     def _micro_batch(self, inputs: Mapping[str, Any]) -> RolloutPass:
-        """Return what traveled with a micro-batch."""
+        """Return what travelled with a micro-batch."""
         rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
         if self.routing is not None:
             found.routes = [_travelled(inputs, **self._of_routes)]
