@@ -42,6 +42,11 @@ VARIABLES = (
     "OMP_NUM_THREADS",
 )
 
+EPILOG = """example:
+  mismatch-ext gate --model PATH --prompts prompts.txt --json gate.json
+
+exit status: 0 if every figure is within its limit, 1 if one is not, 2 for an error; docs/doctor.md has more"""
+
 
 @runtime_checkable
 class TakesWeights(DoctorsEngine, Protocol):
@@ -53,17 +58,19 @@ class TakesWeights(DoctorsEngine, Protocol):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    configure_sides(parser)
-    configure_prompts(parser.add_mutually_exclusive_group())
-    parser.add_argument(
+    configure_sides(parser, epilog=EPILOG)
+    tokens = parser.add_argument_group("the tokens (one of the first two, or the run's own data set)")
+    configure_prompts(tokens.add_mutually_exclusive_group())
+    tokens.add_argument(
         "--batches", metavar="N", type=int, default=BATCHES, help=f"batches, each after an update (default: {BATCHES})"
     )
-    parser.add_argument(
+    tokens.add_argument(
         "--responses", metavar="N", type=int, default=RESPONSES, help=f"of each batch (default: {RESPONSES})"
     )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} batches")
-    parser.add_argument("--exact", action="store_true", help="pass only if both sides agree to the last bit")
-    parser.add_argument("--json", metavar="FILE", type=folder, help="write the figures to this file, too")
+    tokens.add_argument("--quick", action="store_true", help=f"{QUICK} batches")
+    answer = parser.add_argument_group("the answer")
+    answer.add_argument("--exact", action="store_true", help="pass only if both sides agree to the last bit")
+    answer.add_argument("--json", metavar="FILE", type=folder, help="write the figures to this file, too")
     parser.set_defaults(
         engine_model=None, server=None, server_model=None, server_timeout=600.0, server_key=None, rollouts=None,
         weight_version=None, older=[],

@@ -70,7 +70,7 @@ class RolloutPass:
     prompts: list[list[int]] = field(default_factory=list)  # of the latest generation
     generated: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt and completion of each sample
     records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
-    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that travelled with the micro-batch.
+    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that traveled with the micro-batch.
     routes: list[list[RoutingTrace]] = field(default_factory=list)
     masks: Sequence[RowMask] = ()  # of the rows, in a loss
     scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept

@@ -41,7 +41,7 @@ _OTHER_TOKENS = (
     "sampling and the loss. Move inputs[{key!r}] with the other inputs, and leave prompt_ids, completion_ids and their masks as "
     "they were sampled."
 )
-_IN_LOSS = "that travelled with the micro-batch"
+_IN_LOSS = "that traveled with the micro-batch"
 _OF_MASKS = {"what": "masks", "section": "mismatch.sampling_mask", "key": MASKS}
 
 

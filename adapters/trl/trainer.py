@@ -79,7 +79,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         return host(*args, **kwargs) if self.mm is None else self.mm.objective.trained(host, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
+        """Compute the loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
         host = super().compute_loss
         if self.mm is None:
             return host(model, inputs, *args, **kwargs)

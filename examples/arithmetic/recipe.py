@@ -67,7 +67,7 @@ RECIPES = {
 
 
 def build_model(recipe: Recipe, *, extra_vocabulary: int = 0) -> PreTrainedModel:
-    """Build the randomly initialised model.
+    """Build the randomly initialized model.
 
     Args:
         recipe: sizes.

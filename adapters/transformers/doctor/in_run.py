@@ -130,7 +130,7 @@ def unexaminable(config: Any) -> str | None:
     if hasattr(config, "vision_config"):
         return "a model with images, which the doctor does not score"
     if getattr(config, "quantization_config", None) is not None:
-        return "a model with quantised weights, of which the engine is sent no whole ones"
+        return "a model with quantized weights, of which the engine is sent no whole ones"
     return None
 
 
