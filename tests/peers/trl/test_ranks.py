@@ -258,6 +258,7 @@ ENDS = {
     "baseline": "baseline [",
     "spoiled baseline": "ref_logprobs[",
     "controller": "no KL",
+    "async grid": "{} ['after', 'after']",
 }
 
 
