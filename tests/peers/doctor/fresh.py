@@ -154,7 +154,9 @@ CAP = 12.0
 # The doctor's key is not on the user's page: these are the ones that say what the page does. Its own, `softcap`, was not among them
 # when the doctor was first asked, so that this judge called 31 a wrong name; the value was asked for then as now.
 CAPS = tuple(
-    f"{what}{cap}" for what in ("", "logit_", "logits_", "final_", "final_logit_") for cap in ("softcap", "soft_cap", "cap")
+    f"{what}{cap}"
+    for what in ("", "logit_", "logits_", "final_", "final_logit_")
+    for cap in ("softcap", "soft_cap", "cap")
 )
 BIASED: dict[str, Any] = {
     "config": lambda config: config.update(attention_bias=True),
