@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
@@ -17,14 +18,18 @@ from torch import Tensor, nn
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.diagnose import STANDS_OUT, Block
 from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
+from mismatch_ext.doctor.fits import FLOAT32
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
 At = tuple[int, str]
 """Layer and name of a block."""
-# What a block is called in words, where that is not its name in the model.
-KINDS = {"self_attn": "attention"}
+# Blocks that engines and transformers cut out of a layer alike, and what they are called in words; others have their own names.
+KINDS = {"self_attn": "attention", "mlp": "mlp"}
+# Another block that errs by so much of its length, in an engine whose log-probabilities are off by no more than so many times the
+# trainer's own rounding, is cut out otherwise: a factor stands inside of it on one side alone.
+OTHERWISE, SOUND = 0.1, 1.5
 # A fault of a few tokens, such as one expert's, shows in this quantile over tokens and not in the median.
 QUANTILES = (0.5, 0.95)
 # Limits over all sequences together, because two hidden states per token and block are held in memory.
@@ -120,7 +125,14 @@ def compared(
             for q in QUANTILES
         ]
         largest.append(max(sizes, key=lambda block: block.ratio))
-    return largest
+    if not _sound(scorer):
+        return largest
+    return [block for block in largest if block.kind in KINDS.values() or block.error < OTHERWISE]
+
+
+def _sound(scorer: Scorer) -> bool:
+    own, rounding = scorer.scores.own, float(np.abs(scorer.scores.trainer - scorer.scores.own).mean())
+    return float(np.abs(scorer.sample.engine - own).mean()) <= SOUND * max(rounding, FLOAT32)
 
 
 def equal_shares(

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor.blocks import compared
 from mismatch_ext.adapters.transformers.doctor.in_run import class_of, copy_of, placeholders, unexaminable
-from mismatch_ext.adapters.transformers.doctor.scorer import mixes_packed
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.trl.examining import rows_of
+from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import RecordError
 from tests.oracles.routing.images import whole_model
 
@@ -60,6 +64,28 @@ def test_a_healthy_hybrid_is_not_blamed_on_packing(tmp_path: Path, capsys: pytes
     given = ["--model", str(tmp_path / "model"), "--rollouts", str(path), "--dtype", "float32", "--out", str(tmp_path)]
     assert cli.main(["doctor", *given, "--trainer-layout", "packed", "--quick"]) == 0
     assert "packed rows were not rebuilt" in capsys.readouterr().out
+
+
+def test_blocks_of_a_hybrid_are_paired_and_one_that_is_cut_otherwise_is_left_out() -> None:
+    hybrid, ids = model("lfm2"), list(range(2, 20))
+    scored = Sample(
+        prompts=((2, 3),) * 2, responses=(tuple(ids[2:]),) * 2, masks=((True,) * 16,) * 2, logprobs=((0.0,) * 16,) * 2
+    )
+    own = Scorer(hybrid, scored, trainer_dtype="float32", engine_dtype="float32").scores.own.reshape(2, 16)
+    for logprobs, count in ((own, 3), (own + 1, 4)):
+        sample = replace(scored, logprobs=tuple(map(tuple, logprobs.tolist())))
+        scorer = Scorer(hybrid, sample, trainer_dtype="float32", engine_dtype="float32")
+        held: Held = {}
+        with torch.no_grad(), holding(hybrid, held):
+            hybrid(torch.tensor([ids]))
+        # vLLM has this name for it.
+        parts = {(at[0], at[1].replace("conv", "short_conv")): (x[0], y[0]) for at, (x, y) in held.items()}
+        found = compared(scorer, [ids], [parts])
+        assert [(block.layer, block.kind) for block in found] == [
+            (0, "conv"), (0, "feed_forward"), (1, "feed_forward"), (1, "attention")
+        ] and max(block.ratio for block in found) < 1  # fmt: skip
+        parts[0, "short_conv"] = (parts[0, "short_conv"][0] / 2, parts[0, "short_conv"][1])
+        assert len(compared(scorer, [ids], [parts])) == count
 
 
 @pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
