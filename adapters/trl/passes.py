@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
+from mismatch_ext.adapters.trl.replay import RowKey, Scores, matching, prompts_of
 from mismatch_ext.adapters.trl.sampling_mask import RowMask
 from torch import Tensor
 
@@ -76,7 +76,9 @@ class RolloutPass:
     scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept
     policy: Tensor | None = None  # log-probabilities [B, T] by a pass of our own, where the host takes none
     joining: bool = False  # turns are being generated, so that records are of calls and not yet of completions
-    masked_before: int = 0  # passes over masks before the batch
+    # Rows that the policy has scored under their routes and over their masks, and those of them with gradients.
+    proven: set[RowKey] = field(default_factory=set)
+    trained: set[RowKey] = field(default_factory=set)
 
     def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""

@@ -317,7 +317,6 @@ class TrlRun(TrainerRun):
             if trainer.use_vllm:
                 with self.verdicts.checking("sampling"), together(self.ranks):
                     self.follow_sampling()
-            batch.masked_before = self.scoring.masked_passes
             yield batch
 
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -360,7 +359,8 @@ class TrlRun(TrainerRun):
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
-                output[MASKS] = self._masks(batch, output)
+                output[MASKS] = self.scoring.batch_masks(batch, output)
+            self.scoring.expect_old(batch, output)
         if self.scoring.masking is not None:
             self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         mask = output["completion_mask"]
@@ -391,16 +391,6 @@ class TrlRun(TrainerRun):
         """Add metrics of a batch to those that TRL logs the mean of."""
         for name, value in metrics.items():
             self.trainer._metrics[self.mode][PREFIX + name].append(value)
-
-    def _masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> Any:
-        masks = self.scoring.batch_masks(batch, output)
-        if output.get(OLD) is not None and self.scoring.masked_passes == batch.masked_before:
-            raise RecordError(
-                f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
-                "whole vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes "
-                "less memory."
-            )
-        return masks
 
     def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
         """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""

@@ -91,7 +91,10 @@ class MismatchTrainerMixin(MeasuredTrainer):
             stock: Tensor = host(model, inputs)
             return stock
         self.mm.scoring.expect_micro_batch()
-        return self.mm.objective.loss(host, model, inputs)
+        loss = self.mm.objective.loss(host, model, inputs)
+        # A user's loss inside of ours may give TRL's own a part of the rows.
+        self.mm.scoring.expect_replayed(inputs, every=host.__module__.startswith("trl."))
+        return loss
 
     def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
         norm = super()._get_grad_norm(model, grad_norm=grad_norm)
