@@ -339,13 +339,14 @@ class TrlRun(TrainerRun):
         return output
 
     def rewarded(
-        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> Tensor:
+        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self.kl_reward is None:
-            return host(inputs, prompts, completions, completion_ids_list)
+            return host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         with overridden(self.kl_reward, penalties=self.objective.penalties(completion_ids_list)):
-            rewards = host(inputs, prompts, completions, completion_ids_list)
+            rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
