@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.replay import RowKey, Rows, ScoreReplay, Scores, matching, row_keys, share
+from mismatch_ext.adapters.trl.replay import RowKey, Rows, ScoreReplay, Scores, row_keys, share
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
@@ -165,7 +165,7 @@ class Scoring:
         rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
         if self.routing is not None:
             found.routes = [_travelled(inputs, **self._of_routes)]
-            if matching(found.routes[0], *rows) is None:
+            if found.routes_of(*rows) is None:
                 raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
         if self.masking is not None:
             found.masks = _travelled(inputs, **_OF_MASKS)
