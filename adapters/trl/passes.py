@@ -122,9 +122,9 @@ class RolloutPass:
             if known_length == length and torch.equal(known, ids) and torch.equal(known_real, real):
                 return routes
         for traces in self.routes:
-            if (routes := matching(traces, ids, real, length)) is not None:
-                self.found = (ids, real, length), routes
-                return routes
+            if (fitting := matching(traces, ids, real, length)) is not None:
+                self.found = (ids, real, length), fitting
+                return fitting
         return None
 
     def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
