@@ -319,7 +319,6 @@ class TrlRun(TrainerRun):
             if trainer.use_vllm:
                 with self.verdicts.checking("sampling"), together(self.ranks):
                     self.follow_sampling()
-            batch.masked_before = self.scoring.masked_passes
             yield batch
 
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -342,13 +341,14 @@ class TrlRun(TrainerRun):
         return output
 
     def rewarded(
-        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> Tensor:
+        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self.kl_reward is None:
-            return host(inputs, prompts, completions, completion_ids_list)
+            return host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         with overridden(self.kl_reward, penalties=self.objective.penalties(completion_ids_list)):
-            rewards = host(inputs, prompts, completions, completion_ids_list)
+            rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
@@ -362,7 +362,8 @@ class TrlRun(TrainerRun):
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
-                output[MASKS] = self._masks(batch, output)
+                output[MASKS] = self.scoring.batch_masks(batch, output)
+            self.scoring.expect_old(batch, output)
         if self.scoring.masking is not None:
             self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         mask = output["completion_mask"]
@@ -393,16 +394,6 @@ class TrlRun(TrainerRun):
         """Add metrics of a batch to those that TRL logs the mean of."""
         for name, value in metrics.items():
             self.trainer._metrics[self.mode][PREFIX + name].append(value)
-
-    def _masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> Any:
-        masks = self.scoring.batch_masks(batch, output)
-        if output.get(OLD) is not None and self.scoring.masked_passes == batch.masked_before:
-            raise RecordError(
-                f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
-                "whole vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes "
-                "less memory."
-            )
-        return masks
 
     def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
         """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
