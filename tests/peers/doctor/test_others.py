@@ -22,17 +22,13 @@ SIZES: dict[str, Any] = {
 
 
 class Kind(NamedTuple):
-    """A model's settings, its served copy's fault, the cause that it is and its value, the gate's first block, and the dtype.
-
-    In bfloat16 the hybrid's fault is placed and not named: its rounding is 40 times that of the shipped models.
-    """
+    """Settings of a model, the fault of its served copy, the cause that it is, that cause's value, and the gate's first block."""
 
     own: dict[str, Any]
     fault: Callable[[dict[str, Any]], None]
     key: str
     near: tuple[float, float]
     first: str = "none of 8"
-    dtype: str = "bfloat16"
 
 
 KINDS = {
@@ -42,12 +38,13 @@ KINDS = {
         lambda config: config.update(norm_topk_prob=True), "expert_norm", (1, 1),
     ),
     # Layers of Mamba-2 and of attention in turn. A weight update of vLLM 0.30 on a CPU does not reach the convolution of Mamba-2.
+    # The rounding of this model is 40 times that of the shipped ones: a rope_theta of 11,300 is placed, and not named.
     "granitemoehybrid": Kind(
         {"layer_types": ["mamba", "attention"] * 2, "num_local_experts": 0, "num_experts_per_tok": 0, "mamba_n_heads": 8,
          "shared_intermediate_size": 128, "mamba_d_head": 16, "mamba_d_state": 16, "mamba_chunk_size": 32,
          "position_embedding_type": "rope"},
-        lambda config: config["rope_parameters"].update(rope_theta=11_300.0), "rope_theta", (1.08, 1.18),
-        "layer 0, mamba", "float32",
+        lambda config: config["rope_parameters"].update(rope_theta=20_000.0), "rope_theta", (1.7, 2.3),
+        "layer 0, mamba",
     ),
     # Logits that are scaled after the head.
     "granite": Kind(
@@ -92,7 +89,7 @@ def test_a_kind_of_model_passes_and_its_fault_is_named(
     assert status == (KINDS[name].first != "none of 8"), page
     doctor = ["doctor", *given, "--max-tokens", "96"]
     assert cli.main([*doctor, "--quick", "--out", str(tmp_path / "clean")]) == 0, capsys.readouterr().out
-    served = ["--engine-model", str(tmp_path / "served"), "--dtype", KINDS[name].dtype]
+    served = ["--engine-model", str(tmp_path / "served"), "--responses", "96"]
     faulty = cli.main([*doctor, *served, "--out", str(tmp_path / "fault")])
     assert faulty == 1, capsys.readouterr().out
     (cause,) = json.loads((tmp_path / "fault/doctor.json").read_text("utf-8"))["causes"]
