@@ -18,7 +18,7 @@ def holding(model: nn.Module, held: Held) -> AbstractContextManager[None]:
         model: The engine's model.
         held: Is filled, by layer and kind of block, with input and output `[T, H]`.
     """
-    given: dict[At, tuple[Tensor, Tensor]] = {}
+    given: dict[At, tuple[Tensor, Tensor | None]] = {}
 
     def before(at: At) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
