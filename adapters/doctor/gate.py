@@ -16,6 +16,7 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import compared, equal_shares, hidden_states
 from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
+from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 from torch import Tensor, nn
@@ -40,6 +41,8 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "ATEN_CPU_CAPABILITY",
     "OMP_NUM_THREADS",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "SGLANG_USE_CPU_ENGINE",
 )
 
 EPILOG = """example:
@@ -113,10 +116,24 @@ def gated(
     Raises:
         ConfigError: The engine does not take weights in this process.
     """
+    with Progress("gate") as rung:
+        return _gated(sides, prompts, rung, batches, responses, max_tokens, exact)
+
+
+def _gated(
+    sides: Run,
+    prompts: Sequence[Sequence[int]],
+    rung: Progress,
+    batches: int,
+    responses: int,
+    max_tokens: int,
+    exact: bool,
+) -> Gate:
+    began = perf_counter()
+    rung(f"start of {sides.engine}")
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
-    began = perf_counter()
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
     engine = sides.start(routing_shape(model))
@@ -125,6 +142,7 @@ def gated(
         if not isinstance(engine, TakesWeights):
             raise ConfigError(f"--engine: {sides.engine} takes no weights from this command; give --engine vllm.")
         for number in range(batches):
+            rung(f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
             engine.update(model)
             some = [prompts[(number * responses + at) % len(prompts)] for at in range(min(responses, len(prompts)))]
             name = SEEDS[sides.engine]
@@ -132,11 +150,14 @@ def gated(
             samples.append(
                 engine.sample(ToSample(prompts=some, responses=responses, max_tokens=max_tokens, sampling=sampling))
             )
+        rung("blocks of the engine")
         states = hidden_states(engine, samples[-1])
     finally:
         engine.shutdown()
     sample = Sample.joined(samples)
+    rung(f"trainer's pass over {len(sample.row):,} tokens")
     trainer = _trainers(model, sides, sample)
+    rung("float32 oracle")
     scorer = Scorer(
         model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature,
         trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, computed=trainer.astype(np.float64),
@@ -151,6 +172,7 @@ def gated(
     ]
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
+    rung("blocks of the trainer")
     return measured(
         sample,
         scorer.scores,

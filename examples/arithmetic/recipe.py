@@ -57,7 +57,6 @@ class Recipe:
     expert_intermediate_size: int = 64
     balance_loss: float = 0.01
     """Weight of the router's load-balancing loss."""
-    evaluation_samples: int = 256
     seed: int = 0
 
 
