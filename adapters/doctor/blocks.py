@@ -76,7 +76,7 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
 def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
     """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
     blocks = () if states.missing else tuple(compared(scorer, states.rows, states.blocks))
-    missing = states.missing or "the trainer's layers are named otherwise"
+    missing = states.missing or "the trainer's layers are named or cut otherwise"
     if not blocks:
         return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
     return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {summary(blocks)}")), blocks)

@@ -59,7 +59,8 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
 def logits_width(model: nn.Module) -> int | None:
     """Return the vocabulary size of a model's logits, also where it is the text part's; None if the configuration has none."""
     config = getattr(model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
+    text = getattr(config, "get_text_config", lambda: config)()  # your own model's configuration may have no parts
+    return getattr(text, "vocab_size", None)
 
 
 def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:

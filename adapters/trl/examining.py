@@ -107,6 +107,8 @@ def rows_of(
     }
     whole = torch.cat([ids["prompt_ids"] * ids["prompt_mask"], ids["completion_ids"] * ids["completion_mask"]], 1)
     text = ~torch.isin(whole, torch.tensor(sorted(pictured), dtype=whole.dtype)).any(1)
+    if (images := output.get("num_images")) is not None:  # TRL counts them, whatever a model's tokens are called
+        text &= torch.tensor(images, dtype=torch.int64) == 0
     if not text.any():
         raise RecordError("every response of the batch has an image in its prompt, which the doctor does not score.")
     chosen = rows_within((mask.sum(1) * text).tolist(), most)

@@ -106,7 +106,8 @@ class Objective:
             )
         policy = batch.of_policy(trainer.model, is_of)
         if policy is None:
-            with torch.no_grad(), forked_rng(reference.tokens.device):
+            ours = overridden(self.run.scoring, ours=True)
+            with torch.no_grad(), forked_rng(reference.tokens.device), ours:
                 old = trainer._get_per_token_logps_and_entropies(
                     trainer.model, reference.tokens, reference.attention_mask, reference.length, **reference.options
                 )[0]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
 from torch import Tensor, nn
@@ -20,8 +21,8 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
 Rows = tuple[Tensor, Tensor, int]
 """Tokens, attention mask and completion positions of a scoring pass."""
-RowKey = tuple[tuple[int, ...], tuple[int, ...]]
-"""A row's prompt and completion, without padding."""
+RowKey = tuple[bytes, bytes]
+"""A row's prompt and completion, without padding, as bytes: a set of them is small, and finds a row by one look."""
 
 
 class ScoreReplay(RouteReplay):
@@ -134,16 +135,22 @@ def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> l
 
 def row_keys(tokens: Tensor, attention_mask: Tensor, length: int) -> list[RowKey]:
     """Return what the rows of a scoring pass are found by."""
-    rows = zip(tokens.cpu(), attention_mask.bool().cpu(), strict=True)
+    ids, real = tokens.to(torch.int32).cpu().numpy(), attention_mask.bool().cpu().numpy()
     return [
-        (tuple(row[:-length][real[:-length]].tolist()), tuple(row[-length:][real[-length:]].tolist()))
-        for row, real in rows
+        (row[:-length][mask[:-length]].tobytes(), row[-length:][mask[-length:]].tobytes())
+        for row, mask in zip(ids, real, strict=True)
     ]
+
+
+def row_key(prompt: Sequence[int], completion: Sequence[int]) -> RowKey:
+    """Return what a row of these tokens is found by."""
+    return np.array(prompt, dtype=np.int32).tobytes(), np.array(completion, dtype=np.int32).tobytes()
 
 
 def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list[int]]:
     """Return the prompts of a padded batch as token ids."""
-    return [list(prompt) for prompt, _ in row_keys(tokens, attention_mask, length)]
+    prompts, real = tokens[:, :-length].cpu(), attention_mask[:, :-length].bool().cpu()
+    return [row[mask].tolist() for row, mask in zip(prompts, real, strict=True)]
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:

@@ -359,11 +359,11 @@ class TrlRun(TrainerRun):
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
         with together(self.ranks):
+            self.scoring.expect_old(batch, output)
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
                 output[MASKS] = self.scoring.batch_masks(batch, output)
-            self.scoring.expect_old(batch, output)
         if self.scoring.masking is not None:
             self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         mask = output["completion_mask"]
@@ -434,7 +434,9 @@ class TrlRun(TrainerRun):
                 f"{type(self.trainer).__name__} keeps no log-probabilities of the engine, and its completions are stitched from "
                 "several generations: there is no gap to measure. Remove the mismatch block, or what stitches them."
             )
-        rows = pad_sequence([torch.tensor(record.rollout_logprobs) for record in records], batch_first=True)
+        rows = pad_sequence(
+            [torch.tensor(record.rollout_logprobs, dtype=torch.float32) for record in records], batch_first=True
+        )
         return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
@@ -451,7 +453,8 @@ class TrlRun(TrainerRun):
         return self.score_again(output) if batch is None or batch.policy is None else batch.policy
 
     def score_again(self, output: Mapping[str, Any]) -> Tensor:
-        return scored_again(self.trainer, output, training=self.trainer.model.training)
+        with overridden(self.scoring, ours=True):
+            return scored_again(self.trainer, output, training=self.trainer.model.training)
 
     # Logs, and what a checkpoint holds.
 

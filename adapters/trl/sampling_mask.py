@@ -6,13 +6,12 @@ positions or only of those that count. `MaskedPass` knows which tokens come next
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.replay import RowKey
+from mismatch_ext.adapters.trl.replay import RowKey, row_key
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
@@ -25,10 +24,9 @@ from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs
 
 @dataclass(frozen=True)
 class RowMask:
-    """The masks of one completion, with the tokens that they are of."""
+    """The masks of one completion, with what its row is found by."""
 
-    prompt: tuple[int, ...]
-    completion: tuple[int, ...]
+    row: RowKey
     support: TokenSupport
 
 
@@ -82,7 +80,7 @@ def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
     found = []
     for record in records:
         assert record.support is not None  # CheckedGeneration has read it
-        found.append(RowMask(record.prompt_ids, record.response_ids, record.support))
+        found.append(RowMask(row_key(record.prompt_ids, record.response_ids), record.support))
     return found
 
 
@@ -97,19 +95,16 @@ def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> f
 
 
 def masks_of_rows(masks: Sequence[RowMask], keys: Sequence[RowKey]) -> list[RowMask] | None:
-    """Return the mask of each row of a scoring pass, found by its tokens; None if some are not known."""
-    known = defaultdict[RowKey, list[RowMask]](list)
+    """Return the mask of each row of a scoring pass, found by its tokens; None if some are not known.
+
+    Rows of the same tokens have one mask in every pass, whatever part of a batch it is over.
+    """
+    known: dict[RowKey, RowMask] = {}
     for mask in masks:
-        # A completion may have been turned into padding.
-        for completion in {mask.completion, ()}:
-            known[mask.prompt, completion].append(mask)
-    found = []
-    for key in keys:
-        if not (fitting := known[key]):
-            return None
-        found.append(fitting[0])
-        fitting.append(fitting.pop(0))  # the next row of the same tokens has the next mask
-    return found
+        known.setdefault(mask.row, mask)
+        known.setdefault((mask.row[0], b""), mask)  # a completion may have been turned into padding
+    found = [known.get(key) for key in keys]
+    return None if None in found else cast("list[RowMask]", found)
 
 
 class MaskedPass:

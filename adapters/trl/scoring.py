@@ -54,6 +54,7 @@ class Scoring:
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
+        self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -83,28 +84,35 @@ class Scoring:
         if batch is None or not self.sections:
             # Without a batch it is somebody's own pass, over tokens without routes and masks.
             return cast("Scores", host(model, *rows, *args, **options))
-        keys = row_keys(*rows)
+        keys, reference = row_keys(*rows), self.is_reference(model)
         masks = None if self.masking is None else self._masks_of(batch, keys)
         masked = None if masks is None else MaskedPass(masks, *rows)
         with nullcontext() if masked is None else scoring_with(masked):
-            scores, routed = self._routed_score(host, model, rows, batch, *args, **options)
+            scores, routed = self._routed_score(host, model, rows, batch, reference, *args, **options)
         if masked is not None and not masked.done and any(completion for _, completion in keys):
             raise ReplayError(
                 f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
                 "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
             )
-        if routed and (masked is not None or self.masking is None) and self._is_policy(model):
+        replayed = routed and (masked is not None or self.masking is None)
+        if replayed and not self.ours and not reference and self._is_trained(model):
             batch.proven.update(keys)
             if torch.is_grad_enabled():
                 batch.trained.update(keys)
         return scores
 
     def _routed_score(
-        self, host: Host, model: Any, rows: Rows, batch: RolloutPass, batch_size: int | None = None, **options: Any
+        self,
+        host: Host,
+        model: Any,
+        rows: Rows,
+        batch: RolloutPass,
+        reference: bool,
+        batch_size: int | None = None,
+        **options: Any,
     ) -> tuple[Scores, bool]:
         """Return scores, and whether they are under the routes of their tokens."""
         routing, options = self.routing, {"batch_size": batch_size, **options}
-        reference = routing is not None and self.is_reference(model)
         if routing is None or (reference and not routing.config.reference):
             return cast("Scores", host(model, *rows, **options)), routing is None
         self._take_engines_routes(batch)
@@ -218,19 +226,22 @@ class Scoring:
 
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch that has been scored, one for each row."""
-        masks = masks_of(batch.records_of(output))
-        if masks_of_rows(masks, row_keys(*rows_of_batch(output))) is None:
+        masks = masks_of_rows(masks_of(batch.records), row_keys(*rows_of_batch(output)))
+        if masks is None:
             raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 
     def expect_old(self, batch: RolloutPass, output: Mapping[str, Any]) -> None:
         """Refuse old log-probabilities that are of no pass under the routes and over the masks of their rows."""
-        if output.get(OLD) is None or not self.sections:
+        name = next((name for name in (OLD, "old_logps") if output.get(name) is not None), None)  # GRPO's and RLOO's
+        if name is None or not self.sections:
             return
-        if not batch.proven.issuperset(row_keys(*rows_of_batch(output))):
+        # A completion that was turned into padding since is not trained on.
+        if not all(key in batch.proven for key in row_keys(*rows_of_batch(output)) if key[1]):
             raise RecordError(
-                f"{self.sections}: {OLD} come from no replayed pass over the batch's tokens. Score them with "
-                f"_get_per_token_logps_and_entropies, whose batch_size takes less memory; or remove {self.sections}."
+                f"{self.sections}: {name} come from no replayed pass of the trained model over the batch's tokens. Score them "
+                "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model; "
+                f"or remove {self.sections}."
             )
 
     def _take_engines_routes(self, batch: RolloutPass) -> None:
@@ -260,12 +271,12 @@ class Scoring:
         layers = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
         return any(layer.disable_adapters or "ref" in layer.active_adapters for layer in layers)
 
-    def _is_policy(self, model: Any) -> bool:
-        """Tell whether a pass is of the model that is trained."""
-        given, own = (
-            self.trainer.accelerator.unwrap_model(one, keep_torch_compile=False) for one in (model, self.trainer.model)
-        )
-        return given is own and not self.is_reference(model)
+    def _is_trained(self, model: Any) -> bool:
+        """Tell whether a pass is of the model that is trained, however it is wrapped."""
+        unwrap = self.trainer.accelerator.unwrap_model
+        given, trained = (unwrap(wrapped, keep_torch_compile=False) for wrapped in (model, self.trainer.model))
+        # A compiled model within DDP is left compiled.
+        return getattr(given, "_orig_mod", given) is getattr(trained, "_orig_mod", trained)
 
     def _refuse_early_reference(self, model: Any) -> None:
         if model is not self.trainer.ref_model:

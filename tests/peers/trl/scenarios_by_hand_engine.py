@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from mismatch_ext.adapters.trl.replay import row_key
 from torch import Tensor
 from trl.generation import vllm_generation
 
@@ -166,7 +167,8 @@ class Masked(Hand):
         for row, ((prompt, completion), mask) in enumerate(
             zip(self._keys(inputs), inputs["sampling_mask"], strict=True)
         ):
-            assert (mask.prompt, mask.completion[: len(completion)]) == (prompt, completion)
+            sampled = row_key(prompt, completion)
+            assert mask.row[0] == sampled[0] and mask.row[1].startswith(sampled[1])
             for place in range(int(inputs["completion_mask"][row].sum())):
                 left[row, place] = False
                 left[row, place, mask.support.slice(place, place + 1).ids.long()] = True

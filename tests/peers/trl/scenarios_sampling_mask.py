@@ -13,7 +13,7 @@ from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, sampling_mask
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.replay import row_keys
+from mismatch_ext.adapters.trl.replay import row_key, row_keys
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of_rows
 from mismatch_ext.adapters.trl.scoring import rows_of_batch
 from torch import Tensor
@@ -138,7 +138,7 @@ def settings(model: str, out: str) -> dict[str, Any]:
         "found": dict(zip(SETTINGS, trainer.found, strict=True)),
         "history": history(trainer),
         "kl": [entry["kl"] for entry in trainer.state.log_history if "kl" in entry],
-        "warned": [str(one.message) for one in caught if "renormalises" in str(one.message)],
+        "warned": [str(one.message) for one in caught if "every ratio is too" in str(one.message)],
         "patches": [patch["name"] for patch in trainer.mm.patches],
         "engine": kept_and_listed(trainer),
     }
@@ -176,6 +176,19 @@ class PartsInside(MismatchTrainerMixin, PartsOfTrl):
 
 class PartsOutside(Parts, MismatchGRPOTrainer):
     """The same, with ours after it."""
+
+
+class Overlong(PartsOfTrl):
+    """A user's trainer that makes a completion padding after it was scored."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        output["completion_mask"][0] = 0
+        return output
+
+
+class Filtered(MismatchTrainerMixin, Overlong):
+    """The same, with ours before it."""
 
 
 class Chunks(MismatchGRPOTrainer):
@@ -219,7 +232,7 @@ def parts(model: str, out: str) -> dict[str, Any]:
     """Train a step by trainers whose passes are over parts of a batch, or over other tokens."""
     found: dict[str, Any] = {}
     with one_engine():
-        for kind in (PartsOutside, PartsInside, Chunks, Elsewhere, OtherTokens):
+        for kind in (PartsOutside, PartsInside, Filtered, Chunks, Elsewhere, OtherTokens):
             name = kind.__name__
             given = arguments(f"{out}/{name}", max_steps=1, bf16=False, **SETTINGS["all"])
             given |= {"beta": 0.1, "mismatch": {**BLOCK, "kl": {}}} if issubclass(kind, Chunks) else {"mismatch": BLOCK}
@@ -246,7 +259,7 @@ def orders() -> dict[str, Any]:
         start, end = width - length - len(prompt), width - length + len(completion)
         tokens[row, start:end], real[row, start:end] = torch.tensor([*prompt, *completion]), 1
         left = [sorted({one, 1, one % 5 + 2}) for one in completion]
-        masks.append(RowMask(prompt, completion, TokenSupport.from_lists(left, vocabulary)))
+        masks.append(RowMask(row_key(prompt, completion), TokenSupport.from_lists(left, vocabulary)))
     real[2, -length:] = 0  # as mask_truncated_completions does
     hidden = torch.randn(4, width - 1, 8, generator=generator)
     weight = torch.randn(vocabulary, 8, generator=generator)
@@ -281,7 +294,7 @@ def orders() -> dict[str, Any]:
         found["refused"] = str(error)
     logits = (hidden @ weight.T / 0.7).double()
     for row, mask in enumerate(masks):
-        for place in range(len(mask.completion)):
+        for place in range(len(completions[row])):
             at = width - 1 - length + place
             kept = mask.support.slice(place, place + 1).ids.long()
             logits[row, at] = torch.full_like(logits[row, at], -math.inf).index_put((kept,), logits[row, at, kept])

@@ -45,7 +45,7 @@ def test_parts_are_scored_over_their_masks_and_a_loss_of_other_tokens_is_refused
 ) -> None:
     found = run(scenarios.parts, model=dense, out=tmp_path).expect()
     # On the policy that sampled, each ratio is 1; over the whole vocabulary it is up to 0.3 nats off.
-    for name in ("PartsOutside", "PartsInside", "Chunks"):
+    for name in ("PartsOutside", "PartsInside", "Filtered", "Chunks"):
         assert len(found[name]) == 2 and max(found[name]) < 1e-5, found
     assert "mismatch.sampling_mask, but the loss was computed without a replayed forward pass" in found["OtherTokens"]
     assert "mismatch.sampling_mask: old_per_token_logps come from no replayed pass" in found["Elsewhere"]
