@@ -226,8 +226,11 @@ class Scoring:
 
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch that has been scored, one for each row."""
-        masks = masks_of_rows(masks_of(batch.records), row_keys(*rows_of_batch(output)))
-        if masks is None:
+        known = {
+            mask.row: mask for mask in reversed(masks_of(batch.records))
+        }  # the first of the same tokens, as in passes
+        masks = [known[mask.row] for mask in masks_of(batch.records_of(output))]
+        if masks_of_rows(masks, row_keys(*rows_of_batch(output))) is None:
             raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 
