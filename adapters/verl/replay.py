@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
+from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import (
@@ -353,13 +354,20 @@ def needed(data: Any) -> list[int]:
 
 
 def versions(data: Any) -> list[Span | None]:
-    """Return the versions of the weights that sampled each sample, as verl's servers stamp them; None when unknown."""
+    """Return the versions of the weights that sampled each sample, as verl's servers stamp them; None when unknown.
+
+    Of several turns an agent loop may hand on the last one's stamps alone; the client has noted the versions of all of them.
+    """
     fields = data.get("extra_fields", None)
     rows = fields.tolist() if hasattr(fields, "tolist") else fields
     if not isinstance(rows, (list, tuple)) or len(rows) != len(data):
         return [None] * len(data)
-    pairs = ((row.get("min_global_steps"), row.get("max_global_steps")) for row in rows)
-    return [None if first is None or last is None else (int(first), int(last)) for first, last in pairs]
+    found: list[Span | None] = []
+    for row in rows:
+        first, last = row.get("min_global_steps"), row.get("max_global_steps")
+        noted = [version for version, _ in row.get(VERSIONS) or [] if version is not None]
+        found.append(None if first is None or last is None else (min([int(first), *noted]), int(last)))
+    return found
 
 
 def names(data: Any, rank: int) -> list[str]:
