@@ -119,6 +119,7 @@ class EngineReplay(RouteReplay):
         self.moved = False  # whether an update has moved the weights since the rollout engine was sent them
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
+        self._prepared = 0  # samples of the batch whose passes have begun
         self._opened: ExitStack | None = None  # of the micro-batch that runs
         self._expected: tuple[PassLayout, TokenRows] | None = None
         self._recording: Any = None
@@ -147,10 +148,17 @@ class EngineReplay(RouteReplay):
         # Where rollouts are of older weights, routes are compared with those of the weights that were sent: before an update.
         drifted = self.takes_older and self.moved and not forward_only
         self._split, self._records = REFERENCE if reference or drifted else TRAIN, records
+        self._prepared = 0
         try:
             yield run
         finally:
             self._split = None
+        if self._prepared < len(data):
+            raise ReplayError(
+                f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
+                "forward_step and prepare_model_inputs, where routes are replayed and recorded. Remove what overrides them, or "
+                "mismatch.routing."
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -177,6 +185,7 @@ class EngineReplay(RouteReplay):
         if self._opened is None:
             return
         layout = PassLayout.of(micro_batch, output_args)
+        self._prepared += len(layout.offsets) - 1
         starts = layout.rows(layout.position == 0, False)
         starts[:1] = True  # the model sees the first token of a rank's piece as the start of a sequence
         ids = layout.rows(micro_batch["input_ids"].values().to(torch.int32), PADDING)

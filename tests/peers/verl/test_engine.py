@@ -237,6 +237,15 @@ def test_other_tokens_are_routed_by_the_model_and_never_trained_on(run: Run, moe
         assert own["others"] == own["extra_others"] == 1.0 and own["extra"] < 1e-6, (name, own["others"], own["extra"])
 
 
+def test_an_engine_that_does_not_call_the_hooks_of_replay_is_refused(run: Run, moe: Path) -> None:
+    found = run(replaying.unhooked, model=moe).expect()
+    for mode, own in found.items():
+        for what in ("scored", "updated"):
+            said = "ReplayError: mismatch.routing: verl's engine ran 4 of 4 samples without its forward_step"
+            assert own[what].startswith(said), (mode, what, own[what])
+        assert own["kept"] is True and own["after"] == "nothing was refused", mode
+
+
 def test_the_reference_is_replayed_where_it_was_asked_for(run: Run, moe: Path, host: dict[str, str]) -> None:
     found = run(replaying.reference, model=moe, env=host).expect()
     assert found["off"] == found["native"]

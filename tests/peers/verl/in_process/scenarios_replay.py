@@ -9,6 +9,7 @@ import itertools
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
 from verl.utils import tensordict_utils as tu
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
@@ -311,6 +313,24 @@ def faults(model: str) -> dict[str, Any]:
     ):
         stamps = [{"min_global_steps": first, "max_global_steps": last} for first, last in spans]
         found[name] = tried(0, torch.clone, extra_fields=NonTensorStack(*stamps))
+    return found
+
+
+def unhooked(model: str) -> dict[str, Any]:
+    """Score and update with an engine of verl's that runs its micro-batches without our `forward_step`."""
+    routes, found = other(own_routes(model)), {}
+    for mode in ("R3", "R2"):
+        built = worker(model, {"routing": {"mode": mode, "measured": 1.0}})
+        data = scored(built, batch(routed_experts=routes) if mode == "R3" else batch())
+        before = parameters(built)
+        built.engine.forward_step = partial(FSDPEngineWithLMHead.forward_step, built.engine)
+        found[mode] = {
+            "scored": refused(built.infer_batch, data.exclude("routed_experts") if mode == "R2" else data.clone()),
+            "updated": refused(update, built, data),
+            "kept": before == parameters(built),
+        }
+        del built.engine.forward_step
+        found[mode]["after"] = refused(update, built, data)
     return found
 
 
