@@ -6,6 +6,7 @@ of its tool loop verl keeps only the last one's routes, in which the prefill has
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -136,12 +137,19 @@ class TurnsClient(Conversing, Recorder):
 
 
 def versioned(client: Any, *, turns: bool = False) -> Any:
-    """Make a client of verl's own class note versions, and return it; a client of another class is left alone.
+    """Make a client of verl's own class note versions, and return it; a client of another class is left alone, with a warning.
 
     `turns` says that rollouts have routes or masks of each turn; without them versions are only of use where answers are resumed.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
-    elif turns and type(client) is LLMServerClient:
+    elif type(client) is not LLMServerClient:
+        warnings.warn(
+            f"mismatch-ext: the client of verl's rollout servers has class {type(client).__name__}, not verl's own, so that "
+            "nobody notes which weights and experts sampled which turn. Versions are those of a rollout's last answer, and "
+            "routes are those of its last prefill.",
+            stacklevel=2,
+        )
+    elif turns:
         client.__class__ = TurnsClient
     return client

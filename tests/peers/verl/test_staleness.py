@@ -21,7 +21,10 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     assert found["routes"][0] == [4, 4, 4, 4, 5]
     assert found["routes"][1] == [4, 4, 4, 4, 5, 6, 6, 6, 6]
     assert found["routes"][2] == [4, 4, 4, 4, 5, 6, 6, 6, 6, 8, 8] and not found["pickled"]
-    assert found["other"] == "object"
+    (told,) = found["told"]
+    assert (
+        found["other"] == "object" and "the client of verl's rollout servers has class object, not verl's own" in told
+    )
 
 
 def test_answers_under_one_id_keep_their_own_versions(run: Run) -> None:

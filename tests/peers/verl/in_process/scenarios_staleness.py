@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import pickle
+import warnings
 from typing import Any
 
 import numpy as np
@@ -61,6 +62,10 @@ def resumed() -> dict[str, Any]:
         first, second, third = asyncio.run(turns())
     finally:
         LLMServerClient.generate = Asked  # type: ignore[method-assign]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        other = versioned(object(), turns=True)
+        versioned(object.__new__(LLMServerClient))
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],
@@ -69,7 +74,8 @@ def resumed() -> dict[str, Any]:
         "pickled": [one.nbytes for one in vars(noted).values() if hasattr(one, "nbytes")],
         "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
-        "other": type(versioned(object())).__name__,
+        "other": type(other).__name__,
+        "told": [str(one.message) for one in told],
     }
 
 
