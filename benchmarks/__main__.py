@@ -1,6 +1,7 @@
-"""Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all, `python -m benchmarks kl_full` one.
+"""Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all timings, `python -m benchmarks kl_full` one.
 
-`--record FILE` also writes what was printed with machine, versions, date and commit.
+`quick` has the figures of pages that take seconds. `--record FILE` also writes what was printed with machine, versions, date and
+commit, beside what other commands recorded there.
 """
 
 from __future__ import annotations
@@ -28,12 +29,16 @@ NAMES = (
     "trl_server",
     "trl_step",
 )
+FIGURES = "quick"
+"""Runs only if it is named."""
 
 
 def main() -> None:
     """Run what was named."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("names", nargs="*", choices=[*NAMES, []], metavar="NAME", help=", ".join(NAMES))
+    parser.add_argument(
+        "names", nargs="*", choices=[*NAMES, FIGURES, []], metavar="NAME", help=", ".join((*NAMES, FIGURES))
+    )
     parser.add_argument("--record", type=Path)
     given = parser.parse_args()
     names, rows = given.names or NAMES, []
@@ -43,9 +48,11 @@ def main() -> None:
             print(json.dumps(row), flush=True)
             rows.append(row)
     if given.record:
-        command = " ".join(("python -m benchmarks", *names))
-        record = {"command": command, **measured_on(), "figures": rows}
-        given.record.write_text(json.dumps(record, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        command = " ".join(("python -m benchmarks", *given.names))
+        records = json.loads(given.record.read_text(encoding="utf-8")) if given.record.exists() else []
+        kept = [record for record in records if record["command"] != command]
+        kept.append({"command": command, **measured_on(), "figures": rows})
+        given.record.write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

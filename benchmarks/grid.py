@@ -68,6 +68,7 @@ def train(arm: str, seed: int, out: Path) -> None:
     logs, events = [e for e in trainer.state.log_history if "loss" in e], read_run(run.log.run_dir).events
     result = {
         "warning": [event.step for event in events if event.name == EVENT],
+        "said": [event.message for event in events if event.name == EVENT],
         "alarm": [event.step for event in events if event.name == "alarm" and f"{SHARE} is" in event.message],
         "share": [entry[SHARE] for entry in logs if SHARE in entry],
         "moved": float(sums["moved"] / sums["changed"]),
@@ -107,6 +108,7 @@ if __name__ == "__main__":
     parser.add_argument("--one", nargs=2, type=int, metavar=("ARM", "SEED"), help="one run alone, by the arm's number")
     given = parser.parse_args()
     if given.one is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
         train([*ARMS][given.one[0]], given.one[1], given.out)
         os._exit(0)  # engine threads may outlive the main one
     print("| arm | warned | alarm at step | moved, a step | moved in all | gap, nats | doctor, trainer's error |")
@@ -115,7 +117,9 @@ if __name__ == "__main__":
         folders = [given.out / f"{number}-{seed}" for seed in range(SEEDS)]
         for seed, folder in enumerate(folders):
             if not (folder / "result.json").is_file():
-                folder.mkdir(parents=True, exist_ok=True)
                 python("benchmarks.grid", "--out", folder, "--one", number, seed)
         doctor = [examined(folder, EXAMINED[number]) for folder in folders if number in EXAMINED]
         print(row(arm, [json.loads((folder / "result.json").read_text()) for folder in folders], doctor), flush=True)
+    warned, named = (json.loads((given.out / "0-0" / name).read_text()) for name in ("result.json", "doctor.json"))
+    print("", "The first run warned:", *warned["said"], sep="\n")
+    print("", "The doctor said:", *(cause["said"] for cause in named["causes"]), sep="\n")

@@ -2,6 +2,7 @@
 
     python -m benchmarks.rivals --json runs/rivals.json
     python -m benchmarks.rivals logs --only top_p mask --verbose
+    python -m benchmarks.rivals twelve                            # ours alone, on the mismatch faults of the first comparison
 
 Each rival is installed from the package index into a temporary environment, which also sees the packages of this one. A record
 that exists is added to, so that the parts can run one by one. `LOGS` and `LIVE` list what counts as an answer.
@@ -145,6 +146,21 @@ LOGS = {
     "clean, float32": Log(F["clean, float32"]),
     "expert weights not normalized": Log(F["chosen experts not normalised"], one("expert_norm"), Answers((), ("floor_jump",))),
 }  # fmt: skip
+# Ours is asked these too, and the rivals of today are not.
+OURS_ALONE = {
+    "stale weights, ten steps": Log(
+        Planted(older=(faults._moved(seed=1), faults._moved(by=1e-2))), one("stale_weights")
+    ),
+    # A log has no blocks, and no cause of the list exchanges experts: the honest answer is none.
+    "experts 5 and 9 of layer 2 exchanged": Log(
+        Planted(kind="moe", weights=faults._exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."))
+    ),
+}
+TWELVE = (
+    "temperature 0.94", "top_p 0.88", "repetition_penalty 1.07", "stale weights, one of three", "stale weights, ten steps",
+    "rope_theta x 1.13", "prompt's first token twice", "prompt lacks 2 tokens", "log-probabilities of the next token",
+    "experts 5 and 9 of layer 2 exchanged", "tool mask a token late", "half of the responses two versions old",
+)  # fmt: skip
 LIVE: dict[str, tuple[dict[str, Any], dict[str, Answers]]] = {
     "clean": ({}, {}),
     "top_p 0.9": ({"top_p": 0.9}, {OURS: Answers(("top_p", "ratio_bias")), "martingale": SAMPLED}),
@@ -337,7 +353,7 @@ def of_logs(names: Sequence[str], home: Path, environments: Path, tools: Collect
     engines, bin = faults.Engines(), environment(RIVALS, environments) if len(tools) > 1 else Path()
     clean: dict[tuple[str, str, bool], list[Any]] = {}  # what rivals learn a clean run from, by model and dtype
     for number, name in enumerate(tqdm(names, file=sys.stderr)):
-        log, folder = LOGS[name], home / f"log{number}"
+        log, folder = (LOGS | OURS_ALONE)[name], home / f"log{number}"
         answers: dict[str, tuple[Said, float]] = {}
         if len(tools) > 1:
             dtype = log.planted.run.get("trainer_dtype", "bfloat16")
@@ -372,6 +388,7 @@ def answered(part: str, fault: str, tool: str, said: Said, seconds: float, answe
 def of_live(names: Sequence[str], home: Path, environments: Path) -> Iterator[Row]:
     """Yield a row for each live run and tool, all with the TRL that martingale pins; the rivals share their runs."""
     bin = environment(RIVALS, environments)
+    trl = spoken(bin / "python", "-c", "from importlib.metadata import version; print(version('trl'))").strip()
     for tool in (OURS, "rivals"):
         (folder := home / f"live {tool}").mkdir()
         asked = {"tool": tool, "out": str(folder), "faults": {name: LIVE[name][0] for name in names}}
@@ -381,7 +398,8 @@ def of_live(names: Sequence[str], home: Path, environments: Path) -> Iterator[Ro
         for name, answer in answers.items():
             for asked_tool, told in answer.items():
                 said = [[ALARMS.get(key, key), text] for key, text in told]
-                yield answered("live", name, asked_tool, said, seconds, LIVE[name][1].get(asked_tool, Answers()))
+                row = answered("live", name, asked_tool, said, seconds, LIVE[name][1].get(asked_tool, Answers()))
+                yield row | {"trl": trl}
 
 
 def of_losses(home: Path, environments: Path) -> Iterator[Row]:
@@ -407,23 +425,24 @@ def table(rows: Sequence[Row]) -> str:
     for part in [part for part in ("logs", "live") if any(row["part"] == part for row in rows)]:
         here = [row for row in rows if row["part"] == part]
         verdicts = {(row["fault"], row["tool"]): row["verdict"] for row in here}
-        lines += [f"| {part} | {' | '.join(FIELDS)} |", "|---" * (1 + len(FIELDS)) + "|"]
+        tools = [tool for tool in FIELDS if any(row["tool"] == tool for row in here)]
+        lines += [f"| {part} | {' | '.join(tools)} |", "|---" * (1 + len(tools)) + "|"]
         for fault in dict.fromkeys(row["fault"] for row in here):
-            lines.append(f"| {fault} | {' | '.join(verdicts[fault, tool] for tool in FIELDS)} |")
+            lines.append(f"| {fault} | {' | '.join(verdicts[fault, tool] for tool in tools)} |")
         for word in ("right", "partly", "silent", "wrong"):
-            counts = [sum(row["verdict"] == word for row in here if row["tool"] == tool) for tool in FIELDS]
+            counts = [sum(row["verdict"] == word for row in here if row["tool"] == tool) for tool in tools]
             lines.append(f"| {word} | {' | '.join(map(str, counts))} |")
-        seconds = [median(row["seconds"] for row in here if row["tool"] == tool) for tool in FIELDS]
+        seconds = [median(row["seconds"] for row in here if row["tool"] == tool) for tool in tools]
         lines.append(f"| median CPU seconds | {' | '.join(f'{x:.1f}' for x in seconds)} |")
-    lines += ["| loss and gradient | polgrad | largest relative difference |", "|---|---|---|"]
     losses = [row for row in rows if row["part"] == "losses"]
+    lines += ["| loss and gradient | polgrad | largest relative difference |", "|---|---|---|"] if losses else []
     return "\n".join(lines + [f"| {row['fault']} | {row['verdict']} | {row['said'][0][1]} |" for row in losses])
 
 
 def main() -> None:
     """Run the parts that are asked for, print the table, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="logs, live or losses (default: all)")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="logs, live or losses (default: all), or twelve")
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="faults whose names hold one of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record, which is added to if it exists")
     parser.add_argument("--environments", type=Path, metavar="DIR", help="where rivals stay installed from run to run")
@@ -436,10 +455,13 @@ def main() -> None:
     record |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "versions": versions}
     with tempfile.TemporaryDirectory() as home:
         where = {"home": Path(home), "environments": asked.environments or Path(home)}
-        runs = {"logs": partial(of_logs, logs, tools=FIELDS), "live": partial(of_live, live), "losses": of_losses}
+        twelve = partial(of_logs, TWELVE, tools=(OURS,))
+        rivals = {"logs": partial(of_logs, logs, tools=FIELDS), "live": partial(of_live, live), "losses": of_losses}
+        runs = {"twelve": twelve, **rivals}
         for row in chain.from_iterable(run(**where) for part, run in runs.items() if part in parts):
             same = ("part", "fault", "tool")
             record["rows"] = [old for old in record["rows"] if any(old[key] != row[key] for key in same)] + [row]
+            versions |= {"trl": row["trl"]} if "trl" in row else {}
             if asked.json:
                 asked.json.write_text(json.dumps(record, indent=1), encoding="utf-8")
             if asked.verbose:

@@ -55,7 +55,7 @@ class IntegerCells:
         return self.step(weight).expand_as(weight).masked_fill(largest, 0.0)
 
     def step(self, weight: Tensor) -> Tensor:
-        """Return the distance of two neighbours on the grid, per row."""
+        """Return the distance of two neighbors on the grid, per row."""
         step: Tensor = weight.abs().amax(-1, keepdim=True).clamp(min=1e-9) / (2 ** (self.bits - 1) - 1)
         return step
 

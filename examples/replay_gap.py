@@ -23,20 +23,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from examples.arithmetic.shipped import shipped_model
-from examples.demo import EVALUATED, FP32, R3, Setting, table_of, train
+from examples.demo import COLUMNS, EVALUATED, FP32, R3, Setting, table_of, train
 from examples.sequences import MEASURES, left_by_replay, read_sequences
 from mismatch_ext import read_run
 
 BF16 = Setting(name="bf16", title="", block={"precision": {"dtype": "bfloat16"}, **R3}, steps=30)
 ORACLE = Setting(name="float32", title="", block={**FP32, **R3}, steps=0)
-COLUMNS = {
-    "mean|Δlogp|": ("logp_abs_diff_mean", ".2e"),
-    "max|Δlogp|": ("logp_abs_diff_max", ".3f"),
-    "k3": ("k3_kl", ".2e"),
-    "seq KL k3": ("seq_k3_kl", ".2e"),
-    "F(1.1)": ("f_1.1", ".2e"),
-    "F(2)": ("f_2", ".2e"),
-}
 
 
 def measured(run: Path, split: str) -> dict[str, Any]:
@@ -75,15 +67,18 @@ def main() -> None:
     for name, by_split in runs.items():
         for split, label in EVALUATED:
             for prefix, routes in (("native/", "its own"), ("", "replayed")):
-                figures = [format(by_split[split][prefix + key], digits) for key, digits in COLUMNS.values()]
+                figures = [f"{by_split[split][prefix + key]:.2e}" for key in COLUMNS.values()]
                 table.add_row(name, label, f"{by_split[split]['tokens']:.0f}", routes, *figures, end_section=not prefix)
     console.print(table)
     for split, label in EVALUATED:
         k3, mean = (format(left[split][name], ".3g") for name in ("k3", "abs"))
         console.print(f"{label}: replay leaves {k3} of k3 and {mean} of the mean |Δlogp|, with 95 % intervals")
     for name, by_split in runs.items():
-        flips = max(found["routing/set_mismatch_frac"] for found in by_split.values())
-        console.print(f"{name}: at most {flips:.2%} of (token, layer) pairs routed differently by engine and trainer")
+        for split, label in EVALUATED:
+            share, tokens = (by_split[split][f"routing/{key}"] for key in ("set_mismatch_frac", "compared_tokens"))
+            console.print(
+                f"{name}, {label}: {100 * share:.2g} % of the (token, layer) pairs differ, of {tokens:.0f} tokens"
+            )
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ HEALTHY_K3 = 1e-3
 STALE_ABS_DIFF = 0.1
 """nat. slime's CI asserts at most this; TRL issue #5312 measured 0.201 with stale weights, 0.010 to 0.018 in healthy runs."""
 PHANTOM = 0.03
-"""Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learnt late."""
+"""Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learned late."""
 FEW_MOVED = 0.1
 """Share of elements, a choice: if fewer move at a step, a change takes about ten steps and more to arrive in the engine."""
 PATIENCE = 3

@@ -391,7 +391,7 @@ class MismatchConfig:
         """Read the block from any of its forms.
 
         Args:
-            value: None (no block: stock behaviour), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml` or `.yml`
+            value: None (no block: stock behavior), a mapping, a JSON or YAML string, the path of a `.json`, `.yaml` or `.yml`
                 file (with or without a top-level `mismatch:` key), or a `MismatchConfig`.
             source: Name of a text in messages.
 

@@ -1,4 +1,4 @@
-"""`mismatch-ext demo`: a gap, its cause and the remedy, shown on a miniature policy in a minute, with torch alone.
+"""`mismatch-ext demo`: a gap, its cause and the remedy, shown on a miniature policy in seconds, with torch alone.
 
 The rollout engine decodes token by token from a cache of keys and values, by torch's fused attention. The trainer scores whole
 sequences, by attention that is spelled out. Both hold the same weights.
@@ -217,7 +217,7 @@ MINIATURE = (
     "rollout engine, a full pass is the trainer; both run torch's CPU kernels. The size of your own gap depends on your model, "
     "engine and GPU."
 )
-YOURS = "mismatch-ext doctor --model PATH --prompts prompts.txt"
+YOURS = "mismatch-ext doctor --model PATH --prompts prompts.txt --out runs/doctor"
 
 
 def run(out: Path, seed: int = 0) -> None:

@@ -41,11 +41,13 @@ def expect_float(**logprobs: Tensor) -> None:
 
 def expect_finite(mask: Tensor, **logprobs: Tensor) -> None:
     """Raise NonFiniteLogprobError if a value under the mask is NaN or infinite; names tensor, row and position."""
-    for name, values in logprobs.items():
-        broken = mask & ~torch.isfinite(values)
-        if bool(broken.any()):
-            row, position = broken.nonzero()[0].tolist()
-            raise non_finite(name, row, position, float(values[row, position]), int(broken.sum()), int(mask.sum()))
+    broken = {name: mask & ~torch.isfinite(values) for name, values in logprobs.items()}
+    if not bool(torch.stack([places.any() for places in broken.values()]).any()):  # one wait for the device
+        return
+    name, places = next((name, places) for name, places in broken.items() if bool(places.any()))
+    row, position = places.nonzero()[0].tolist()
+    value = float(logprobs[name][row, position])
+    raise non_finite(name, row, position, value, int(places.sum()), int(mask.sum()))
 
 
 def non_finite(name: str, row: int, position: int, value: float, broken: int, count: int) -> NonFiniteLogprobError:

@@ -195,12 +195,12 @@ class KlJudgement:
     regularises: str
 
     def expect(self, divergence: str) -> None:
-        """Raise AssertionError unless the term regularises a divergence, such as "KL(pi||ref) of responses"."""
+        """Raise AssertionError unless the term regularizes a divergence, such as "KL(pi||ref) of responses"."""
         if self.regularises != divergence:
             actual = (
                 self.regularises or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
             )
-            raise AssertionError(f"the KL term regularises {actual}; allowed: {divergence}.")
+            raise AssertionError(f"the KL term regularizes {actual}; allowed: {divergence}.")
 
 
 def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:

@@ -2,7 +2,7 @@
 
 TRL is measured in every version that was run, and in the two around the change of its default; a version that `.venv` does not
 hold is installed under `.cache/`, without its dependencies, and put in front on the path. What came out is written to
-tests/oracles/kl/hosts.json; docs/kl.md has the same figures. Tests measure again, and compare.
+tests/oracles/kl/hosts.json, and the table of docs/kl.md is printed. Tests measure again, and compare.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from mismatch_ext.versions import installed
 from tests.models import tiny_model
-from tests.oracles.kl.hosts import FILE
+from tests.oracles.kl import hosts
 
 ROOT = Path(__file__).resolve().parents[1]
 CACHE = ROOT / ".cache/trl"
@@ -75,8 +75,8 @@ def main() -> int:
             rows += found
     rows += measured("verl")
     lines = ",\n".join(json.dumps(row) for row in rows)
-    FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
-    print(f"{len(rows)} terms of TRL {', '.join(TRL)} and verl {installed('verl')}: {FILE}")
+    hosts.FILE.write_text(f"[\n{lines}\n]\n", encoding="utf-8")
+    hosts.main()
     return 0
 
 

@@ -29,6 +29,7 @@ IN_TRL = (
     f"{TRL}/test_kl.py::test_denominators_are_trls_for_every_loss_type",
     f"{TRL}/test_kl.py::test_kl_in_rewards_enters_before_group_normalisation",
     f"{TRL}/test_lr.py::test_a_multiplier_of_one_is_stock_bit_for_bit",
+    f"{TRL}/test_attach.py::test_measuring_changes_no_bit[stock]",
 )
 
 # Above each: what the user types, and what differs on a CPU. Files, tests or single cases, as pytest takes them.

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
@@ -17,13 +18,18 @@ from torch import Tensor, nn
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.diagnose import STANDS_OUT, Block
 from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
+from mismatch_ext.doctor.fits import FLOAT32
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
-# Names of a layer's blocks, in engines and in transformers.
-KINDS = {"self_attn": "attention", "mlp": "mlp"}
 At = tuple[int, str]
+"""Layer and name of a block."""
+# Blocks that engines and transformers cut out of a layer alike, and what they are called in words; others have their own names.
+KINDS = {"self_attn": "attention", "mlp": "mlp"}
+# Another block that errs by so much of its length, in an engine whose log-probabilities are off by no more than so many times the
+# trainer's own rounding, is cut out otherwise: a factor stands inside of it on one side alone.
+OTHERWISE, SOUND = 0.1, 1.5
 # A fault of a few tokens, such as one expert's, shows in this quantile over tokens and not in the median.
 QUANTILES = (0.5, 0.95)
 # Limits over all sequences together, because two hidden states per token and block are held in memory.
@@ -80,8 +86,9 @@ def summary(blocks: Sequence[Block]) -> str:
     """Return one line that sums up the blocks."""
     most = max(blocks, key=lambda block: block.ratio)
     if most.ratio < STANDS_OUT:
-        return f"no block stands out of rounding: the largest is {most.ratio:.1f} of it"
-    ratios = {kind: [block.ratio for block in blocks if block.kind == kind] for kind in KINDS.values()}
+        return f"no block stands out of rounding: the largest of {len(blocks)} is {most.ratio:.1f} of it"
+    kinds = dict.fromkeys(block.kind for block in blocks)
+    ratios = {kind: [block.ratio for block in blocks if block.kind == kind] for kind in kinds}
     whole = [kind for kind, values in ratios.items() if len(values) > 1 and min(values) >= STANDS_OUT]
     count = sum(block.ratio >= STANDS_OUT for block in blocks)
     where = f"; all of {' and '.join(whole)}" if whole else f"; {count} of {len(blocks)} blocks"
@@ -93,6 +100,7 @@ def compared(
 ) -> list[Block]:
     """Compare an engine's blocks with the trainer's in float32, and the trainer's in the engine's dtype with the same."""
     blocks = blocks_of(scorer.model)
+    states = _renamed(states, blocks)
     errors: dict[At, list[Tensor]] = {}
     rounding: dict[At, list[Tensor]] = {}
     for ids, parts in zip(rows, states, strict=True):
@@ -100,7 +108,7 @@ def compared(
         with scorer.cast(scorer.engine_dtype):
             rounded = _outputs(scorer.model, blocks, ids, parts)
         for at, (_, engines) in parts.items():
-            if at in exact:
+            if at in exact and engines.shape == exact[at].shape:
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
                 errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
                 rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
@@ -108,11 +116,23 @@ def compared(
     for at, several in sorted(errors.items()):
         error, rounding_error = torch.cat(several), torch.cat(rounding[at])
         sizes = [
-            Block(layer=at[0], kind=at[1], error=float(error.quantile(q)), own=float(rounding_error.quantile(q)))
+            Block(
+                layer=at[0],
+                kind=KINDS.get(at[1], at[1]),
+                error=float(error.quantile(q)),
+                own=float(rounding_error.quantile(q)),
+            )
             for q in QUANTILES
         ]
         largest.append(max(sizes, key=lambda block: block.ratio))
-    return largest
+    if not _sound(scorer):
+        return largest
+    return [block for block in largest if block.kind in KINDS.values() or block.error < OTHERWISE]
+
+
+def _sound(scorer: Scorer) -> bool:
+    own, rounding = scorer.scores.own, float(np.abs(scorer.scores.trainer - scorer.scores.own).mean())
+    return float(np.abs(scorer.sample.engine - own).mean()) <= SOUND * max(rounding, FLOAT32)
 
 
 def equal_shares(
@@ -120,14 +140,31 @@ def equal_shares(
 ) -> dict[str, float]:
     """Return for each block, by name, the share of tokens at which both sides compute the same to the last bit."""
     blocks = blocks_of(scorer.model)
+    states = _renamed(states, blocks)
     equal: dict[At, list[Tensor]] = {}
     for ids, parts in zip(rows, states, strict=True):
         with scorer.as_trainer():
             trainers = _outputs(scorer.model, blocks, ids, parts)
         for at, (_, engines) in parts.items():
-            if at in trainers:
+            if at in trainers and engines.shape == trainers[at].shape:
                 equal.setdefault(at, []).append((engines.float() == trainers[at]).all(-1).float())
-    return {f"layer {at[0]}, {at[1]}": float(torch.cat(tokens).mean()) for at, tokens in sorted(equal.items())}
+    return {
+        f"layer {at[0]}, {KINDS.get(at[1], at[1])}": float(torch.cat(tokens).mean())
+        for at, tokens in sorted(equal.items())
+    }
+
+
+def _renamed(
+    states: Sequence[Mapping[At, tuple[Tensor, Tensor]]], blocks: Mapping[At, nn.Module]
+) -> list[dict[At, tuple[Tensor, Tensor]]]:
+    """Give an engine's blocks the trainer's names: the one of a layer that has no namesake is the trainer's one that has none."""
+    seen = {at for parts in states for at in parts}
+    trainers: dict[At, At] = {}
+    for layer in {at[0] for at in seen}:
+        ours, theirs = ({at for at in names if at[0] == layer} for names in (blocks.keys(), seen))
+        if len(ours - theirs) == len(theirs - ours) == 1:
+            trainers[next(iter(theirs - ours))] = next(iter(ours - theirs))
+    return [{trainers.get(at, at): tensors for at, tensors in parts.items()} for parts in states]
 
 
 def _outputs(
@@ -140,9 +177,10 @@ def _outputs(
     def before(at: At) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> Any:
             hidden = parts[at][0].to(device, dtype)[None]
-            if "hidden_states" in named:
-                return inputs, {**named, "hidden_states": hidden}
-            return (hidden, *inputs[1:]), named
+            if inputs:
+                return (hidden, *inputs[1:]), named
+            name = "hidden_states" if "hidden_states" in named else next(iter(named))
+            return inputs, {**named, name: hidden}
 
         return hook
 
@@ -159,13 +197,17 @@ def _outputs(
 
 
 def blocks_of(model: nn.Module) -> dict[At, nn.Module]:
-    """Return the blocks of a decoder by layer and kind; empty if the model names its layers differently."""
-    lists = [m for name, m in model.named_modules() if name.endswith("layers") and isinstance(m, nn.ModuleList)]
+    """Return the blocks of a decoder by layer and name: what has parts, unlike a norm, in the largest list of modules.
+
+    Weights do not tell them apart: vLLM packs them on a CPU, and leaves empty tensors.
+    """
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = max(lists, key=lambda module: sum(1 for _ in module.modules()), default=())
     return {
-        (number, kind): block
-        for number, layer in enumerate(lists[0] if lists else ())
-        for name, kind in KINDS.items()
-        if isinstance(block := getattr(layer, name, None), nn.Module)
+        (number, name): block
+        for number, layer in enumerate(layers)
+        for name, block in layer.named_children()
+        if next(block.children(), None) is not None
     }
 
 

@@ -43,7 +43,8 @@ def with_configs(diagnosis: Diagnosis, sides: Run) -> Diagnosis:
     causes = tuple(_quoting(cause, differing) for cause in diagnosis.causes)
     told = {path for cause in diagnosis.causes for path in differing if _field(path) in FIELDS.get(cause.key, ())}
     notes = [
-        f"the configurations differ in {path}, which no cause here shows: {_both(path, *differing[path])}"
+        f"the configurations differ in {path}, which no named cause stands for; give both sides the same value before you look "
+        f"further, since not every value is tried here: {_both(path, *differing[path])}"
         for path in differing
         if path not in told
     ]

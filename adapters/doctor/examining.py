@@ -4,19 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
+from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
-from mismatch_ext.terminal import say
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
@@ -33,8 +32,6 @@ MENDED = {
 }
 # Responses that are sampled to the run's whole length.
 FAR_ROWS = 4
-# Seconds between two lines of progress in a log.
-LINES_APART = 5.0
 # Fields of the engine's configuration whose values are tried in the trainer's model.
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
@@ -78,7 +75,7 @@ def examine(
     # If the engine uses another number of experts per token, its routes cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
     asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
-    with _Rungs() as rung:
+    with Progress("doctor") as rung:
         rung("engine")
         engine = sides.start(shape)
         try:
@@ -112,7 +109,8 @@ def examine(
             diagnosis = replace(
                 diagnosis, notes=(*diagnosis.notes, f"responses of up to {longest} tokens were not looked at: {long}")
             )
-        return rung.ended(with_configs(replace(diagnosis, longest=longest), sides))
+        diagnosis = with_configs(replace(diagnosis, longest=longest), sides)
+        return replace(diagnosis, seconds=rung.ended())
 
 
 def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = False) -> Diagnosis:
@@ -147,7 +145,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     notes: tuple[str, ...] = ()
-    with _Rungs() as rung:
+    with Progress("doctor") as rung:
         if len(logged.versions) > 1:
             rung("weight versions")
             logged, notes = of_nearest(
@@ -156,7 +154,8 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
                 trainer_logprobs(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature),
             )
             sample = logged.sample(shape)
-        diagnosis = rung.ended(_diagnosed(sides, model, sample, rung, seed=seed, quick=quick)[0])
+        diagnosis, _ = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
+        diagnosis = replace(diagnosis, seconds=rung.ended())
     return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
 
 
@@ -171,51 +170,6 @@ def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[in
         )
 
 
-class _Rungs:
-    """Says what is being computed, and keeps the seconds of each rung.
-
-    A terminal shows the rung that runs; a log gets a line when a rung begins, at most one in `LINES_APART` seconds.
-    """
-
-    def __init__(self) -> None:
-        from rich.console import Console
-
-        console = Console(stderr=True)
-        self._status = console.status("") if console.is_terminal else None
-        self._name, self._began = "", perf_counter()
-        self._since, self._told = self._began, self._began - LINES_APART
-        self.seconds: dict[str, float] = {}
-
-    def __call__(self, name: str) -> None:
-        now = perf_counter()
-        if self._name:
-            self.seconds[self._name] = self.seconds.get(self._name, 0.0) + now - self._since
-        self._name, self._since = name, now
-        if name:
-            self._tell(f"doctor, after {now - self._began:.0f} s: {name}", now)
-
-    def _tell(self, line: str, now: float) -> None:
-        if self._status is not None:
-            self._status.update(line)
-        elif now - self._told >= LINES_APART:
-            self._told = now
-            say(line, error=True)
-
-    def ended(self, diagnosis: Diagnosis) -> Diagnosis:
-        """Return a diagnosis with the seconds that each rung took."""
-        self("")
-        return replace(diagnosis, seconds={name: round(seconds, 3) for name, seconds in self.seconds.items()})
-
-    def __enter__(self) -> _Rungs:
-        if self._status is not None:
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-
 def _diagnosed(
     sides: Run,
     model: Any,
@@ -227,13 +181,13 @@ def _diagnosed(
     quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
-    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, is_recurrent
+    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import diagnose
 
     rung("trainer")
-    left_out = sides.layout == "packed" and is_recurrent(model)
+    left_out = sides.layout == "packed" and mixes_packed(model)
     scorer = Scorer(
         model,
         sample,
@@ -249,7 +203,7 @@ def _diagnosed(
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
     diagnosis = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
-    note = "packed rows were not rebuilt: layers with a recurrent state need the boundaries that the host gives"
+    note = "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
     return replace(diagnosis, notes=(*diagnosis.notes, note)) if left_out else diagnosis, scorer
 
 

@@ -16,6 +16,7 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import compared, equal_shares, hidden_states
 from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
+from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 from torch import Tensor, nn
@@ -40,7 +41,14 @@ VARIABLES = (
     "NVIDIA_TF32_OVERRIDE",
     "ATEN_CPU_CAPABILITY",
     "OMP_NUM_THREADS",
+    "SGLANG_RETURN_ORIGINAL_LOGPROB",
+    "SGLANG_USE_CPU_ENGINE",
 )
+
+EPILOG = """example:
+  mismatch-ext gate --model PATH --prompts prompts.txt --json gate.json
+
+exit status: 0 if every figure is within its limit, 1 if one is not, 2 for an error; docs/doctor.md has more"""
 
 
 @runtime_checkable
@@ -53,17 +61,19 @@ class TakesWeights(DoctorsEngine, Protocol):
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the subcommand."""
-    configure_sides(parser)
-    configure_prompts(parser.add_mutually_exclusive_group())
-    parser.add_argument(
+    configure_sides(parser, epilog=EPILOG)
+    tokens = parser.add_argument_group("the tokens (one of the first two, or the run's own data set)")
+    configure_prompts(tokens.add_mutually_exclusive_group())
+    tokens.add_argument(
         "--batches", metavar="N", type=int, default=BATCHES, help=f"batches, each after an update (default: {BATCHES})"
     )
-    parser.add_argument(
+    tokens.add_argument(
         "--responses", metavar="N", type=int, default=RESPONSES, help=f"of each batch (default: {RESPONSES})"
     )
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK} batches")
-    parser.add_argument("--exact", action="store_true", help="pass only if both sides agree to the last bit")
-    parser.add_argument("--json", metavar="FILE", type=folder, help="write the figures to this file, too")
+    tokens.add_argument("--quick", action="store_true", help=f"{QUICK} batches")
+    answer = parser.add_argument_group("the answer")
+    answer.add_argument("--exact", action="store_true", help="pass only if both sides agree to the last bit")
+    answer.add_argument("--json", metavar="FILE", type=folder, help="write the figures to this file, too")
     parser.set_defaults(
         engine_model=None, server=None, server_model=None, server_timeout=600.0, server_key=None, rollouts=None,
         weight_version=None, older=[],
@@ -106,10 +116,24 @@ def gated(
     Raises:
         ConfigError: The engine does not take weights in this process.
     """
+    with Progress("gate") as rung:
+        return _gated(sides, prompts, rung, batches, responses, max_tokens, exact)
+
+
+def _gated(
+    sides: Run,
+    prompts: Sequence[Sequence[int]],
+    rung: Progress,
+    batches: int,
+    responses: int,
+    max_tokens: int,
+    exact: bool,
+) -> Gate:
+    began = perf_counter()
+    rung(f"start of {sides.engine}")
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
-    began = perf_counter()
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
     engine = sides.start(routing_shape(model))
@@ -118,6 +142,7 @@ def gated(
         if not isinstance(engine, TakesWeights):
             raise ConfigError(f"--engine: {sides.engine} takes no weights from this command; give --engine vllm.")
         for number in range(batches):
+            rung(f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
             engine.update(model)
             some = [prompts[(number * responses + at) % len(prompts)] for at in range(min(responses, len(prompts)))]
             name = SEEDS[sides.engine]
@@ -125,11 +150,14 @@ def gated(
             samples.append(
                 engine.sample(ToSample(prompts=some, responses=responses, max_tokens=max_tokens, sampling=sampling))
             )
+        rung("blocks of the engine")
         states = hidden_states(engine, samples[-1])
     finally:
         engine.shutdown()
     sample = Sample.joined(samples)
+    rung(f"trainer's pass over {len(sample.row):,} tokens")
     trainer = _trainers(model, sides, sample)
+    rung("float32 oracle")
     scorer = Scorer(
         model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature,
         trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, computed=trainer.astype(np.float64),
@@ -144,6 +172,7 @@ def gated(
     ]
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
+    rung("blocks of the trainer")
     return measured(
         sample,
         scorer.scores,

@@ -22,6 +22,13 @@ THRESHOLD = 1e-4
 # Settings of requests by which a grammar takes tokens out, of vLLM and SGLang.
 GRAMMARS = {"structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf", "structural_tag"}
 
+EPILOG = """examples:
+  mismatch-ext doctor --model PATH --prompts prompts.txt --out runs/doctor
+  mismatch-ext doctor --trl config.yaml --out runs/doctor
+  mismatch-ext doctor --model PATH --rollouts rollouts.jsonl --out runs/doctor
+
+exit status: 0 clean, 1 explained, 2 unexplained or an error; docs/doctor.md has more"""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
@@ -40,38 +47,42 @@ class Asked:
     left_out: Mapping[str, str]
 
 
-def configure_sides(parser: argparse.ArgumentParser) -> None:
+def configure_sides(parser: argparse.ArgumentParser, *, epilog: str) -> None:
     """Add the arguments that say what the two sides are and what is sampled; those of the gate and of the doctor alike."""
-    parser.add_argument("--model", metavar="PATH", type=folder,
-                        help="checkpoint of the trainer, or its adapter; with --trl or --verl, the run's own")  # fmt: skip
-    hosts = parser.add_mutually_exclusive_group()
+    parser.epilog, parser.formatter_class = epilog, argparse.RawDescriptionHelpFormatter
+    run = parser.add_argument_group("the run")
+    run.add_argument("--model", metavar="PATH", type=folder,
+                     help="checkpoint of the trainer, or its adapter; with --trl or --verl, the run's own")  # fmt: skip
+    hosts = run.add_mutually_exclusive_group()
     hosts.add_argument("--trl", metavar="FILE", type=folder,
                        help="configuration file of a TRL run, whose settings are taken over")  # fmt: skip
     hosts.add_argument("--verl", metavar="OVERRIDE", nargs="+",
                        help="overrides of verl's main_ppo, whose settings are taken over")  # fmt: skip
-    parser.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
-    parser.add_argument(
+    run.add_argument(
         "--dtype", help="compute dtype of both sides (default: what the run, server or log says, or bfloat16)"
     )
-    parser.add_argument("--trainer-dtype", metavar="DTYPE", help="the trainer's, if another; under autocast")
-    parser.add_argument("--trainer-layout", choices=LAYOUTS,
-                        help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
-    parser.add_argument("--trainer-head", choices=("float32",),
-                        help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
-    parser.add_argument(
+    trainer = parser.add_argument_group("the trainer")
+    trainer.add_argument("--trainer-dtype", metavar="DTYPE", help="its dtype, if another; under autocast")
+    trainer.add_argument("--trainer-layout", choices=LAYOUTS,
+                         help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
+    trainer.add_argument("--trainer-head", choices=("float32",),
+                         help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
+    trainer.add_argument(
+        "--temperature", metavar="T", type=float, help="what it divides logits by (default: 1, or the run's)"
+    )
+    engine = parser.add_argument_group("the engine")
+    engine.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")
+    engine.add_argument("--engine-arg", metavar="KEY=VALUE", action="append", default=[],
+                        help="what it is started with, such as kv_cache_dtype=fp8_e4m3; repeatable")  # fmt: skip
+    engine.add_argument("--sampling", metavar="KEY=VALUE", action="append", default=[],
+                        help="what it samples with, such as top_p=0.9; repeatable")  # fmt: skip
+    engine.add_argument(
         "--max-tokens",
         metavar="N",
         type=int,
         help=f"most tokens of a response (default: {LONGEST}, or the run's if fewer)",
     )
-    parser.add_argument(
-        "--temperature", metavar="T", type=float, help="what the trainer divides logits by (default: 1, or the run's)"
-    )
-    parser.add_argument("--sampling", metavar="KEY=VALUE", action="append", default=[],
-                        help="what the engine samples with, such as top_p=0.9; repeatable")  # fmt: skip
-    parser.add_argument("--engine-arg", metavar="KEY=VALUE", action="append", default=[],
-                        help="what the engine is started with, such as kv_cache_dtype=fp8_e4m3; repeatable")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
+    engine.add_argument("--seed", type=int, default=0, help="of sampling and of intervals (default: 0)")
 
 
 def configure_prompts(tokens: Any) -> None:
@@ -84,29 +95,32 @@ def configure_prompts(tokens: Any) -> None:
 
 def configure(parser: argparse.ArgumentParser) -> None:
     """Add the arguments of the doctor."""
-    configure_sides(parser)
-    parser.add_argument(
-        "--engine-model", metavar="PATH", type=folder, help="checkpoint or adapter that the engine serves, if another"
-    )
-    parser.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
-    parser.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
-    parser.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
-                        help="how long the server may be silent within a request (default: 600)")  # fmt: skip
-    parser.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
-    tokens = parser.add_mutually_exclusive_group()
-    configure_prompts(tokens)
-    tokens.add_argument("--rollouts", metavar="FILE", type=folder,
-                        help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
-    parser.add_argument("--weight-version", metavar="V",
+    configure_sides(parser, epilog=EPILOG)
+    tokens = parser.add_argument_group("the tokens (one of the first three, or the run's own data set)")
+    one = tokens.add_mutually_exclusive_group()
+    configure_prompts(one)
+    one.add_argument("--rollouts", metavar="FILE", type=folder,
+                     help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
+    tokens.add_argument("--weight-version", metavar="V",
                         help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
-    parser.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
-    parser.add_argument("--older", metavar="PATH", action="append", default=[], type=folder,
-                        help="weights that the engine may have kept: an earlier step or adapter; repeatable")  # fmt: skip
-    parser.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
+    tokens.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
+    weights = parser.add_argument_group("the engine's weights, if they are others")
+    weights.add_argument("--engine-model", metavar="PATH", type=folder,
+                         help="checkpoint or adapter that the engine serves, if another")  # fmt: skip
+    weights.add_argument("--older", metavar="PATH", action="append", default=[], type=folder,
+                         help="weights that the engine may have kept: an earlier step or adapter; repeatable")  # fmt: skip
+    server = parser.add_argument_group("a running server")
+    server.add_argument("--server", metavar="URL", help="a vLLM or SGLang server to ask; no engine is started")
+    server.add_argument("--server-model", metavar="NAME", help="which of the server's models, if it has several")
+    server.add_argument("--server-timeout", metavar="SECONDS", type=float, default=600.0,
+                        help="how long the server may be silent within a request (default: 600)")  # fmt: skip
+    server.add_argument("--server-key", metavar="VARIABLE", help="environment variable that holds the server's API key")
+    answer = parser.add_argument_group("the answer")
+    answer.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
+    answer.add_argument("--json", action="store_true", help="print doctor.json instead of the table")
+    answer.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
+    answer.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
-    parser.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
-    parser.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
-    parser.add_argument("--json", action="store_true", help="print doctor.json instead of the table")
 
 
 def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.doctor.asking import ToSample, sequences
@@ -19,12 +19,16 @@ from mismatch_ext.adapters.sglang.probes import SCORING
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.server import read_server
 from mismatch_ext.adapters.sglang.side import ON_CPU
+from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.rollout import SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 SEED = "sampling_seed"
 OTHERS = {"max_new_tokens": "--max-tokens", "n": "--responses"}
@@ -159,6 +163,10 @@ class SglangEngine:
     def score(self, sample: Sample) -> Sample:
         """Return the same tokens with the log-probabilities that the engine gives them as part of a prompt, at temperature 1."""
         return scored(partial(self._generated, sampling={}), sample, self._shape)
+
+    def update(self, model: PreTrainedModel) -> None:
+        """Replace the engine's weights by a model's, in the engine's dtype."""
+        update_weights(self._transport, checkpoint_parameters(model), dtype=self.reading.model_dtype)
 
     def shutdown(self) -> None:
         """End the engine."""

@@ -88,7 +88,7 @@ class Rollout:
         stop_token_ids: Sequence[int] = (),
         **arguments: Any,
     ) -> Rollout:
-        """Start an engine in this process with the dtypes, quantisation and routes that a block asks for.
+        """Start an engine in this process with the dtypes, quantization and routes that a block asks for.
 
         `check` tells afterwards whether the engine runs as the block needs it.
 

@@ -57,8 +57,9 @@ def probe_logits(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
 
 
 def logits_width(model: nn.Module) -> int | None:
-    """Return the vocabulary size of a model's logits; None if its configuration does not say it."""
-    return getattr(getattr(model, "config", None), "vocab_size", None)
+    """Return the vocabulary size of a model's logits, also where it is the text part's; None if the configuration has none."""
+    config = getattr(model, "config", None)
+    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
 
 
 def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullcontext) -> Tensor:

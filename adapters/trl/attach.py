@@ -137,7 +137,7 @@ class Attached(TrainerRun):
     # The run.
 
     def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self.logged(lambda logs, _: self._plain_log(logs, *args, **kwargs), logs, None)
+        self.logged(self._plain_log, logs, *args, **kwargs)
 
     def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         with self.training(resume_from_checkpoint):

@@ -97,13 +97,14 @@ def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> flo
     sums = torch.zeros(2, dtype=torch.float64, device=mask.device)
     if advantages.dim() == 1:
         kept = (chosen & (output["importance_sampling_ratio"] != 0)).any(1)
-        groups = prompt_groups(output)[kept]
+        prompts = prompt_groups(output)
+        groups = prompts[kept]
         values = advantages[kept].double()
         size = len(mask)
         count = values.new_zeros(size).index_add(0, groups, torch.ones_like(values))
         total = values.new_zeros(size).index_add(0, groups, values)
         lost = chosen.any(1) & ~kept
-        touched = torch.isin(groups, prompt_groups(output)[lost])
+        touched = torch.isin(groups, prompts[lost])
         shift = torch.where(touched, (total / count.clamp(min=1))[groups].abs(), 0.0)
         sums = torch.stack([shift.sum(), torch.tensor(float(len(values)), dtype=torch.float64, device=mask.device)])
     moved, rows = ranks.sum(sums).tolist()

@@ -146,8 +146,8 @@ def _ensure_started(args: Any, model: Any, where: str, served: bool) -> None:
     for name, given, why, todo in (
         ("use_vllm", args.use_vllm is False, "transformers samples, and there is no engine", "there is no gap to explain"),
         ("vllm_mode", args.vllm_mode != "colocate" and not served, "the engine is a server of its own", SERVER),
-        ("load_in_4bit", model.load_in_4bit, "the doctor's trainer holds no quantised weights", "set it to false"),
-        ("load_in_8bit", model.load_in_8bit, "the doctor's trainer holds no quantised weights", "set it to false"),
+        ("load_in_4bit", model.load_in_4bit, "the doctor's trainer holds no quantized weights", "set it to false"),
+        ("load_in_8bit", model.load_in_8bit, "the doctor's trainer holds no quantized weights", "set it to false"),
         ("vllm_structured_outputs_regex", bool(args.vllm_structured_outputs_regex),
          "the engine's distribution is another than the trainer's by what was asked", "leave it out"),
         ("model_revision", revision not in (None, "main"),

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mismatch_ext.adapters.transformers.doctor.in_run import (
     Computing,
     Rows,
     class_of,
     copy_of,
     examine_batch,
+    placeholders,
     unexaminable,
 )
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
@@ -19,7 +21,7 @@ from torch import nn
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.in_run import EXAMINED_TOKENS, rows_within
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.rollout import RolloutRecord
 
@@ -69,7 +71,7 @@ class Examiner:
             replays=routing is not None and routing.mode == "R3",
             head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
         )
-        rows = rows_of(output, gap, records, EXAMINED_TOKENS)
+        rows = rows_of(output, gap, records, EXAMINED_TOKENS, placeholders(policy.config))
         copy = copy_of(sent.take(), class_of(policy), policy.config, accelerator.device)
         return examine_batch(rows, computing, copy, self._scored_again())
 
@@ -91,13 +93,23 @@ def check_examinable(block: MismatchConfig, model: nn.Module) -> None:
         )
 
 
-def rows_of(output: Mapping[str, Any], gap: Gap, records: Sequence[RolloutRecord] | None, most: int) -> Rows:
-    """Return the rows of a batch of TRL's that are examined."""
+def rows_of(
+    output: Mapping[str, Any],
+    gap: Gap,
+    records: Sequence[RolloutRecord] | None,
+    most: int,
+    pictured: Collection[int] = (),
+) -> Rows:
+    """Return the rows of a batch of TRL's that are examined, all without the tokens `pictured`, which stand for an image."""
     old, rollout, mask = (values.detach().cpu() for values in gap)
     ids = {
         name: output[name].detach().cpu() for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
     }
-    chosen = rows_within(mask.sum(1).tolist(), most)
+    whole = torch.cat([ids["prompt_ids"] * ids["prompt_mask"], ids["completion_ids"] * ids["completion_mask"]], 1)
+    text = ~torch.isin(whole, torch.tensor(sorted(pictured), dtype=whole.dtype)).any(1)
+    if not text.any():
+        raise RecordError("every response of the batch has an image in its prompt, which the doctor does not score.")
+    chosen = rows_within((mask.sum(1) * text).tolist(), most)
     lengths = {row: int(ids["completion_mask"][row].sum()) for row in chosen}
     routes = None if records is None else [records[row].routing for row in chosen]
     known = None if routes is None else [trace for trace in routes if trace is not None]

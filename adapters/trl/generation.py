@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters import vllm as engine
@@ -80,11 +81,11 @@ class CheckedGeneration:
         self.weight_version = state["weight_version"]
         return self.verifier.load_state_dict(state["weight_sync"])
 
-    def sync_weights(self) -> None:
+    def sync_weights(self, *args: Any, **kwargs: Any) -> None:
         """Update the engine's weights and verify that it computes with them; all ranks do so, or raise, together."""
-        self._sync(self.run.ranks)
+        self._sync(self.run.ranks, *args, **kwargs)
 
-    def _sync(self, ranks: Ranks) -> None:
+    def _sync(self, ranks: Ranks, *args: Any, **kwargs: Any) -> None:
         # An error of a rank that updates by itself is kept until all have generated. Its engine's is not, because TRL would send
         # the weights again.
         alone: Callable[[], AbstractContextManager[None]]
@@ -101,7 +102,7 @@ class CheckedGeneration:
                     found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
         with together(ranks), self._to_the_end():
-            self.engine.update(self._plain_sync, self._sent_parameters)
+            self.engine.update(partial(self._plain_sync, *args, **kwargs), self._sent_parameters)
         self.weight_version += 1
         stepped, self._sent_at = self._sent_at not in (None, self.run.step), self.run.step
         with alone(), self.verdicts.checking("precision"), together(ranks):
@@ -122,19 +123,19 @@ class CheckedGeneration:
                 pass
             raise
 
-    def _sent_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def _sent_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator over what TRL sends to the engine."""
-        self._parameters = self._noted_parameters()
+        self._parameters = self._noted_parameters(*args, **kwargs)
         return self._parameters
 
-    def _noted_parameters(self) -> Iterator[tuple[str, Tensor]]:
+    def _noted_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yield what TRL sends to the engine, noting dtypes and what the engine should then hold."""
         # One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out the
         # same twice.
         self._sending = engine.Sending()
         self.sent = SentWeights() if self.run.examines else None
         with nullcontext() if self.base is None else self.base.kept():
-            for name, parameter in self._plain_parameters():
+            for name, parameter in self._plain_parameters(*args, **kwargs):
                 with self.verdicts.checking("weight_sync"):
                     self._sending.note(name, parameter)
                 if self.sent is not None:

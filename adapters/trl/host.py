@@ -317,7 +317,7 @@ class TrainerRun:
 
     # Logs.
 
-    def logged(self, host: Any, logs: dict[str, float], start_time: float | None) -> None:
+    def logged(self, host: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
         training = self.trainer.model.training
         split, prefix = ("train", "") if training else (self.eval_split, "eval_")
@@ -327,7 +327,7 @@ class TrainerRun:
             # The host's own, of a step, an evaluation or the end: a user's may be on the main process alone.
             extra, by_layer = self.extra_metrics(split, training and "loss" in logs)
         logs.update({prefix + name: value for name, value in extra.items()})
-        host(logs, start_time)
+        host(logs, *args, **kwargs)
         logs.update(self.alarms.left_out)  # `evaluate` returns them, and `metric_for_best_model` may be one
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
         with self.verdicts.checking("metrics"):
@@ -512,9 +512,9 @@ class MeasuredTrainer(_Host):
 
     mm: Any = None  # the block's side of this trainer
 
-    def create_accelerator_and_postprocess(self) -> None:
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        super().create_accelerator_and_postprocess()
+        super().create_accelerator_and_postprocess(*args, **kwargs)
         if self.mm is not None:
             self.mm.accelerator_created()
 
@@ -524,12 +524,12 @@ class MeasuredTrainer(_Host):
         with training:
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
         if self.mm is None:
-            super().log(logs, start_time)
+            super().log(logs, *args, **kwargs)
         else:
-            self.mm.logged(super().log, logs, start_time)
+            self.mm.logged(super().log, logs, *args, **kwargs)
 
 
 class ResumeCallback(TrainerCallback):

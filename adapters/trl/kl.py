@@ -71,8 +71,9 @@ def batch_baseline(
     others = _of_other_ranks(prompt_of, values[rows], ranks)
     with together(ranks):
         widest = max([length, *(other.size(1) for _, other in others)])
-        padded = [F.pad(one, (0, widest - one.size(1))) for one in (*values[rows], *(other for _, other in others))]
-        chosen, policy, reference, *engine = torch.stack(padded).unbind(1)
+        samples_of = (values[rows], *(other[None] for _, other in others))
+        padded = torch.cat([F.pad(one, (0, widest - one.size(2))) for one in samples_of])
+        chosen, policy, reference, *engine = padded.unbind(1)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
         behavior = term.behavior(policy, engine[0] if engine else None, policy)

@@ -29,12 +29,12 @@ def layers_of(model: nn.Module) -> Iterator[tuple[Any, nn.Module]]:
 
 
 def check_base(model: nn.Module) -> None:
-    """Refuse a quantised base model."""
+    """Refuse a quantized base model."""
     for _, base in layers_of(model):
         for name, weight in base.named_parameters(recurse=False):
             if not weight.is_floating_point():
                 raise ConfigError(
-                    f"the base model is quantised ({type(base).__name__}.{name} holds {weight.dtype}), and TRL merges adapters "
+                    f"the base model is quantized ({type(base).__name__}.{name} holds {weight.dtype}), and TRL merges adapters "
                     "into it for each weight update, rounded to its grid. Load the base in bfloat16, float16 or float32."
                 )
 

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.host import Gap
     from mismatch_ext.adapters.trl.run import TrlRun
 
-Loss = Callable[[Any, Any], Tensor]
+Loss = Callable[..., Tensor]
 
 LOSSES = ("training_step", "compute_loss", "_compute_loss", "compute_liger_loss")
 """Methods by which a subclass can make a loss of its own."""
@@ -137,7 +137,7 @@ class Objective:
 
     # The loss.
 
-    def loss(self, host: Loss, model: Any, inputs: Any) -> Tensor:
+    def loss(self, host: Loss, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss as `_compute_loss` of the class after ours does, with the block's terms instead of TRL's."""
         self.losses += torch.is_grad_enabled()
         kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
@@ -146,7 +146,7 @@ class Objective:
             # A batch may last for several steps, and TRL's own term has the coefficient of each.
             kl.follow(trainer.beta)
         if kl is None and not self.sections:
-            return host(model, inputs)
+            return host(model, inputs, *args, **kwargs)
         if GRPOTrainer._compute_loss is not self._checked_loss:
             raise ConfigError(
                 f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced after the trainer "
@@ -155,7 +155,7 @@ class Objective:
         if kl is not None and kl.coef == 0:
             kl = None
         if kl is None and not reinforces:
-            return self._weighed(host, model, inputs)
+            return self._weighed(host, model, inputs, *args, **kwargs)
         if reinforces and _is_users(host):
             raise ConfigError(
                 f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
@@ -170,7 +170,7 @@ class Objective:
         beta = 0.0 if kl is not None else trainer.beta
         passes = list[Scored]()
         with overridden(self.run.scoring, passes=passes), overridden(trainer, beta=beta):
-            loss = self._weighed(host, model, given)
+            loss = self._weighed(host, model, given, *args, **kwargs)
             if trainer.beta != beta:
                 raise ConfigError(
                     f"mismatch.kl with {type(trainer).__name__}, whose _compute_loss sets beta={trainer.beta} inside of ours, "
@@ -205,16 +205,16 @@ class Objective:
         # A user may also have scored the same tokens for something that is only logged.
         return next((logps for logps in found if logps.requires_grad), found[0])
 
-    def _weighed(self, host: Loss, model: Any, inputs: Any) -> Tensor:
+    def _weighed(self, host: Loss, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute a user's loss, and refuse one that does not depend on the correction's weights, as TRL's own does."""
         if "mismatch.correction" not in self.sections or not torch.is_grad_enabled() or not _is_users(host):
-            return host(model, inputs)
+            return host(model, inputs, *args, **kwargs)
         if WEIGHTS not in inputs:
             raise self.refusal("whether TRL's own off-policy mask is in the loss cannot be seen from outside of it")
         weights = inputs[WEIGHTS]
         inputs[WEIGHTS] = leaf = weights.detach().requires_grad_()
         try:
-            loss = host(model, inputs)
+            loss = host(model, inputs, *args, **kwargs)
         finally:
             inputs[WEIGHTS] = weights
         slope = None

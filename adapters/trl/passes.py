@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.replay import Scores, matching, prompts_of
+from mismatch_ext.adapters.trl.replay import RowKey, Rows, Scores, matching, prompts_of
 from mismatch_ext.adapters.trl.sampling_mask import RowMask
 from torch import Tensor
 
@@ -70,13 +70,16 @@ class RolloutPass:
     prompts: list[list[int]] = field(default_factory=list)  # of the latest generation
     generated: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt and completion of each sample
     records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
-    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that travelled with the micro-batch.
+    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that traveled with the micro-batch.
     routes: list[list[RoutingTrace]] = field(default_factory=list)
+    found: tuple[Rows, list[RoutingTrace]] | None = None  # the rows that routes were last found for
     masks: Sequence[RowMask] = ()  # of the rows, in a loss
     scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept
     policy: Tensor | None = None  # log-probabilities [B, T] by a pass of our own, where the host takes none
     joining: bool = False  # turns are being generated, so that records are of calls and not yet of completions
-    masked_before: int = 0  # passes over masks before the batch
+    # Rows that the policy has scored under their routes and over their masks, and those of them with gradients.
+    proven: set[RowKey] = field(default_factory=set)
+    trained: set[RowKey] = field(default_factory=set)
 
     def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""
@@ -112,8 +115,17 @@ class RolloutPass:
 
     def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
         """Return the routes of each row of a scoring pass; None where they are of other tokens."""
-        found = (matching(routes, tokens, attention_mask, length) for routes in self.routes)
-        return next((routes for routes in found if routes is not None), None)
+        # Copies, because a user may change tensors in place between two passes.
+        ids, real = tokens.cpu().to(torch.int32, copy=True), attention_mask.cpu().to(torch.bool, copy=True)
+        if self.found is not None:
+            (known, known_real, known_length), routes = self.found
+            if known_length == length and torch.equal(known, ids) and torch.equal(known_real, real):
+                return routes
+        for traces in self.routes:
+            if (fitting := matching(traces, ids, real, length)) is not None:
+                self.found = (ids, real, length), fitting
+                return fitting
+        return None
 
     def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the policy over some tokens, or None."""

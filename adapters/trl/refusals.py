@@ -116,7 +116,7 @@ SETTINGS = (
     Row(
         "kl", f"{_REWARDS}multi_objective_aggregation={{s.multi_objective_aggregation!r}}",
         lambda s, b: b.kl.reward_path == "rewards" and s.multi_objective_aggregation != "sum_then_normalize",
-        "the KL would be normalised on its own", "use reward_path='surrogate'",
+        "the KL would be normalized on its own", "use reward_path='surrogate'",
     ),
     Row(
         "correction", "mismatch.correction.normalize", _normalizes_a_part,

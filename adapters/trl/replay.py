@@ -20,6 +20,8 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
 Rows = tuple[Tensor, Tensor, int]
 """Tokens, attention mask and completion positions of a scoring pass."""
+RowKey = tuple[tuple[int, ...], tuple[int, ...]]
+"""A row's prompt and completion, without padding."""
 
 
 class ScoreReplay(RouteReplay):
@@ -130,10 +132,18 @@ def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> l
     return share_prompts(traces, [len(prompt) for prompt in keys], keys)
 
 
+def row_keys(tokens: Tensor, attention_mask: Tensor, length: int) -> list[RowKey]:
+    """Return what the rows of a scoring pass are found by."""
+    rows = zip(tokens.cpu(), attention_mask.bool().cpu(), strict=True)
+    return [
+        (tuple(row[:-length][real[:-length]].tolist()), tuple(row[-length:][real[-length:]].tolist()))
+        for row, real in rows
+    ]
+
+
 def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list[int]]:
     """Return the prompts of a padded batch as token ids."""
-    prompts, real = tokens[:, :-length].cpu(), attention_mask[:, :-length].bool().cpu()
-    return [row[mask].tolist() for row, mask in zip(prompts, real, strict=True)]
+    return [list(prompt) for prompt, _ in row_keys(tokens, attention_mask, length)]
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
 from mismatch_ext.adapters.accelerate.sharded import ZERO3, is_sharded, zero_stage
@@ -53,6 +54,7 @@ from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
@@ -64,7 +66,7 @@ from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
-from mismatch_ext.rollout import Batch, collate, expect_present, one_provenance
+from mismatch_ext.rollout import RolloutRecord, expect_present, one_provenance
 
 
 class TrlRun(TrainerRun):
@@ -317,7 +319,6 @@ class TrlRun(TrainerRun):
             if trainer.use_vllm:
                 with self.verdicts.checking("sampling"), together(self.ranks):
                     self.follow_sampling()
-            batch.masked_before = self.scoring.masked_passes
             yield batch
 
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -340,13 +341,14 @@ class TrlRun(TrainerRun):
         return output
 
     def rewarded(
-        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any
-    ) -> Tensor:
+        self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
+        *args: Any, **kwargs: Any,
+    ) -> Tensor:  # fmt: skip
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self.kl_reward is None:
-            return host(inputs, prompts, completions, completion_ids_list)
+            return host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         with overridden(self.kl_reward, penalties=self.objective.penalties(completion_ids_list)):
-            rewards = host(inputs, prompts, completions, completion_ids_list)
+            rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
@@ -360,7 +362,8 @@ class TrlRun(TrainerRun):
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
-                output[MASKS] = self._masks(batch, output)
+                output[MASKS] = self.scoring.batch_masks(batch, output)
+            self.scoring.expect_old(batch, output)
         if self.scoring.masking is not None:
             self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         mask = output["completion_mask"]
@@ -392,16 +395,6 @@ class TrlRun(TrainerRun):
         for name, value in metrics.items():
             self.trainer._metrics[self.mode][PREFIX + name].append(value)
 
-    def _masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> Any:
-        masks = self.scoring.batch_masks(batch, output)
-        if output.get(OLD) is not None and self.scoring.masked_passes == batch.masked_before:
-            raise RecordError(
-                f"mismatch.sampling_mask: {OLD} come from no pass over all rows of the batch, so that they are of the "
-                "whole vocabulary. Score a batch in one call of _get_per_token_logps_and_entropies; batch_size takes "
-                "less memory."
-            )
-        return masks
-
     def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
         """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
         records = gap = None
@@ -417,7 +410,7 @@ class TrlRun(TrainerRun):
                 self.log.observe(self.split, *found)
             gap = found  # on all ranks or none, because what follows is over all of them
             with together(self.ranks):
-                self.examiner.examine(output, found, None if records is None else records.records)
+                self.examiner.examine(output, found, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -427,23 +420,22 @@ class TrlRun(TrainerRun):
             figures = figures | {"rejected_adv_shift": shift}
         self._note(**figures)
 
-    def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> Batch:
-        """Return the rollouts, refusing those not of the present weights, or not the tokens being trained on."""
+    def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> list[RolloutRecord]:
+        """Return the rollout of each row, refusing those not of the present weights, or not the tokens being trained on."""
         if rollouts.records and self.checked is not None:
             origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(rollouts.records))
             expect_present(origin, self.checked.weight_version)
-        return collate(rollouts.records_of(output))
+        return rollouts.records_of(output)
 
-    def _recorded_logprobs(self, records: Batch | None, mask: Tensor) -> Tensor:
+    def _recorded_logprobs(self, records: Sequence[RolloutRecord] | None, mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
         if records is None:
             raise RecordError(
                 f"{type(self.trainer).__name__} keeps no log-probabilities of the engine, and its completions are stitched from "
                 "several generations: there is no gap to measure. Remove the mismatch block, or what stitches them."
             )
-        found = torch.zeros(mask.shape, dtype=torch.float32, device=mask.device)
-        found[:, : records.rollout_logprobs.shape[1]] = records.rollout_logprobs.to(mask.device)
-        return found
+        rows = pad_sequence([torch.tensor(record.rollout_logprobs) for record in records], batch_first=True)
+        return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""

@@ -6,11 +6,13 @@ positions or only of those that count. `MaskedPass` knows which tokens come next
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.trl.replay import RowKey
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
@@ -94,18 +96,20 @@ def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> f
     return float(ids / max(sampled, 1))
 
 
-def fit(masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> bool:
-    """Tell whether masks are of the tokens of a scoring pass, row by row; a completion may have been turned into padding."""
-    if len(masks) != len(tokens):
-        return False
-    ids, real = tokens.cpu(), attention_mask.bool().cpu()
-    for row, mask in enumerate(masks):
-        prompt, completion = (
-            ids[row, part][real[row, part]].tolist() for part in (slice(-length), slice(-length, None))
-        )
-        if prompt != list(mask.prompt) or completion not in ([], list(mask.completion)):
-            return False
-    return True
+def masks_of_rows(masks: Sequence[RowMask], keys: Sequence[RowKey]) -> list[RowMask] | None:
+    """Return the mask of each row of a scoring pass, found by its tokens; None if some are not known."""
+    known = defaultdict[RowKey, list[RowMask]](list)
+    for mask in masks:
+        # A completion may have been turned into padding.
+        for completion in {mask.completion, ()}:
+            known[mask.prompt, completion].append(mask)
+    found = []
+    for key in keys:
+        if not (fitting := known[key]):
+            return None
+        found.append(fitting[0])
+        fitting.append(fitting.pop(0))  # the next row of the same tokens has the next mask
+    return found
 
 
 class MaskedPass:

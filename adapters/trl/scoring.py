@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.replay import Rows, ScoreReplay, Scores, matching, share
-from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit, masks_of
+from mismatch_ext.adapters.trl.replay import RowKey, Rows, ScoreReplay, Scores, row_keys, share
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers.utils import is_peft_available
@@ -41,7 +41,7 @@ _OTHER_TOKENS = (
     "sampling and the loss. Move inputs[{key!r}] with the other inputs, and leave prompt_ids, completion_ids and their masks as "
     "they were sampled."
 )
-_IN_LOSS = "that travelled with the micro-batch"
+_IN_LOSS = "that traveled with the micro-batch"
 _OF_MASKS = {"what": "masks", "section": "mismatch.sampling_mask", "key": MASKS}
 
 
@@ -53,7 +53,6 @@ class Scoring:
         self.routing: ScoreReplay | None = None  # records and replays routes, with the section
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
-        self.masked_passes = 0  # passes that were scored over masks
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
 
     def watch(self) -> None:
@@ -80,36 +79,41 @@ class Scoring:
         **options: Any,
     ) -> Scores:
         """Score tokens as TRL does, under the routes and over the masks that were recorded for them."""
-        rows = (input_ids, attention_mask, logits_to_keep)
-        masks = None if self.masking is None else self._masks_at_hand()
-        if masks is None or not fit(masks, *rows):
-            return self._routed_score(host, model, rows, *args, **options)
-        masked = MaskedPass(masks, *rows)
-        with scoring_with(masked):
-            scores = self._routed_score(host, model, rows, *args, **options)
-        if not masked.done and bool(attention_mask[:, -logits_to_keep:].any()):
+        rows, batch = (input_ids, attention_mask, logits_to_keep), self.rollouts
+        if batch is None or not self.sections:
+            # Without a batch it is somebody's own pass, over tokens without routes and masks.
+            return cast("Scores", host(model, *rows, *args, **options))
+        keys = row_keys(*rows)
+        masks = None if self.masking is None else self._masks_of(batch, keys)
+        masked = None if masks is None else MaskedPass(masks, *rows)
+        with nullcontext() if masked is None else scoring_with(masked):
+            scores, routed = self._routed_score(host, model, rows, batch, *args, **options)
+        if masked is not None and not masked.done and any(completion for _, completion in keys):
             raise ReplayError(
                 f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
                 "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
             )
-        self.masked_passes += 1
+        if routed and (masked is not None or self.masking is None) and self._is_policy(model):
+            batch.proven.update(keys)
+            if torch.is_grad_enabled():
+                batch.trained.update(keys)
         return scores
 
     def _routed_score(
-        self, host: Host, model: Any, rows: Rows, batch_size: int | None = None, **options: Any
-    ) -> Scores:
-        routing, batch, options = self.routing, self.rollouts, {"batch_size": batch_size, **options}
+        self, host: Host, model: Any, rows: Rows, batch: RolloutPass, batch_size: int | None = None, **options: Any
+    ) -> tuple[Scores, bool]:
+        """Return scores, and whether they are under the routes of their tokens."""
+        routing, options = self.routing, {"batch_size": batch_size, **options}
         reference = routing is not None and self.is_reference(model)
-        if routing is None or batch is None or (reference and not routing.config.reference):
-            # Without a batch it is somebody's own pass, over tokens without routes.
-            return cast("Scores", host(model, *rows, **options))
+        if routing is None or (reference and not routing.config.reference):
+            return cast("Scores", host(model, *rows, **options)), routing is None
         self._take_engines_routes(batch)
         routes = batch.routes_of(*rows)
         if routes is None and batch.fresh and routing.config.mode == "R2":
             if not reference:
                 scores, recorded = routing.record(host, model, rows, self.run.step, **options)
                 batch.routes.append(recorded)
-                return scores
+                return scores, True
             self._refuse_early_reference(model)
             with forked_rng(rows[0].device):  # TRL takes no such pass
                 batch.routes.append(routing.record(host, self.trainer.model, rows, self.run.step, **options)[1])
@@ -118,28 +122,38 @@ class Scoring:
         if routes is None:
             # Somebody's own pass over other tokens, which must not be given the experts of the batch's tokens.
             routing.others[split] += 1
-            return cast("Scores", host(model, *rows, **options))
-        return routing.replay(host, model, rows, routes, split, **options)
+            return cast("Scores", host(model, *rows, **options)), False
+        before = routing.forwards
+        scores = routing.replay(host, model, rows, routes, split, **options)
+        return scores, routing.forwards > before
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
-        before = self._replayed()
-        if not before:
+        if not self.sections:
             return host(model, inputs, *args, **kwargs)
         with overridden(self, rollouts=self._micro_batch(inputs)):
             loss = host(model, inputs, *args, **kwargs)
-        for section, passes in self._replayed().items():
-            if passes == before[section]:
-                raise ReplayError(
-                    f"{section}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
-                    f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {section}."
-                )
+            self.expect_replayed(inputs, every=False)  # a user may have dropped rows
         return loss
 
-    def _replayed(self) -> dict[str, int]:
-        """Return, for each section that is replayed in a loss, how many passes were."""
-        routing = {} if self.routing is None else {self._of_routes["section"]: self.routing.forwards}
-        return routing | ({} if self.masking is None else {"mismatch.sampling_mask": self.masked_passes})
+    def expect_replayed(self, inputs: Mapping[str, Any], *, every: bool) -> None:
+        """Refuse a loss if passes over its own rows, every one or at least one, were not under their routes and masks."""
+        batch, sections = self.rollouts, self.sections
+        if batch is None or batch.fresh or not sections:
+            return
+        replayed = batch.trained if torch.is_grad_enabled() else batch.proven
+        found = [key in replayed for key in row_keys(*rows_of_batch(inputs))]
+        if not (all(found) if every else any(found)):
+            raise ReplayError(
+                f"{sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
+                f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {sections}."
+            )
+
+    @property
+    def sections(self) -> str:
+        """The sections that are replayed in a loss; empty if none is."""
+        routes = "" if self.routing is None else self._of_routes["section"]
+        return " and ".join(filter(None, (routes, "" if self.masking is None else _OF_MASKS["section"])))
 
     @property
     def _of_routes(self) -> dict[str, str]:
@@ -151,17 +165,17 @@ class Scoring:
         rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
         if self.routing is not None:
             found.routes = [_travelled(inputs, **self._of_routes)]
-            if matching(found.routes[0], *rows) is None:
+            if found.routes_of(*rows) is None:
                 raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
         if self.masking is not None:
             found.masks = _travelled(inputs, **_OF_MASKS)
-            if not fit(found.masks, *rows):
+            if masks_of_rows(found.masks, row_keys(*rows)) is None:
                 raise RecordError(_OTHER_TOKENS.format(when=_IN_LOSS, **_OF_MASKS))
         return found
 
     def expect_micro_batch(self) -> None:
         """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks."""
-        if not self._replayed() or (self.rollouts is not None and not self.rollouts.fresh):
+        if not self.sections or (self.rollouts is not None and not self.rollouts.fresh):
             return
         if self.trainer.model.training and torch.is_grad_enabled():
             raise ReplayError(
@@ -205,14 +219,24 @@ class Scoring:
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch that has been scored, one for each row."""
         masks = masks_of(batch.records_of(output))
-        if not fit(masks, *rows_of_batch(output)):
+        if masks_of_rows(masks, row_keys(*rows_of_batch(output))) is None:
             raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 
+    def expect_old(self, batch: RolloutPass, output: Mapping[str, Any]) -> None:
+        """Refuse old log-probabilities that are of no pass under the routes and over the masks of their rows."""
+        if output.get(OLD) is None or not self.sections:
+            return
+        if not batch.proven.issuperset(row_keys(*rows_of_batch(output))):
+            raise RecordError(
+                f"{self.sections}: {OLD} come from no replayed pass over the batch's tokens. Score them with "
+                f"_get_per_token_logps_and_entropies, whose batch_size takes less memory; or remove {self.sections}."
+            )
+
     def _take_engines_routes(self, batch: RolloutPass) -> None:
-        """Take the routes of a batch from the engine's records of it, once."""
+        """Take the routes of a batch from the engine's records of it; a user may have sampled more since they were taken."""
         assert self.routing is not None
-        if batch.routes or batch.joining or not batch.records or self.routing.config.mode != "R3":
+        if batch.joining or self.routing.config.mode != "R3" or len(batch.records) <= sum(map(len, batch.routes)):
             return
         routes, checked = [], self.run.checked
         for record in batch.records:
@@ -221,12 +245,9 @@ class Scoring:
             routes.append(record.routing)
         batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
 
-    def _masks_at_hand(self) -> Sequence[RowMask] | None:
-        """Return the masks of the micro-batch, or of the batch that is being scored; None where there is neither."""
-        batch = self.rollouts
-        if batch is None or batch.joining or not (batch.masks or batch.records):
-            return None
-        return batch.masks or masks_of(batch.records)
+    def _masks_of(self, batch: RolloutPass, keys: Sequence[RowKey]) -> list[RowMask] | None:
+        """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows."""
+        return None if batch.joining else masks_of_rows(batch.masks or masks_of(batch.records), keys)
 
     def is_reference(self, model: Any) -> bool:
         """Tell whether a pass is the reference policy's: a model of its own, or the trained one without its adapter."""
@@ -238,6 +259,13 @@ class Scoring:
 
         layers = (layer for layer in model.modules() if isinstance(layer, BaseTunerLayer))
         return any(layer.disable_adapters or "ref" in layer.active_adapters for layer in layers)
+
+    def _is_policy(self, model: Any) -> bool:
+        """Tell whether a pass is of the model that is trained."""
+        given, own = (
+            self.trainer.accelerator.unwrap_model(one, keep_torch_compile=False) for one in (model, self.trainer.model)
+        )
+        return given is own and not self.is_reference(model)
 
     def _refuse_early_reference(self, model: Any) -> None:
         if model is not self.trainer.ref_model:

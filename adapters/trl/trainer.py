@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from typing import Any
 
 from mismatch_ext.adapters.trl.behavior import check_loss
@@ -55,11 +56,12 @@ class MismatchTrainerMixin(MeasuredTrainer):
 
     # One rollout, in its order.
 
-    def _generate_and_score_completions(self, inputs: Any) -> Any:
+    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+        host = super()._generate_and_score_completions
         if self.mm is None:
-            return super()._generate_and_score_completions(inputs)
+            return host(*args, **kwargs)
         with self.mm.batch() as batch:
-            return self.mm.scored(batch, super()._generate_and_score_completions(inputs))
+            return self.mm.scored(batch, host(*args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         host = super()._generate
@@ -79,44 +81,46 @@ class MismatchTrainerMixin(MeasuredTrainer):
         return host(*args, **kwargs) if self.mm is None else self.mm.objective.trained(host, *args, **kwargs)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
+        """Compute the loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
         host = super().compute_loss
         if self.mm is None:
             return host(model, inputs, *args, **kwargs)
         return self.mm.scoring.loss(host, model, inputs, *args, **kwargs)
 
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+    def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         host: Any = super()._compute_loss
         if self.mm is None:
-            stock: Tensor = host(model, inputs)
-            return stock
+            return host(model, inputs, *args, **kwargs)
         self.mm.scoring.expect_micro_batch()
-        return self.mm.objective.loss(host, model, inputs)
+        loss = self.mm.objective.loss(host, model, inputs, *args, **kwargs)
+        # A user's loss inside of ours may give TRL's own a part of the rows.
+        self.mm.scoring.expect_replayed(inputs, every=host.__module__.startswith("trl."))
+        return loss
 
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
+    def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
+        norm = super()._get_grad_norm(*args, **kwargs)
         if self.mm is not None:
             self.mm.grad_norm(norm)
         return norm
 
-    def _get_learning_rate(self) -> float:
+    def _get_learning_rate(self, *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
-        scheduled = super()._get_learning_rate()
+        scheduled = super()._get_learning_rate(*args, **kwargs)
         return scheduled if self.mm is None or self.mm.lr is None else scheduled * self.mm.lr.applied
 
     # Evaluations and checkpoints.
 
-    def evaluate(self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval") -> Any:
+    def evaluate(
+        self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
+    ) -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        if self.mm is None:
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
-        with self.mm.evaluation(metric_key_prefix):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix)
+        with nullcontext() if self.mm is None else self.mm.evaluation(metric_key_prefix):
+            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
         if self.mm is not None:
             self.mm.save(trial)
-        super()._save_checkpoint(model, trial)
+        super()._save_checkpoint(model, trial, *args, **kwargs)
 
 
 def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, kwargs: Any) -> None:

@@ -32,7 +32,7 @@ LEFT_OUT = {
     "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
     "lora_rank": "adapters begin at zero; give the adapter of a later step by --model",
     "strategy": "the doctor's trainer is transformers, in this engine's dtypes but without its kernels",
-    "quantization": "vLLM's own quantisation in the place of verl's block-wise one",
+    "quantization": "vLLM's own quantization in the place of verl's block-wise one",
 }
 
 
@@ -128,7 +128,7 @@ def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str)
     for name, given, value, why, todo in (
         ("name", engine != "vllm", engine, "the doctor reads the settings of vLLM alone",
          "give this engine's own by --engine, --engine-arg and --sampling, or --rollouts"),
-        ("qat.enable", qat, qat, "the doctor's trainer has no quantisation-aware weights", "set it to False"),
+        ("qat.enable", qat, qat, "the doctor's trainer has no quantization-aware weights", "set it to False"),
         ("mtp.enable_rollout", mtp.get("enable") and mtp.get("enable_rollout"), True,
          "the doctor does not decode speculatively", "set it to False"),
         ("disaggregation.enabled", split, split, "the doctor starts one engine for prefill and decode", "set it to False"),

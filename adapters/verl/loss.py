@@ -143,7 +143,7 @@ def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) ->
     """Return the KL term of the actor's loss `[B, T]`, nats, for coefficient 1, from current log-probabilities and `FIELDS`.
 
     It covers every token that the policy sampled, also those that a rejection rule takes out of the policy term: leaving out
-    responses because of what was sampled would change what is regularised. Raises RecordError if a field is missing.
+    responses because of what was sampled would change what is regularized. Raises RecordError if a field is missing.
     """
     return kl_terms(
         logps,

@@ -235,7 +235,7 @@ class EngineReplay(RouteReplay):
             model_output[name] = torch.nested.nested_tensor_from_jagged(values, layout.offsets)
 
     def _checkable(self, trace: RoutingTrace, mask: Tensor) -> Tensor:
-        """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learnt since."""
+        """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learned since."""
         return mask if self._present is None else mask & self._present
 
     def ingest(self, data: Any, rank: int) -> tuple[Tensor, Tensor]:

@@ -185,6 +185,11 @@ class VllmEngine:
                 f"vLLM refuses a request: {' '.join(str(error).split())[:400]}; the doctor asks for a prompt with its response "
                 "and one token more: give a larger --engine-arg max_model_len, shorter prompts, or a smaller --max-tokens."
             ) from error
+        except (RuntimeError, LookupError, AssertionError, TypeError) as error:
+            reason = " ".join(str(error).split())[:400]
+            raise EngineError(
+                f"vLLM fails while it computes, with {type(error).__name__}: {reason}; try this model in vLLM alone."
+            ) from error
 
 
 def free_share() -> float:

@@ -18,21 +18,27 @@ def holding(model: nn.Module, held: Held) -> AbstractContextManager[None]:
         model: The engine's model.
         held: Is filled, by layer and kind of block, with input and output `[T, H]`.
     """
-    given: dict[At, Tensor] = {}
+    given: dict[At, tuple[Tensor, Tensor]] = {}
 
     def before(at: At) -> Any:
         def hook(module: nn.Module, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-            hidden = named.get("hidden_states")
-            if hidden is None:
-                hidden = next(part for part in inputs if isinstance(part, Tensor) and part.is_floating_point())
-            given.setdefault(at, hidden.detach().cpu().clone())
+            floats = [part for part in inputs if isinstance(part, Tensor) and part.is_floating_point()]
+            hidden = named.get("hidden_states", floats[0] if floats else None)
+            # Some blocks return nothing and write into their last argument.
+            written = named.get("output", floats[-1] if floats else None)
+            if hidden is not None and at not in given:
+                given[at] = (hidden.detach().cpu().clone(), written)
 
         return hook
 
     def after(at: At) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Any) -> None:
-            out = output[0] if isinstance(output, tuple) else output
-            held.setdefault(at, (given[at], out.detach().cpu().clone()))
+            if at in held or at not in given:
+                return
+            hidden, written = given[at]
+            out = written if output is None else output[0] if isinstance(output, tuple) else output
+            if isinstance(out, Tensor):
+                held[at] = (hidden, out.detach().cpu().clone())
 
         return hook
 

@@ -39,7 +39,7 @@ def runner(llm: LLM) -> Any:
 def asked_of(precision: PrecisionConfig) -> dict[str, str]:
     """Return the arguments of `vllm.LLM` that make an engine compute as the `precision` section says."""
     parts = {"quantization": precision.engine_weights, "kv_cache_dtype": precision.engine_kv_cache}
-    # A checkpoint with integer weights names its quantisation method itself.
+    # A checkpoint with integer weights names its quantization method itself.
     return {"dtype": precision.dtype} | {name: value for name, value in parts.items() if value is not None}
 
 
@@ -55,7 +55,7 @@ def read_engine(llm: LLM) -> EngineReading:
         llm: An engine in this process.
 
     Returns:
-        Model, parameter and KV-cache dtypes, log-probability mode and quantisation.
+        Model, parameter and KV-cache dtypes, log-probability mode and quantization.
     """
     return reading_of(runner(llm), llm.llm_engine.vllm_config)
 
@@ -89,9 +89,9 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
 
 
 def quantization_of(model: Any, asked: str | None) -> str | None:
-    """Return the method by which a model's layers are quantised; None if they are not, even if a method was asked for.
+    """Return the method by which a model's layers are quantized; None if they are not, even if a method was asked for.
 
-    Some of vLLM's methods do not quantise layers that they have no kernel for, such as all layers of a model without experts.
+    Some of vLLM's methods do not quantize layers that they have no kernel for, such as all layers of a model without experts.
 
     Args:
         model: The engine's model.

@@ -87,7 +87,7 @@ class ServerCheck:
         return flags
 
     def _quantized(self, policy: PrecisionPolicy, reading: EngineReading) -> list[tuple[str, str]]:
-        """Return the flags for parts that are not quantised as asked, with reasons; the audit refuses what was not asked for."""
+        """Return the flags for parts that are not quantized as asked, with reasons; the audit refuses what was not asked for."""
         flags = []
         if policy.quantization not in (None, reading.quantization):
             why = f"mismatch.precision.engine_weights, and it has {reading.quantization or 'none'}"

@@ -116,7 +116,7 @@ def compare_tensors(
     Args:
         llm: An engine in this process.
         sent: By checkpoint name, what the last weight update sent.
-        previous: By checkpoint name, what the update before sent, to recognise an engine that kept those weights.
+        previous: By checkpoint name, what the update before sent, to recognize an engine that kept those weights.
 
     Returns:
         One comparison per tensor found on both sides.

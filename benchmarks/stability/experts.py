@@ -8,11 +8,10 @@ from contextlib import nullcontext
 import torch
 from mismatch_ext.adapters.transformers.routing import moe_layout, replay_routing
 from torch import Tensor, nn
-from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.gpu import Rollout, decode
 from benchmarks.stability.arms import ExpertArm
-from benchmarks.stability.miniature import END, Language, advantages, learn, on_grid
+from benchmarks.stability.miniature import Language, Shape, advantages, on_grid, pretrained
 from benchmarks.stability.train import MEASURES, PROMPT, Curves, learnt, note
 from mismatch_ext.drift import stopped_by_clip
 from mismatch_ext.routing import RoutingTrace, align
@@ -25,34 +24,9 @@ Base = tuple[nn.Module, Language]
 
 def base(*, quick: bool = False) -> Base:
     """Return a mixture of 8 experts that has learnt its language, and the language."""
-    language = Language(VOCABULARY)
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        config = Qwen3MoeConfig(
-            vocab_size=VOCABULARY,
-            hidden_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=1,
-            head_dim=32,
-            moe_intermediate_size=64,
-            intermediate_size=128,
-            num_experts=8,
-            num_experts_per_tok=2,
-            norm_topk_prob=True,
-            decoder_sparse_step=1,
-            max_position_embeddings=256,
-            tie_word_embeddings=False,
-            initializer_range=0.06,
-            bos_token_id=None,
-            eos_token_id=END,
-            pad_token_id=None,
-            attn_implementation="eager",
-        )
-        model = Qwen3MoeForCausalLM(config).float()
-    model.set_experts_implementation("eager")  # on a CPU faster than the grouped matrix product
-    learn(model, language, 5 if quick else 250, torch.Generator().manual_seed(100))
-    return model, language
+    shape = Shape(vocabulary=VOCABULARY, hidden=64, layers=2, pretraining=5 if quick else 250)
+    experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
+    return pretrained(shape, 0, spread=0.06, **experts)
 
 
 def engine_of(policy: nn.Module, bits: int) -> nn.Module:

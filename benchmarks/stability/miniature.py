@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM
+from transformers import DynamicCache, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from examples.dither import IntegerCells
 
@@ -89,12 +89,19 @@ class Language:
         return torch.stack(columns, 1)
 
 
-def pretrained(shape: Shape, seed: int) -> tuple[nn.Module, Language]:
-    """Return a float32 model that has learnt the language, and the language."""
+def pretrained(shape: Shape, seed: int, *, spread: float = 0.05, **experts: Any) -> tuple[nn.Module, Language]:
+    """Return a float32 model that has learnt the language, and the language.
+
+    Args:
+        shape: Its sizes.
+        seed: Of its first weights, and of what it learns from.
+        spread: Standard deviation of its first weights.
+        experts: Fields of a mixture of experts; a dense model without.
+    """
     language = Language(shape.vocabulary)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        config = Qwen3Config(
+        config = (Qwen3MoeConfig if experts else Qwen3Config)(
             vocab_size=shape.vocabulary,
             hidden_size=shape.hidden,
             num_hidden_layers=shape.layers,
@@ -104,14 +111,17 @@ def pretrained(shape: Shape, seed: int) -> tuple[nn.Module, Language]:
             intermediate_size=2 * shape.hidden,
             max_position_embeddings=512,
             tie_word_embeddings=False,
-            initializer_range=0.05,
+            initializer_range=spread,
             bos_token_id=None,
             eos_token_id=END,
             pad_token_id=None,
             # The softmax is then in float32, and the two sides' kernels differ by their shapes alone.
             attn_implementation="eager",
+            **experts,
         )
-        model = Qwen3ForCausalLM(config).float()
+        model = (Qwen3MoeForCausalLM if experts else Qwen3ForCausalLM)(config).float()
+    if experts:
+        model.set_experts_implementation("eager")  # on a CPU faster than the grouped matrix product
     learn(model, language, shape.pretraining, torch.Generator().manual_seed(seed + 100))
     return model, language
 

@@ -21,7 +21,7 @@ from mismatch_ext.versions import installed
 
 HOLDS, FAILED, MENDED, NOT_INSTALLED = 0, 1, 3, 4
 """Exit status: the fault is seen, the script broke (as where upstream has other names now), no fault, or no such peer."""
-WORDS = {HOLDS: "holds", FAILED: "failed", MENDED: "mended", NOT_INSTALLED: "not installed"}
+WORDS = {HOLDS: "holds", FAILED: "failed", MENDED: "fixed", NOT_INSTALLED: "not installed"}
 
 
 @dataclass(frozen=True)

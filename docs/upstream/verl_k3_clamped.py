@@ -1,4 +1,4 @@
-"""verl's `low_var_kl` clamps log-ratios to 20 and values to 10: the estimate of the KL that is logged and penalised is biased."""
+"""verl's `low_var_kl` clamps log-ratios to 20 and values to 10: the estimate of the KL that is logged and penalized is biased."""
 
 import torch
 from verl.trainer.ppo.core_algos import kl_penalty

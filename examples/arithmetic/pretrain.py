@@ -19,7 +19,6 @@ import random
 import shutil
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import transformers
@@ -29,7 +28,7 @@ from transformers import PreTrainedModel
 
 from examples.arithmetic.recipe import RECIPES, Recipe, build_model
 from examples.arithmetic.shipped import FOLDER, SUMS
-from examples.arithmetic.task import demonstration, format_prompt, is_worked, make_dataset, sample_problem, score
+from examples.arithmetic.task import demonstration, format_prompt, sample_problem
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, encode, make_tokenizer
 
 IGNORED = -100
@@ -125,29 +124,8 @@ def train(recipe: Recipe) -> tuple[PreTrainedModel, list[dict[str, float]]]:
     return model.eval(), history
 
 
-@torch.no_grad()
-def evaluate(model: PreTrainedModel, recipe: Recipe, *, max_new_tokens: int = 80, seed: int = 1) -> dict[str, Any]:
-    """Sample one answer per problem at temperature 1; return accuracy, share of worked answers, and lengths in tokens."""
-    tokenizer = make_tokenizer()
-    rows = make_dataset(recipe.evaluation_samples, recipe.digits, seed)
-    encoded = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    torch.manual_seed(seed)
-    output = model.generate(
-        **encoded, do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=max_new_tokens
-    )[:, encoded["input_ids"].shape[1] :]
-    texts = tokenizer.batch_decode(output, skip_special_tokens=True)
-    lengths = (output != PAD_ID).sum(1).double()
-    return {
-        "samples": len(rows),
-        "accuracy": sum(score(text, row["a"], row["b"]) for text, row in zip(texts, rows, strict=True)) / len(rows),
-        "worked_fraction": sum(map(is_worked, texts)) / len(rows),
-        "response_length_mean": round(lengths.mean().item(), 2),
-        "response_length_std": round(lengths.std(correction=0).item(), 2),
-    }
-
-
 def write(recipe: Recipe, folder: Path, command: str) -> None:
-    """Train, evaluate and save a checkpoint, with training.json and the sums of its files."""
+    """Train and save a checkpoint, with training.json and the sums of its files."""
     shutil.rmtree(folder, ignore_errors=True)
     model, history = train(recipe)
     model.save_pretrained(folder)
@@ -160,7 +138,6 @@ def write(recipe: Recipe, folder: Path, command: str) -> None:
         "transformers": transformers.__version__,
         "threads": torch.get_num_threads(),
         "parameters": sum(p.numel() for p in model.parameters()),
-        "evaluation": evaluate(model, recipe),
         "history": history,
     }
     (folder / "training.json").write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

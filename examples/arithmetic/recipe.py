@@ -57,7 +57,6 @@ class Recipe:
     expert_intermediate_size: int = 64
     balance_loss: float = 0.01
     """Weight of the router's load-balancing loss."""
-    evaluation_samples: int = 256
     seed: int = 0
 
 
@@ -68,7 +67,7 @@ RECIPES = {
 
 
 def build_model(recipe: Recipe, *, extra_vocabulary: int = 0) -> PreTrainedModel:
-    """Build the randomly initialised model.
+    """Build the randomly initialized model.
 
     Args:
         recipe: sizes.

@@ -94,11 +94,6 @@ def demonstration(rng: random.Random, a: int, b: int, *, direct_fraction: float 
     return worked_answer(a, b, rng, error)
 
 
-def is_worked(completion: str) -> bool:
-    """Tell the worked style from the direct one by the presence of a step before the `:`."""
-    return "=" in completion.partition(":")[0]
-
-
 def score(completion: str, a: int, b: int) -> float:
     """Return 1.0 when what follows the first `:` is exactly the sum in plain decimal notation, else 0.0.
 

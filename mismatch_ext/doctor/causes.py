@@ -52,7 +52,7 @@ class Cause:
     remedy: str = ""  # a key of `REMEDIES`; "" if that is the cause's own key
     needs: bool = True  # whether model and sample have what this cause changes; otherwise it is not tried
     grid: tuple[float, ...] = (1.0,)  # parameters to try; positive if they are refined
-    # Steps of refinement between the neighbours on the grid; more are made while the tokens tell the parameters apart. 0 for
+    # Steps of refinement between the neighbors on the grid; more are made while the tokens tell the parameters apart. 0 for
     # parameters that are counts or indices of a list.
     steps: int = 0
     neutral: float | None = None  # the parameter at which nothing changes

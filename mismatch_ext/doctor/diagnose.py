@@ -295,7 +295,7 @@ class Diagnosis:
             f"it fell by {fell:.0%}, {predicted:.0%} were predicted (slope {slope:.2f})"
         )
         causes, parts, verdict, unexplained = self.causes, self.parts, self.verdict, self.unexplained
-        hints = self.hints
+        hints, largest = self.hints, self.largest
         if not sure:
             note += "; that does not confirm it"
             # A remedy that leaves an error, or that did not do what was predicted, refutes "explained".
@@ -308,6 +308,9 @@ class Diagnosis:
                 causes = tuple(_scaled_logits(cause) if cause.key in keys else cause for cause in self.causes)
                 verdict, unexplained = self.verdict, self.unexplained
                 parts = tuple(replace(part, name="logit_scale") if part.name in keys else part for part in parts)
+                if largest is not None:
+                    scaled = {"logit_scale" if name in keys else name: size for name, size in largest.parts.items()}
+                    largest = replace(largest, parts=scaled)
             elif fell < LEAST_PART * predicted:
                 # What was predicted did not happen, so that nothing of it stays a name.
                 refuted = f"refuted: its remedy took {fell:.0%} of {predicted:.0%}"
@@ -329,7 +332,8 @@ class Diagnosis:
             # The remedy also removed what the fit left, for example routes that changed because of the fault.
             verdict, unexplained = ("explained", 0.0) if verdict == "partly" else (verdict, unexplained)
         return replace(
-            self, causes=causes, parts=parts, hints=hints, notes=(*self.notes, note), verdict=verdict, unexplained=unexplained,
+            self, causes=causes, parts=parts, hints=hints, largest=largest, notes=(*self.notes, note), verdict=verdict,
+            unexplained=unexplained,
             mended=(*self.mended, Mended(causes=tuple(keys), predicted=predicted, measured=fell, slope=slope, left=left)),
         )  # fmt: skip
 

@@ -55,7 +55,7 @@ class EngineReading:
 
     @property
     def renormalises(self) -> bool:
-        """Whether log-probabilities are normalised over the tokens that truncation keeps; only vLLM's processed ones are."""
+        """Whether log-probabilities are normalized over the tokens that truncation keeps; only vLLM's processed ones are."""
         return self.engine == "vllm" and self.logprobs_mode.startswith("processed")
 
 
@@ -225,7 +225,7 @@ def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]
             Check(
                 "engine", "parameters", f"mostly {policy.dtype}" if policy.quantization is None else quantized, _shares(stored),
                 not wrong and mostly,
-                f"Start {name} with dtype={policy.dtype!r} and without quantisation; read the engine's weights again after its "
+                f"Start {name} with dtype={policy.dtype!r} and without quantization; read the engine's weights again after its "
                 "weight update.",
             )
         )  # fmt: skip
@@ -247,7 +247,7 @@ def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]
         Check(
             "engine", "quantization", policy.quantization or NONE, engine.quantization or NONE,
             engine.quantization == policy.quantization,
-            f"Start {name} without quantisation: quantised weights are not the trainer's. If they are quantised on purpose, "
+            f"Start {name} without quantization: quantized weights are not the trainer's. If they are quantized on purpose, "
             "say so: mismatch.precision.engine_weights."
             if policy.quantization is None
             else f"Start {name} with quantization={policy.quantization!r}, or correct mismatch.precision.engine_weights.",

@@ -1,6 +1,6 @@
-"""The plots of the report, as Plotly figures serialised to JSON.
+"""The plots of the report, as Plotly figures serialized to JSON.
 
-A run has the same colour and marker in every plot. Evaluation splits are dotted and have open markers.
+A run has the same color and marker in every plot. Evaluation splits are dotted and have open markers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from mismatch_ext.report.summary import (
     pooled,
 )
 
-# Okabe and Ito's palette, safe for colour-blind readers.
+# Okabe and Ito's palette, safe for color-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
 MARKERS = ("circle", "square", "diamond", "triangle-up", "cross", "x", "star")
 GLYPHS = ("●", "■", "◆", "▲", "✚", "✖", "★")
@@ -40,7 +40,7 @@ MULTIPLIER = PREFIX + "lr_multiplier"
 LAYER = re.compile(re.escape(ROUTING) + r"layer_(\d{1,6})_set_mismatch")
 STEP = {"title": "optimizer step"}
 GAP, SHARE = "mean |Δlogp| (nat)", "share of (token, layer) pairs"
-# Grey that can be read on white and on black.
+# Gray that can be read on white and on black.
 INK, GRID = "#7b838c", "rgba(128,128,128,0.25)"
 
 Runs = Mapping[str, RunData]
@@ -93,7 +93,7 @@ CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
         ("length", Role.LENGTH, "Response length", "mean length (tokens)",
          "Longer responses sum more per-token differences, so the sequence-level gap follows this curve.", False),
         ("loss", Role.LOSS, "Loss", "loss",
-         "Of no meaning by its size: advantages are centred. A jump, or NaN, comes before a collapse.", False),
+         "Of no meaning by its size: advantages are centered. A jump, or NaN, comes before a collapse.", False),
         ("grad-norm", Role.GRAD_NORM, "Gradient norm", "norm before clipping",
          "Spikes that come with spikes of the gap are made by few tokens, which a correction acts on.", True),
         ("entropy", Role.ENTROPY, "Entropy", "entropy (nat per token)",
@@ -288,7 +288,7 @@ def require_plotly() -> Any:
 
 
 def style(index: int) -> dict[str, str]:
-    """Return the colour and Plotly marker of the run at an index, and a character of the marker's shape."""
+    """Return the color and Plotly marker of the run at an index, and a character of the marker's shape."""
     look = index % len(PALETTE)
     return {"color": PALETTE[look], "marker": MARKERS[look], "glyph": GLYPHS[look]}
 
@@ -357,6 +357,7 @@ def figure_of(
             "legend": {"orientation": "h", "y": 1.02, "yanchor": "bottom"},
             "hovermode": "x unified" if unified else "closest",
             "paper_bgcolor": "rgba(0,0,0,0)",
+            "modebar": {"bgcolor": "rgba(0,0,0,0)", "color": INK, "activecolor": INK},
             "plot_bgcolor": "rgba(0,0,0,0)",
             "template": "none",
             "font": {"size": 12, "color": INK},

@@ -1,4 +1,4 @@
-"""The function that verl's V1 trainer calls, by name, to penalise rewards; the driver gives it a handler."""
+"""The function that verl's V1 trainer calls, by name, to penalize rewards; the driver gives it a handler."""
 
 from __future__ import annotations
 

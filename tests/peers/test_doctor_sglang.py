@@ -38,6 +38,17 @@ def test_a_clean_run_names_nothing_a_fault_is_confirmed_and_failures_are_ours(tm
     assert found["restored"] and found["stub"]["called"] == 0
 
 
+@pytest.mark.engine
+@pytest.mark.nightly
+@pytest.mark.numeric
+def test_a_gate_admits_sglang_and_refuses_a_layer_that_no_update_brings(tmp_path: Path) -> None:
+    found = run_sglang(scenarios.gated, HELD or MAIN, tmp_path, out=str(tmp_path))
+    for name, status in (("bfloat16", 0), ("float32", 0), ("lost", 1)):
+        assert found[name]["status"] == status, found[name]["page"]
+    assert "error of the engine in units of rounding" in found["lost"]["failed"], found["lost"]["page"]
+    assert "sent 2 times to an engine that started with made-up ones" in found["float32"]["page"]
+
+
 @pytest.mark.skipif(bool(HELD), reason="SGLang is installed here")
 def test_without_sglang_it_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     prompts = tmp_path / "prompts.txt"

@@ -13,9 +13,6 @@ README = (ROOT / "README.md").read_text(encoding="utf-8")
 SETUP = """
 import os
 os.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"
-from datasets import Dataset
-from examples.arithmetic.task import make_dataset, reward
-dataset = Dataset.from_list(make_dataset(8))
 short = dict(max_steps=1, per_device_train_batch_size=8, max_completion_length=16, use_cpu=True, report_to="none",
              vllm_max_model_length=64, vllm_gpu_memory_utilization=0.05, gradient_checkpointing=False)
 """
@@ -24,7 +21,7 @@ pytestmark = pytest.mark.engine
 
 def in_readme(beginning: str) -> str:
     """Return the README's command that begins so."""
-    return re.findall(rf"^{re.escape(beginning)}.*$", README, flags=re.M)[0]
+    return re.findall(rf"^ *({re.escape(beginning)}.*)$", README, flags=re.M)[0]
 
 
 def test_a_run_by_the_example_and_its_report() -> None:
@@ -47,8 +44,14 @@ def test_the_python_block_trains(dense: Path, tmp_path: Path) -> None:
     assert "trained 1" in shell(f"python -u {script}", PYTHONPATH=str(ROOT))
 
 
+def test_the_doctor_on_a_model_of_the_repository() -> None:
+    said = shell(in_readme("mismatch-ext doctor"))
+    assert "Clean: what is left is rounding" in said, said
+
+
 def test_compat_and_readiness(dense: Path) -> None:
-    table = shell(in_readme("mismatch-ext compat"))
+    assert "`mismatch-ext compat`" in README
+    table = shell("mismatch-ext compat")
     assert "TRL GRPO + vLLM" in table and "verl + vLLM" in table, table
     told = shell(f'mismatch-ext readiness {dense} --prompt "386+47="')
     assert re.search(r"^float16: (ready|risky)", told, flags=re.M), told

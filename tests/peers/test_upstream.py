@@ -38,7 +38,7 @@ def check(found: list[dict[str, Any]], names: list[str]) -> None:
     ours = {one["script"]: one for one in found if one["workaround"]}
     assert set(stock) == set(ours) == set(names) and names
     mended = [f"{name}: {one['seen']}" for name, one in stock.items() if one["status"] != HOLDS]
-    assert not mended, "mended upstream, so that the workaround can go"
+    assert not mended, "fixed upstream, so that the workaround can go"
     assert not [f"{name}: {one['seen']}" for name, one in ours.items() if one["status"] != MENDED]
 
 

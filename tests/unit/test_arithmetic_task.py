@@ -41,7 +41,6 @@ TWO_STEPS = {
         key_value_heads=1,
         intermediate_size=32,
         expert_intermediate_size=32,
-        evaluation_samples=4,
     )
     for kind, recipe in RECIPES.items()
 }
@@ -125,7 +124,7 @@ def test_a_trained_checkpoint_is_shipped_and_loads_as_any_other(
     record = json.loads((path / "training.json").read_text())
     assert record["recipe"]["kind"] == kind and record["command"] == "a command"
     assert record["parameters"] == sum(p.numel() for p in model.parameters())
-    assert record["evaluation"]["samples"] == 4 and record["history"][-1]["step"] == 2
+    assert record["history"][-1]["step"] == 2
 
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])

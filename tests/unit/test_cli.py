@@ -5,11 +5,14 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from mismatch_ext.adapters.cli import COMMANDS
+from mismatch_ext.adapters.cli import main as every_command
 
 from mismatch_ext import cli
 from mismatch_ext.errors import RunDirectoryError
@@ -125,3 +128,17 @@ def test_the_module_runs_as_a_program_and_loads_no_renderer_to_start(tmp_path: P
         [sys.executable, "-m", "mismatch_ext.cli", "report", str(tmp_path)], capture_output=True, text=True
     )
     assert done.returncode == 2 and done.stderr.startswith("error: ") and "Traceback" not in done.stderr
+
+
+def test_the_page_has_the_exit_statuses_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    page = (Path(__file__).parents[2] / "docs/index.md").read_text(encoding="utf-8")
+    table = page.partition("## Exit statuses")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`[^|]*) \|[^|]*\|[^|]*\|([^|]*)\|$", table, flags=re.M)
+    assert sorted(name for names, _ in rows for name in re.findall(r"`(\w+)`", names)) == sorted(
+        command.name for command in COMMANDS
+    )
+    assert all("an error" in last for _, last in rows)
+    for command in COMMANDS:
+        with pytest.raises(SystemExit) as ended:
+            every_command([command.name, "--no-such-option"])
+        assert ended.value.code == 2 and "usage: mismatch-ext" in capsys.readouterr().err

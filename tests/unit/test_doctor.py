@@ -167,6 +167,7 @@ def test_logits_that_are_scaled_are_told_from_a_temperature_by_the_score_of_a_pr
     (cause,) = told.causes
     assert (cause.key, cause.family, cause.status) == ("logit_scale", "config", "fits")
     assert cause.parameter == pytest.approx(1 / 0.9, abs=0.01) and "logit_scale" in report(told)
+    assert told.largest is not None and {"logit_scale"} == {*told.largest.parts} & {"logit_scale", "temperature"}
     assert told.mended[0].measured == 0 and told.mended[0].predicted > 0.8
 
 

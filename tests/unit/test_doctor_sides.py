@@ -66,13 +66,17 @@ def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_pa
 
 
 def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    from mismatch_ext.adapters.doctor import examining
+    from mismatch_ext.adapters.doctor.progress import LINES_APART, Progress
 
-    with examining._Rungs() as rung:
+    with Progress("doctor") as rung:
         rung("engine")
         rung("engine again")  # too soon after the line before
-        rung._told -= examining.LINES_APART
+        rung._told -= LINES_APART
         rung("trainer")
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(" s: ")[2] for line in said] == ["engine", "trainer"]
-    assert set(rung.seconds) == {"engine", "engine again"}
+    assert set(rung.seconds) == {"engine", "engine again"} and set(rung.ended()) == {
+        "engine",
+        "engine again",
+        "trainer",
+    }

@@ -13,7 +13,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.testing import Problem, exact, moments
-from tests.oracles.kl import conformance, spreads
+from tests.oracles.kl import conformance, hosts, spreads
 from tests.oracles.kl.conformance import full_moments, pair_gradient, paired_term, surrogate_term
 from tests.oracles.kl.facts import FACTS, FULL_UNBIASED, PLACEMENTS, SAMPLINGS, TARGETS, Fact
 
@@ -178,7 +178,7 @@ def test_full_is_unbiased_exactly_where_documented(sampling: str, target: str, p
             assert bias > 1e-3, (vocab, horizon)
 
 
-@pytest.mark.parametrize("oracle", [conformance, spreads])
+@pytest.mark.parametrize("oracle", [conformance, spreads, hosts])
 def test_the_page_has_the_tables_that_enumeration_gives(oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     oracle.main()
     page = (Path(__file__).resolve().parents[2] / "docs/kl.md").read_text("utf-8")

@@ -542,12 +542,22 @@ def test_experts_are_blamed_only_where_there_are_some(tmp_path: Path) -> None:
 
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+# A window is never narrower than 500 pixels, a frame in it may be. Width of its page, right edge and number of plots: the title.
+FRAME = """<body><iframe src="{url}" width="{width}" height="900" style="border: 0" onload="setTimeout(() => {{
+  const page = contentDocument, plots = [...page.querySelectorAll('.main-svg')];
+  const widest = Math.max(...plots.map((plot) => Math.ceil(plot.getBoundingClientRect().right)));
+  document.title = [page.documentElement.scrollWidth, widest, plots.length].join(' ');
+}}, 5000)"></iframe></body>"""
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
 @pytest.mark.parametrize(("width", "scheme"), [(1280, 1), (400, 0)], ids=["wide, light", "a phone, dark"])
-def test_a_browser_draws_the_page_and_reports_no_error(tmp_path: Path, width: int, scheme: int) -> None:
+def test_a_browser_draws_the_page_within_its_width_and_reports_no_error(
+    tmp_path: Path, width: int, scheme: int
+) -> None:
     page = build(write_run(tmp_path / "run", "bf16")).path
+    framed = tmp_path / "framed.html"
+    framed.write_text(FRAME.format(url=page.as_uri(), width=width), encoding="utf-8")
     done = subprocess.run(
         [
             *(
@@ -558,12 +568,17 @@ def test_a_browser_draws_the_page_and_reports_no_error(tmp_path: Path, width: in
                 "--enable-logging=stderr",
                 "--dump-dom",
             ),
-            *(f"--window-size={width},900", f"--blink-settings=preferredColorScheme={scheme}"),
-            *("--virtual-time-budget=10000", f"--user-data-dir={tmp_path / 'profile'}", page.as_uri()),
+            *("--allow-file-access-from-files", "--window-size=1400,1000", "--virtual-time-budget=20000"),
+            *(f"--blink-settings=preferredColorScheme={scheme}", f"--user-data-dir={tmp_path / 'profile'}"),
+            framed.as_uri(),
         ],
         capture_output=True,
         encoding="utf-8",
         timeout=120,
     )
     assert "CONSOLE" not in done.stderr, done.stderr
-    assert done.stdout.count('class="main-svg"') > 10 and 'href="#summary"' in done.stdout
+    found = re.search(r"<title>(\d+) (\d+) (\d+)</title>", done.stdout)
+    assert found is not None, done.stdout
+    page_width, widest, plots = map(int, found.groups())
+    assert page_width <= width and widest <= width and plots > 10
+    assert 'href="#summary"' in page.read_text(encoding="utf-8")

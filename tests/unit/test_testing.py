@@ -38,7 +38,7 @@ def test_a_term_that_regularises_something_else_fails_by_what_it_does() -> None:
         return (logprobs - ref_logprobs).sum()
 
     problem = Problem.random(3, 3, 0)
-    with pytest.raises(AssertionError, match=r"regularises 0; allowed: KL\(pi\|\|ref\) of responses"):
+    with pytest.raises(AssertionError, match=r"regularizes 0; allowed: KL\(pi\|\|ref\) of responses"):
         judge_kl(problem, row_term(k1_in_the_loss)).expect("KL(pi||ref) of responses")
     with pytest.raises(AssertionError, match="no gradient of a known divergence"):
         judge_kl(problem, row_term(lambda p, r, m: ((p - r) ** 4).sum())).expect("KL(pi||ref) of responses")

@@ -198,7 +198,7 @@ def _of_experts(scorer: Scorer, counts: Sequence[int]) -> list[Cause]:
     layout, cause = moe_layout(scorer.model), partial(_cause, scorer)
     experts = list({router.layer: router.experts for router in layout.routers if router.experts is not None}.values())
     flags = [(router.module, NORMALIZED) for router in layout.routers if hasattr(router.module, NORMALIZED)]
-    normalizes = "does not normalise" if flags and getattr(*flags[0]) else "normalises"
+    normalizes = "does not normalize" if flags and getattr(*flags[0]) else "normalizes"
     chooses = [(router.module, "top_k") for router in layout.routers]
     near = (*counts, 1, layout.top_k // 2, layout.top_k - 1, layout.top_k + 1, layout.top_k * 2)
     near = tuple(dict.fromkeys(k for k in near if 0 < k <= layout.num_experts and k != layout.top_k))

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, is_recurrent
+from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, mixes_packed
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
@@ -127,11 +127,15 @@ def unexaminable(config: Any) -> str | None:
     """Say why a model with a configuration cannot be examined in a run, or return None if it can."""
     if is_deepspeed_zero3_enabled():
         return SHARDED
-    if hasattr(config, "vision_config"):
-        return "a model with images, which the doctor does not score"
     if getattr(config, "quantization_config", None) is not None:
-        return "a model with quantised weights, of which the engine is sent no whole ones"
+        return "a model with quantized weights, of which the engine is sent no whole ones"
     return None
+
+
+def placeholders(config: Any) -> set[int]:
+    """Return the tokens of a composite model that stand for images, videos or sound, which the doctor does not have."""
+    names = [f"{kind}_token_{last}" for kind in ("image", "video", "audio") for last in ("id", "index")]
+    return {value for name in names if isinstance(value := getattr(config, name, None), int)}
 
 
 def _fits(weights: Mapping[str, Tensor], device: torch.device) -> bool:
@@ -205,7 +209,7 @@ def _taken_apart(diagnosis: Diagnosis, scorer: Scorer, computed: np.ndarray, rep
             )
             return replace(diagnosis, causes=causes)
     names = {"left": "layout", "left-positions": "", "packed": "packed"}
-    if is_recurrent(scorer.model):
+    if mixes_packed(scorer.model):
         del names["packed"]
     return taken_apart(
         diagnosis, computed, plain, {LAYOUTS[layout]: (name, scored(layout)) for layout, name in names.items()}

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, routing_shape
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
-from mismatch_ext.adapters.transformers.scoring import evaluating
+from mismatch_ext.adapters.transformers.scoring import evaluating, logits_width
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -36,6 +36,8 @@ Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
 KEPT = 2**26
 # A share of the largest logit; applying a head again changes logits by less than this, through rounding.
 NEAR = 1e-4
+# Tokens of each sequence by which it is tried whether packed sequences see one another.
+PACKED_TOKENS = 16
 # Layouts that a run's trainer may use, by the value of --trainer-layout.
 LAYOUTS = {
     "right": "padding on the right",
@@ -199,7 +201,7 @@ class Scorer:
         head = getattr(self.model, "get_output_embeddings", lambda: None)()
         counts = [sum(mask) for mask in sample.masks]
         starts = np.cumsum([0, *counts])
-        width = vocabulary(self.model) or 0
+        width = logits_width(self.model) or 0
         if starts[-1] * width <= KEPT or not self._projects(head, sample):
             head = None
         outputs = None
@@ -333,17 +335,16 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
     return Laid(ids=ids, mask=mask, positions=positions, places=places, lengths=tuple(map(len, rows)))
 
 
-def vocabulary(model: nn.Module) -> int | None:
-    """Return the number of tokens of a model, of the text part if its configuration is composite; None if it is not known."""
-    config = getattr(model, "config", None)
-    return None if config is None else getattr(config.get_text_config(), "vocab_size", None)
-
-
-def is_recurrent(model: nn.Module) -> bool:
-    """Tell whether layers carry a state along a row, so that packed sequences need boundaries, which only the host gives."""
-    config = getattr(model, "config", None)
-    kinds = () if config is None else getattr(config.get_text_config(), "layer_types", None) or ()
-    return any("linear" in kind or "mamba" in kind for kind in kinds)
+def mixes_packed(model: nn.Module) -> bool:
+    """Tell, by trying, whether a packed sequence sees the one before it, as in a recurrent state without boundaries."""
+    ids = torch.randint(
+        logits_width(model) or 2, (3, PACKED_TOKENS), generator=torch.Generator().manual_seed(0)
+    ).tolist()
+    given = [laid([first[:1], ids[2][:1]], [first[1:], ids[2][1:]], "packed") for first in ids[:2]]
+    device = next(model.parameters()).device
+    with torch.no_grad(), evaluating(model):
+        one, other = (model(**_given(made, device), use_cache=False).logits[0, PACKED_TOKENS:] for made in given)
+    return bool((one - other).abs().max() > NEAR * one.abs().max())
 
 
 def own_noise(scorer: Scorer) -> Iterator[Rung]:
@@ -359,7 +360,7 @@ def own_noise(scorer: Scorer) -> Iterator[Rung]:
     straight, exact = scored("right"), scored("right", exact=True)
     yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
     for layout, name in LAYOUTS.items():
-        if layout != "right" and not (layout == "packed" and is_recurrent(scorer.model)):
+        if layout != "right" and not (layout == "packed" and mixes_packed(scorer.model)):
             yield Rung.of("trainer", name, scored(layout) - straight, scored(layout, exact=True) - exact)
 
 
@@ -383,7 +384,7 @@ def passes(
     prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
     lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
     order = sorted(range(len(lengths)) if only is None else only, key=lengths.__getitem__, reverse=True)
-    width = vocabulary(model) or 2**17
+    width = logits_width(model) or 2**17
     device = next(model.parameters()).device
     while order:
         count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))

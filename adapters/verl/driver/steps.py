@@ -30,7 +30,7 @@ class StepMetrics:
         self._found: dict[str, list[tuple[float, int]]] = defaultdict(list)
 
     def take(self, metrics: MutableMapping[str, Any], samples: int) -> None:
-        """Take this package's metrics out of those of a local update, in place; `samples` is how many the update learnt from."""
+        """Take this package's metrics out of those of a local update, in place; `samples` is how many the update learned from."""
         for name in [name for name in metrics if name.startswith(PREFIX)]:
             self._found[name].append((float(metrics.pop(name)), samples))
 

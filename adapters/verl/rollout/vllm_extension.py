@@ -41,7 +41,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
     @property
     def _reloads(self) -> bool:
-        """Whether vLLM quantises tensors while it loads them, and the block acts."""
+        """Whether vLLM quantizes tensors while it loads them, and the block acts."""
         return (
             self.mismatch_acts
             and type(self.model_runner.vllm_config.quant_config).__name__ == "OnlineQuantizationConfig"
@@ -50,7 +50,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
     def update_weights_from_ipc(
         self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
     ) -> None:
-        """Load new weights; what vLLM quantises is loaded layer by layer, as verl would put it into quantised tensors."""
+        """Load new weights; what vLLM quantizes is loaded layer by layer, as verl would put it into quantized tensors."""
         if self._reloads and not (peft_config and base_sync_done):  # unless only an adapter is sent
             from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
@@ -94,7 +94,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         model = self.model_runner.model
         held, found = dict(model.named_parameters()), {}
         for name, wanted in shapes.items():
-            if name not in held or held[name].dtype.itemsize < 2:  # quantised layers hold no bits of the trainer's
+            if name not in held or held[name].dtype.itemsize < 2:  # quantized layers hold no bits of the trainer's
                 continue
             values, shape, start = held[name].detach(), tuple(wanted), 0
             vocabulary = getattr(model.get_submodule(name.rpartition(".")[0]), "shard_indices", None)

@@ -1,12 +1,13 @@
 """TRL's and verl's own KL terms against exact enumeration: how they are measured, and what was found.
 
 The figures are in `hosts.json`, which `python -m tests.kl_hosts` writes from the hosts' own code, one process per version.
-Nothing of a host is imported here.
+`python -m tests.oracles.kl.hosts` prints their table and measures nothing. Nothing of a host is imported here.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -58,3 +59,31 @@ def judge(
 def read_terms() -> list[HostTerm]:
     """Return the measured terms, in the order of the page."""
     return [HostTerm(**row) for row in json.loads(FILE.read_text(encoding="utf-8"))]
+
+
+def rows(terms: Iterable[HostTerm]) -> list[str]:
+    """Return the rows of docs/kl.md; versions of a host whose terms have the same figures share one."""
+    versions: dict[tuple[str, ...], list[str]] = {}
+    for term in terms:
+        setting = f"{'**default** ' if term.default else ''}`{term.setting}`"
+        responses, cos, tokens, std = (
+            "" if figure is None else f"{figure:.3g}" for figure in (term.responses, term.cos, term.tokens, term.std)
+        )
+        of = term.regularises.replace("|", "\\|") or "none of these"
+        row = (term.host, setting, term.sampling, f"{term.value:.3g}", responses, cos, tokens, std, of)
+        versions.setdefault(row, []).append(term.version.removesuffix(".0"))
+    # The newest version comes first in the file.
+    return [
+        f"| {host} {f'{found[-1]} to ' if found[1:] else ''}{found[0]} | {' | '.join(rest)} |"
+        for (host, *rest), found in versions.items()
+    ]
+
+
+def main() -> None:
+    """Print the table."""
+    print("| trainer | setting | sampling | value | responses | cos | tokens | std | its gradient is that of |")
+    print("|---" * 9 + "|", *rows(read_terms()), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import replace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 
@@ -70,12 +68,3 @@ def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
     routing.load_state_dict(state)
     found["resumed"] = measured(passes - passes // 2)
     return found
-
-
-def overridden_twice() -> list[str]:
-    """Return what several of the trainer's mixins define, of which neither derives from the other."""
-    ours = [kind for kind in MismatchGRPOTrainer.__mro__ if kind.__module__.startswith("mismatch_ext.")]
-    mixins = [kind for kind in ours if kind not in (MismatchGRPOTrainer, MismatchTrainerMixin)]
-    pairs = [(a, b) for a, b in itertools.combinations(mixins, 2) if not issubclass(a, b) and not issubclass(b, a)]
-    shared = {(a.__name__, b.__name__, name) for a, b in pairs for name in vars(a) if name in vars(b)}
-    return sorted(" ".join(found) for found in shared if not found[2].startswith("__"))

@@ -61,7 +61,3 @@ def test_nothing_of_a_batch_outlives_it(hosts: dict[str, dict[str, Any]]) -> Non
         losses = found["after a loss"]
         # What is made once, whenever that is, does not grow with the losses; what is kept of each does.
         assert found["after"] <= 0 and losses[-1] < len(losses), (host, found["after"], losses)
-
-
-def test_the_order_of_trls_mixins_does_not_matter(run: Run) -> None:
-    assert run(trl.overridden_twice).expect() == []

@@ -132,6 +132,17 @@ def _lacking(name: str) -> Callable[[Tensors], None]:
     return edit
 
 
+def _exchanged(first: str, second: str) -> Callable[[Tensors], None]:
+    """Exchange tensors that differ in a part of their names."""
+
+    def edit(weights: Tensors) -> None:
+        for name in [name for name in weights if first in name]:
+            other = name.replace(first, second)
+            weights[name], weights[other] = weights[other], weights[name]
+
+    return edit
+
+
 def _rounded(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
     """Leave what quantisation leaves of linear layers and experts."""
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(1800)]
 
 
 def test_planted_faults_are_named_from_logs_by_the_command(tmp_path: Path) -> None:
@@ -16,3 +16,13 @@ def test_planted_faults_are_named_from_logs_by_the_command(tmp_path: Path) -> No
     faults = ("top_p 0.88", "tool mask a token late", "mask starts a token late", "responses cut at 16 tokens")
     rows = list(of_logs(["clean", *faults], tmp_path, tmp_path, (OURS,)))
     assert [(row["fault"], row["verdict"]) for row in rows] == [(name, "right") for name in ("clean", *faults)]
+
+
+def test_of_the_twelve_faults_of_the_first_comparison_all_but_one_are_named(tmp_path: Path) -> None:
+    """Exchanged experts leave no mark in a log that is on the list: the command names nothing there, and is right elsewhere."""
+    from benchmarks.rivals import OURS, TWELVE, of_logs
+
+    rows = {row["fault"]: row for row in of_logs(TWELVE, tmp_path, tmp_path, (OURS,))}
+    assert {name: row["verdict"] for name, row in rows.items()} == dict.fromkeys(TWELVE, "right") | {
+        "experts 5 and 9 of layer 2 exchanged": "silent"
+    }, rows

@@ -60,24 +60,32 @@ def documented(touched: Mapping[str, tuple[str, ...]]) -> Change:
 
 
 def with_argument(touched: Mapping[str, tuple[str, ...]]) -> Change:
-    """Return a change that gives each function, by file, one more keyword argument."""
+    """Return a change that gives each function, by file, one more keyword argument, which these files' calls pass."""
+    every = {name for names in touched.values() for name in names}
 
     def change(root: Path) -> None:
         for file, names in touched.items():
             text = (root / file).read_text(encoding="utf-8")
+            lines, added = [line.encode() for line in text.splitlines(keepends=True)], []  # ast counts bytes
             for node in _methods(text, names):
-                lines = text.splitlines(keepends=True)
-                last = max(
-                    (*node.args.args, *node.args.defaults), key=lambda part: (part.end_lineno, part.end_col_offset)
-                )
-                assert last.end_lineno is not None and last.end_col_offset is not None
-                line = lines[last.end_lineno - 1].encode()  # ast counts bytes
-                at = last.end_col_offset
-                lines[last.end_lineno - 1] = (line[:at] + b", of_a_later_release=None" + line[at:]).decode()
-                text = "".join(lines)
-            (root / file).write_text(text, encoding="utf-8")
+                added.append((*_end(*node.args.args, *node.args.defaults), ", of_a_later_release=None"))
+            for call in ast.walk(ast.parse(text)):
+                if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in every:
+                    if ast.unparse(call.func.value) not in ("self", "self.vllm_generation"):
+                        continue  # its parent's, or another object's
+                    given = (*call.args, *(keyword.value for keyword in call.keywords))
+                    line, at = _end(*given) if given else _end(call)
+                    added.append((line, at if given else at - 1, ", " * bool(given) + "of_a_later_release=True"))
+            for line, at, argument in sorted(added, reverse=True):
+                lines[line] = lines[line][:at] + argument.encode() + lines[line][at:]
+            (root / file).write_bytes(b"".join(lines))
 
     return change
+
+
+def _end(*nodes: ast.expr | ast.arg) -> tuple[int, int]:
+    """Return the line and the byte after the last of some nodes, counted from 0."""
+    return max((int(node.end_lineno or 0) - 1, int(node.end_col_offset or 0)) for node in nodes)
 
 
 def _moved(root: Path) -> None:

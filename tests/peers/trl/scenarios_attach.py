@@ -63,8 +63,8 @@ class Counted(TrainerCallback):
     def _add(self, name: str) -> None:
         setattr(self, name, getattr(self, name) + 1)
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Note what the step took."""
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """Note what the step took, or what came before the first."""
         self.seen.append([self.passes, self.calls])
         self.passes = self.calls = 0
 
@@ -104,8 +104,9 @@ def train(
         return output
 
     trainer._generate_and_score_completions = noted
-    measured = attach(trainer) if attached else None
     count.watch(trainer)
+    measured = attach(trainer) if attached else None
+    count.on_step_end()
     updates: list[int] = []
     update = weights.update_weights
 

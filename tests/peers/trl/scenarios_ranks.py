@@ -357,8 +357,7 @@ def masked(model: str, out: str) -> dict[str, Any]:
     """Train with an engine per rank whose sampling masks are replayed, where the output projection is sharded."""
     block = {"precision": {"dtype": "float32"}, "sampling_mask": {}, "routing": R3, "kl": {"coef": 0.05}}
     trainer = build(model, out, block, use_vllm=True, bf16=False, top_p=0.9, top_k=8, max_steps=2)
-    result = outcome(trainer)
-    return {**result, "passes": trainer.mm.scoring.masked_passes}
+    return outcome(trainer)
 
 
 def overflow_on_one(trainer: Any, scales: list[Any]) -> None:

@@ -11,11 +11,15 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.scoring import rows_of_batch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.errors import ReplayError
 from mismatch_ext.log_reading import read_run
 from tests.oracle import watch_float32_error
+from tests.peers.trl.scenarios_by_hand import halves
+from tests.peers.trl.scenarios_by_hand_engine import one_engine
 from tests.peers.trl.scenarios_training import arguments, digest_of, forwards, graded, rows
 
 R2, R3 = {"mode": "R2", "measured": 1.0}, {"mode": "R3", "measured": 1.0}
@@ -230,6 +234,43 @@ def other_tokens(model: str, out: str) -> dict[str, Any]:
         "parameters": [found["parameters"], digest_of_trained(plain)],
         "plain others": logged(plain, ROUTING + "other_passes"),
     }
+
+
+class OwnPass(MismatchGRPOTrainer):
+    """Scores a micro-batch's rows for something of its own, and gives TRL's loss halves of them, or other prompts."""
+
+    altered = False
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        own = 0 * self._get_per_token_logps_and_entropies(model, *rows_of_batch(inputs))[0].sum()
+        if self.altered:
+            prompts = torch.full_like(inputs["prompt_ids"], 9)
+            return super()._compute_loss(model, {**inputs, "prompt_ids": prompts}) + own
+        loss: Any = super()._compute_loss
+        return sum(loss(model, part) for part in reversed(halves(inputs))) / 2 + own
+
+
+class OwnPassAltered(OwnPass):
+    """The same, with other prompts."""
+
+    altered = True
+
+
+def own_pass(model: str, out: str) -> dict[str, str]:
+    """Train by losses of TRL's beside a pass over the tokens that were sampled, and return what is refused."""
+    found = {}
+    with one_engine():
+        for kind in (OwnPass, OwnPassAltered):
+            trainer = build(
+                model, f"{out}/{kind.__name__}", R3, kind=kind, use_vllm=True,
+                rest={"precision": {"dtype": "float32"}}, max_steps=1,
+            )  # fmt: skip
+            try:
+                trainer.train()
+                found[kind.__name__] = str(logged(trainer, ROUTING + "other_passes"))
+            except ReplayError as error:
+                found[kind.__name__] = str(error)
+    return found
 
 
 def digest_of_trained(trainer: Any) -> str:

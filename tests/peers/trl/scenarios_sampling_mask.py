@@ -10,15 +10,20 @@ from typing import Any
 import torch
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.logits import completion_logits
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, sampling_mask
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, sampling_mask
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, fit
+from mismatch_ext.adapters.trl.replay import row_keys
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of_rows
+from mismatch_ext.adapters.trl.scoring import rows_of_batch
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
-from mismatch_ext.errors import ReplayError
+from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.sampling_mask import TokenSupport
+from tests.peers.trl.scenarios_by_hand import halves
+from tests.peers.trl.scenarios_by_hand_engine import one_engine
 from tests.peers.trl.scenarios_training import arguments, graded, history, rows
 
 SETTINGS: dict[str, dict[str, float]] = {
@@ -135,9 +140,99 @@ def settings(model: str, out: str) -> dict[str, Any]:
         "kl": [entry["kl"] for entry in trainer.state.log_history if "kl" in entry],
         "warned": [str(one.message) for one in caught if "renormalises" in str(one.message)],
         "patches": [patch["name"] for patch in trainer.mm.patches],
-        "passes": trainer.mm.scoring.masked_passes,
         "engine": kept_and_listed(trainer),
     }
+
+
+class Parts:
+    """As users write it: scores all rows to log something, and computes TRL's loss of two halves, the second one first."""
+
+    far: list[float]  # how far the ratio to the old policy is from 1 in each half
+
+    def _get_per_token_logps_and_entropies(self, *args: Any, **options: Any) -> Any:
+        trainer: Any = super()
+        self.scores = trainer._get_per_token_logps_and_entropies(*args, **options)
+        return self.scores
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        trainer, loss = super(), torch.zeros(())
+        own: Any = trainer._compute_loss  # type: ignore[misc]
+        with torch.no_grad():
+            self._get_per_token_logps_and_entropies(model, *rows_of_batch(inputs))
+        for part in reversed(halves(inputs)):
+            loss = loss + own(model, part) / 2
+            mask = part["completion_mask"].bool()
+            self.far.append(float((self.scores[0].detach() - part["old_per_token_logps"])[mask].abs().max()))
+        return loss
+
+
+class PartsOfTrl(Parts, GRPOTrainer):
+    """A user's trainer."""
+
+
+class PartsInside(MismatchTrainerMixin, PartsOfTrl):
+    """The same, with ours before it."""
+
+
+class PartsOutside(Parts, MismatchGRPOTrainer):
+    """The same, with ours after it."""
+
+
+class Chunks(MismatchGRPOTrainer):
+    """Scores the old policy by some rows at a time, and the reference in one pass."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, *args: Any, **options: Any) -> Any:
+        score = super()._get_per_token_logps_and_entropies
+        if torch.is_grad_enabled() or model is not self.model:
+            return score(model, ids, mask, *args, **options)
+        parts = [score(model, ids[i : i + 3], mask[i : i + 3], *args, **options)[0] for i in range(0, len(ids), 3)]
+        return torch.cat(parts), None, None
+
+    def _generate_and_score_completions(self, inputs: Any) -> Any:
+        output = super()._generate_and_score_completions(inputs)
+        mask = output["completion_mask"].bool()
+        for name in ("sampling_per_token_logps", "ref_per_token_logps"):
+            self.far.append(float((output["old_per_token_logps"] - output[name])[mask].abs().max()))
+        return output
+
+
+class OtherTokens(MismatchGRPOTrainer):
+    """Gives TRL's loss other prompts, beside a pass over the rows as they were sampled."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Any:
+        own = self._get_per_token_logps_and_entropies(model, *rows_of_batch(inputs))[0].sum()
+        prompts = torch.full_like(inputs["prompt_ids"], 9)
+        return super()._compute_loss(model, {**inputs, "prompt_ids": prompts}) + 0 * own
+
+
+class Elsewhere(Chunks):
+    """Scores the old policy by other code than TRL's, and the reference by TRL's."""
+
+    def _get_per_token_logps_and_entropies(self, model: Any, ids: Any, mask: Any, length: int, **options: Any) -> Any:
+        if torch.is_grad_enabled() or model is not self.model:
+            return super()._get_per_token_logps_and_entropies(model, ids, mask, length, **options)
+        logits = completion_logits(model, ids, mask, length) / self.temperature
+        return logits.log_softmax(-1).gather(-1, ids[:, -length:, None])[..., 0], None, None
+
+
+def parts(model: str, out: str) -> dict[str, Any]:
+    """Train a step by trainers whose passes are over parts of a batch, or over other tokens."""
+    found: dict[str, Any] = {}
+    with one_engine():
+        for kind in (PartsOutside, PartsInside, Chunks, Elsewhere, OtherTokens):
+            name = kind.__name__
+            given = arguments(f"{out}/{name}", max_steps=1, bf16=False, **SETTINGS["all"])
+            given |= {"beta": 0.1, "mismatch": {**BLOCK, "kl": {}}} if issubclass(kind, Chunks) else {"mismatch": BLOCK}
+            trainer: Any = kind(
+                model=model, reward_funcs=graded, args=MismatchGRPOConfig(**given), train_dataset=rows()
+            )
+            trainer.far = []
+            try:
+                trainer.train()
+                found[name] = trainer.far
+            except (ReplayError, RecordError) as error:
+                found[name] = f"{type(error).__name__}: {error}"
+    return found
 
 
 def orders() -> dict[str, Any]:
@@ -158,9 +253,11 @@ def orders() -> dict[str, Any]:
     counts = real[:, 1:].bool()
     counts[:, : width - 1 - length] = False
     labels, scaling = tokens[:, 1:], {"temperature": 0.7}
+    keys, other = row_keys(tokens, real, length), row_keys(tokens + 1, real, length)
     found: dict[str, Any] = {
-        "fits": fit(masks, tokens, real, length),
-        "swapped": fit(masks[::-1], tokens, real, length),
+        "found": [masks_of_rows(given, keys) == masks for given in (masks, masks[::-1])],
+        "some": masks_of_rows(masks, keys[3:0:-2]) == masks[3:0:-2],
+        "other": masks_of_rows(masks, [*keys[1:], other[0]]),
     }
     for size in (1, 3, 4):
         for compact in (False, True):

@@ -52,7 +52,11 @@ def newer(model: str, out: str, engine: bool) -> dict[str, Any]:
                     pass
                 except SeamError as error:
                     refused.append(str(error))
-        for block in ({"kl": {"coef": 0.1}}, {"routing": {"mode": "R2"}}):
+        for block in (
+            {"kl": {"coef": 0.1}},
+            {"kl": {"coef": 0.1, "reward_path": "rewards"}},
+            {"routing": {"mode": "R2"}},
+        ):
             try:
                 moved.append(trained(build(model, out, block, **plain)))
             except SeamError as error:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+import re
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -69,6 +72,15 @@ def row(*samples: dict[str, Any]) -> TreeRow:
     for one in samples:
         found.add(one)
     return found
+
+
+def test_another_layout_of_trls_is_refused_when_it_is_imported() -> None:
+    gone = "import sys; sys.modules['trl.experimental.async_grpo.packing'] = None; import mismatch_ext.adapters.trl.async_grpo"
+    ran = subprocess.run([sys.executable, "-c", gone], capture_output=True, text=True, check=False)
+    *_, last = ran.stderr.splitlines()
+    assert ran.returncode and re.match(
+        r".*SeamError: AsyncGRPO .*async_grpo\.packing.*TRL 1\.18 .*trl==1\.16\.0", last
+    ), last
 
 
 # What is known of a token.

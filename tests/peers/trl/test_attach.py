@@ -71,11 +71,11 @@ def test_measuring_changes_no_bit(run: Run, dense_fp16: Path, tmp_path: Path, gi
         "Trainer, attached" if not given else "Mine, attached"
     )
 
-    # A weight update costs one pass of the trainer over probes and two calls of the engine; a batch costs one pass where TRL
-    # takes none.
-    extra = [[mine - theirs for theirs, mine in zip(*step, strict=True)] for step in zip(*counts, strict=True)]
+    # The start and each weight update cost one pass of the trainer over probes and two calls of the engine; a batch costs one
+    # pass where TRL takes none.
+    start, *steps = [[mine - theirs for theirs, mine in zip(*step, strict=True)] for step in zip(*counts, strict=True)]
     own = 1 if given else 0
-    assert extra == [[1 + own, 2]] * 3
+    assert start == [1, 2] and steps == [[1 + own, 2]] * 3
 
 
 def test_a_lost_weight_update_shows(run: Run, dense: Path, tmp_path: Path) -> None:

@@ -37,11 +37,10 @@ def draws(in_test: int, in_all: int, *kind: str, at_once: int = 40) -> Iterator[
 
 
 def refused(case: dict[str, Any]) -> bool:
-    """Tell whether a case is refused: terms outside of a loss in two halves, and masks, need a pass over all rows."""
+    """Tell whether a case is refused: terms outside of a loss in two halves need a pass over all rows."""
     user, kl = case["user"], case["block"].get("kl", {})
     in_loss = kl and not (kl.get("reward_path") == "rewards" and kl["placement"] == "reward")
-    needed = "sampling_mask" in case["block"] or (in_loss and user["ours_first"])
-    return bool(needed) and user["call"] == "halves"
+    return bool(in_loss) and user["ours_first"] and user["call"] == "halves"
 
 
 def check(results: list[dict[str, Any]]) -> None:
@@ -49,7 +48,7 @@ def check(results: list[dict[str, Any]]) -> None:
     wrong = [result for result in results if not right(result)]
     assert not wrong, json.dumps(wrong[:3])
     reasons = [result["refused"] for result in results if "refused" in result]
-    assert all("log-probabilities" in reason or "mismatch.sampling_mask" in reason for reason in reasons), reasons
+    assert all("log-probabilities" in reason for reason in reasons), reasons
     assert sum("errors" in result for result in results) > len(results) / 2
 
 

@@ -19,6 +19,12 @@ BLOCK = {
     "routing": {"mode": "R3", "measured": 1.0},
     "lr": {"period": 1},
 }
+OVERRIDES = [
+    "__init__", "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_get_grad_norm",
+    "_get_learning_rate", "_get_per_token_logps_and_entropies", "_save_checkpoint", "compute_loss",
+    "create_accelerator_and_postprocess", "evaluate", "log", "train", "training_step",
+]  # fmt: skip
+"""What our classes override of TRL's."""
 
 
 def test_rloo_in_float32_agrees_with_its_engine_and_routes_as_it(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -56,3 +62,11 @@ def test_gmpo_takes_what_its_loss_has_a_seam_for(run: Run, moe: Path, tmp_path: 
     last = history[-1]
     assert last["mismatch/lr_multiplier"] == 0.25
     assert last["mismatch/routing/set_mismatch_frac"] == 0.0
+
+
+def test_few_classes_of_ours_override_few_methods(run: Run) -> None:
+    found = run(scenarios.bases).expect()
+    base = ["MismatchTrainerMixin", "MeasuredTrainer"]
+    assert found["classes over GRPOTrainer"] == ["MismatchGRPOTrainer", *base]
+    assert found["classes over RLOOTrainer"] == ["MismatchRLOOTrainer", *base]
+    assert found["overrides of GRPOTrainer"] == found["overrides of RLOOTrainer"] == OVERRIDES

@@ -351,7 +351,7 @@ def test_a_model_that_cannot_be_copied_is_not_examined_and_refused_before_the_en
     model.config.quantization_config = {"quant_method": "int8"}
     with pytest.raises(ConfigError) as refusal:
         construct(model, DOCTOR)
-    assert "mismatch.monitor.doctor='on_alarm' with Qwen3ForCausalLM: a model with quantised weights" in str(
+    assert "mismatch.monitor.doctor='on_alarm' with Qwen3ForCausalLM: a model with quantized weights" in str(
         refusal.value
     )
 

@@ -97,6 +97,14 @@ def test_other_tokens_in_the_loss_are_routed_by_the_model(run: Run, moe: Path, t
     assert found["parameters"][0] == found["parameters"][1]  # what is scored beside the loss changes nothing
 
 
+def test_a_pass_beside_the_loss_does_not_stand_for_the_losss_own(run: Run, moe: Path, tmp_path: Path) -> None:
+    found = run(scenarios.own_pass, model=moe, out=tmp_path).expect()
+    assert found["OwnPass"] == "[0.0]"  # halves in another order, each under its routes
+    assert (
+        "the loss was computed without a replayed forward pass over the micro-batch's tokens" in found["OwnPassAltered"]
+    )
+
+
 def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Run, moe: Path, tmp_path: Path) -> None:
     found = run(scenarios.full_kl, model=moe, out=tmp_path).expect()
     # Two steps of scoring and exact pass, policy and reference each.

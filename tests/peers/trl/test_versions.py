@@ -90,6 +90,25 @@ def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
         check("coef_1 * advantages", "advantages", ONE, "", "RLOOTrainer")
 
 
+def test_overrides_pass_on_what_a_later_release_adds() -> None:
+    trainer = importlib.import_module("mismatch_ext.adapters.trl.trainer")
+    overridden = {
+        name: method
+        for kind in (trainer.MismatchTrainerMixin, trainer.MeasuredTrainer)
+        for name, method in vars(kind).items()
+        if inspect.isfunction(method) and name != "__init__"
+    }
+    heard: list[Any] = []
+    host = type("Host", (), dict.fromkeys(overridden, lambda self, *_, **named: heard.append(named)))
+    mine = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
+    assert len(overridden) == 14
+    for name, method in overridden.items():
+        needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]
+        positional = [None for one in needed[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
+        getattr(mine, name)(*positional, of_a_later_release=True)
+        assert heard.pop() == {"of_a_later_release": True}, name
+
+
 WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 
 
@@ -100,13 +119,16 @@ WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warning(
     run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
-    copy = copied(tmp_path / "copy", HARMLESS[name])
+    copy, engine = (
+        copied(tmp_path / "copy", HARMLESS[name]),
+        name in (*WITH_ENGINE, "a keyword argument in each method"),
+    )
     found = run(
         scenarios.newer, fresh=True, env={"PYTHONPATH": str(copy)}, model=moe, out=tmp_path / "run", timeout=300,
-        engine=name in WITH_ENGINE,
+        engine=engine,
     ).expect()  # fmt: skip
     assert found["trl"].startswith(str(copy)) and found["refused"] == []
-    assert all(found["moved"]) and len(found["moved"]) == (4 if name in WITH_ENGINE else 2)
+    assert all(found["moved"]) and len(found["moved"]) == (5 if engine else 3)
     assert len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
 
 

@@ -1,0 +1,109 @@
+"""The doctor on kinds of models that the shipped ones are not: hybrids in packed rows, and models with images on text."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor.blocks import compared
+from mismatch_ext.adapters.transformers.doctor.in_run import class_of, copy_of, placeholders, unexaminable
+from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
+from mismatch_ext.adapters.transformers.scoring import logits_width
+from mismatch_ext.adapters.trl.examining import rows_of
+from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from mismatch_ext.doctor import Sample
+from mismatch_ext.errors import RecordError
+from tests.oracles.routing.images import whole_model
+
+ROWS, PROMPT, LENGTH = 48, 4, 24
+SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "initializer_range": 0.2, "bos_token_id": None, "eos_token_id": None,
+         "pad_token_id": 0}  # fmt: skip
+KINDS: dict[str, dict[str, Any]] = {
+    "qwen3": {"head_dim": 16},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    "recurrent_gemma": {"lru_width": 64, "attention_window_size": 32},
+}
+
+
+def model(kind: str) -> Any:
+    torch.manual_seed(0)
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **SIZES, **KINDS[kind])).eval()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_whose_state_runs_on_in_a_packed_row_are_told_by_trying(kind: str) -> None:
+    assert mixes_packed(model(kind)) == (kind != "qwen3")
+
+
+def test_a_healthy_hybrid_is_not_blamed_on_packing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    hybrid = model("lfm2")
+    hybrid.save_pretrained(tmp_path / "model")
+    made = torch.Generator().manual_seed(1)
+    ids = torch.randint(64, (ROWS, PROMPT), generator=made)
+    with torch.no_grad():
+        for _ in range(LENGTH):
+            drawn = hybrid(input_ids=ids, use_cache=False).logits[:, -1].softmax(-1)
+            ids = torch.cat([ids, torch.multinomial(drawn, 1, generator=made)], 1)
+        scores = (
+            hybrid(input_ids=ids, use_cache=False).logits[:, :-1].log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0]
+        )
+    rows = [{"prompt_ids": row[:PROMPT], "response_ids": row[PROMPT:], "rollout_logprobs": logprobs[PROMPT - 1 :]}
+            for row, logprobs in zip(ids.tolist(), scores.tolist(), strict=True)]  # fmt: skip
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text(
+        "".join(f"{json.dumps(row | {'response_mask': [True] * LENGTH})}\n" for row in rows), encoding="utf-8"
+    )
+    given = ["--model", str(tmp_path / "model"), "--rollouts", str(path), "--dtype", "float32", "--out", str(tmp_path)]
+    assert cli.main(["doctor", *given, "--trainer-layout", "packed", "--quick"]) == 0
+    assert "packed rows were not rebuilt" in capsys.readouterr().out
+
+
+def test_blocks_of_a_hybrid_are_paired_and_one_that_is_cut_otherwise_is_left_out() -> None:
+    hybrid, ids = model("lfm2"), list(range(2, 20))
+    scored = Sample(
+        prompts=((2, 3),) * 2, responses=(tuple(ids[2:]),) * 2, masks=((True,) * 16,) * 2, logprobs=((0.0,) * 16,) * 2
+    )
+    own = Scorer(hybrid, scored, trainer_dtype="float32", engine_dtype="float32").scores.own.reshape(2, 16)
+    for logprobs, count in ((own, 3), (own + 1, 4)):
+        sample = replace(scored, logprobs=tuple(map(tuple, logprobs.tolist())))
+        scorer = Scorer(hybrid, sample, trainer_dtype="float32", engine_dtype="float32")
+        held: Held = {}
+        with torch.no_grad(), holding(hybrid, held):
+            hybrid(torch.tensor([ids]))
+        # vLLM has this name for it.
+        parts = {(at[0], at[1].replace("conv", "short_conv")): (x[0], y[0]) for at, (x, y) in held.items()}
+        found = compared(scorer, [ids], [parts])
+        assert [(block.layer, block.kind) for block in found] == [
+            (0, "conv"), (0, "feed_forward"), (1, "feed_forward"), (1, "attention")
+        ] and max(block.ratio for block in found) < 1  # fmt: skip
+        parts[0, "short_conv"] = (parts[0, "short_conv"][0] / 2, parts[0, "short_conv"][1])
+        assert len(compared(scorer, [ids], [parts])) == count
+
+
+@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
+def test_a_model_with_images_is_examined_on_text(name: str) -> None:
+    whole = whole_model(name)
+    assert logits_width(whole) == whole.get_output_embeddings().weight.shape[0]
+    assert unexaminable(whole.config) is None and whole.config.image_token_id in placeholders(whole.config)
+    sent = {key: tensor.detach().float() for key, tensor in whole.named_parameters()}
+    copied = copy_of(sent, class_of(whole), whole.config, torch.device("cpu"))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.allclose(copied(input_ids=ids).logits, whole.float()(input_ids=ids).logits, atol=1e-5)
+
+
+def test_responses_to_images_are_left_out() -> None:
+    ones, ids = torch.ones(4, 2, dtype=torch.long), torch.arange(8).view(4, 2)
+    output = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids + 8, "completion_mask": ones}
+    gap = (torch.zeros(4, 2), torch.zeros(4, 2), ones.bool())
+    assert rows_of(output, gap, None, 100, {2, 99}).prompts == [[0, 1], [4, 5], [6, 7]]
+    with pytest.raises(RecordError, match="has an image in its prompt"):
+        rows_of(output, gap, None, 100, range(8))

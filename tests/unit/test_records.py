@@ -1,0 +1,103 @@
+"""Figures of pages are those of the records, and `benchmarks.gpu` in its quick form measures what one of them holds."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks.gpu import PARTS, main
+from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
+from benchmarks.stability.table import table
+
+ROOT = Path(__file__).resolve().parents[2]
+SPLITS = ("eval/familiar", "eval/unfamiliar")
+
+
+def page(name: str) -> str:
+    """Return a page as one line, so that a figure may stand at the end of one."""
+    return " ".join((ROOT / f"docs/{name}.md").read_text(encoding="utf-8").split())
+
+
+def evidence(name: str) -> Any:
+    return json.loads((ROOT / f"evidence/{name}.json").read_text(encoding="utf-8"))
+
+
+def costs(command: str) -> list[dict[str, Any]]:
+    """Return the rows that a command printed."""
+    (rows,) = [record["figures"] for record in evidence("bench") if record["command"] == command]
+    return rows
+
+
+def said(found: dict[str, float], digits: str) -> str:
+    """Return an interval as pages write it."""
+    return f"{found['value']:{digits}} ({found['low']:{digits}} to {found['high']:{digits}})"
+
+
+def test_the_quick_form_measures_every_part_with_its_control(tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["figures"]
+    written = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert set(figures) == set(PARTS) and all(title in written for title, _ in PARTS.values())
+    for side in {row["compared"] for row in figures["gap"]}:
+        gap = {row["engine"]: row["logp_abs_diff_mean"] for row in figures["gap"] if row["compared"] == side}
+        assert gap["float32 (control)"] < 1e-5 < gap["FP16"] < gap["bf16"] < 0.1, side
+    control = [row for row in figures["experts"] if row["dtype"] == "float32 (control)"]
+    assert [row["tokens with other experts"] for row in control] == [0.0, 0.0]
+
+
+def test_pages_quote_the_figures_that_take_seconds() -> None:
+    rows = costs("python -m benchmarks quick")
+    side = "engine's decode − its own prefill"
+    gaps = {row["engine"]: row["logp_abs_diff_mean"] for row in rows if row.get("compared") == side}
+    bf16, half, single = (f"{gaps[name]:.1e}".replace("e-0", "e-") for name in ("bf16", "FP16", "float32 (control)"))
+    assert f"{bf16} nats per token in bf16, {half} in FP16. Control, float32: {single}" in page("fp16")
+    below = {row["name"].partition(", ")[2]: f"{row['below optimum']:.3f}" for row in rows if "below optimum" in row}
+    kl = page("kl")
+    assert (
+        f"k1 in the reward, leave-one-out {below['k1 reward, leave-one-out']}; k3 in the loss {below['k3 loss']}" in kl
+    )
+    assert f"k2 and k3 in the reward {below['k2 reward']} and {below['k3 reward']}" in kl
+    assert f"no KL term {below['none']}, k1 in the loss {below['k1 loss']}" in kl
+
+
+def test_pages_quote_the_recorded_costs() -> None:
+    rows, kl, verl = costs("python -m benchmarks"), page("kl"), page("verl")
+
+    def of(words: str) -> dict[str, Any]:
+        (found,) = [row for row in rows if words in row["name"]]
+        return found
+
+    assert f"Control, torch's: {of('LossScaler')['ratio']:.2f} times the time of ours" in page("fp16")
+    memory, time = of("log_softmax of both: peak memory"), of("log_softmax of both: time")
+    assert f"{memory['ours']:.2f} tensors" in kl
+    assert f"{memory['theirs']:.1f} tensors and {time['ratio']:.1f} times the time" in kl
+    step = 1 / of("checked vs stock, processor time")["ratio"]
+    assert f"takes {step:.2f} times stock TRL's processor time" in page("trl")
+    time, memory = of("seconds for each million"), of("peak bytes")
+    ours, theirs = (f"{memory[side] / 1e6:.0f} MB" for side in ("ours", "theirs"))
+    assert f"take {time['ours']:.2f} s for a million tokens on one CPU core, and {ours} of memory" in verl
+    assert f"verl's own metrics take {time['theirs']:.2f} s and {theirs}" in verl
+
+
+def test_pages_quote_the_recorded_gaps() -> None:
+    fp16, routing, replay = page("fp16"), page("routing"), evidence("replay_gap")["figures"]
+    for split in SPLITS:
+        ratios = evidence("demo_dense")["figures"]["bf16 over fp16"][split]
+        assert said(ratios["abs"], ".2g") in fp16 and said(ratios["k3"], ".0f") in fp16
+        assert said(replay[split]["left by replay"]["k3"], ".2f") in routing
+        assert f"{replay[split]['routing decisions that differ']:.1%}".replace("%", " %") in routing
+
+
+@pytest.mark.parametrize("file", [RECORDED, RECORDED_REAL], ids=lambda file: file.stem)
+def test_the_page_of_stability_has_the_recorded_tables(file: Path) -> None:
+    assert table(recorded(file)[1]) in (ROOT / "docs/stability.md").read_text(encoding="utf-8")
+
+
+def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:
+    record, written = evidence("doctor"), (ROOT / "docs/doctor.md").read_text(encoding="utf-8")
+    assert record["command"] in written
+    for line in record["figures"]["printed"]:
+        assert line in written
