@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from mismatch_ext.adapters.verl.behavior import check_layout
 from mismatch_ext.adapters.verl.block import RunMode
+from mismatch_ext.adapters.verl.loss import check_own, needs_own_loss
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from verl.utils import torch_functional
 from verl.utils.device import get_device_name
@@ -64,6 +65,14 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
     @abstractmethod
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
+
+    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+        """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes."""
+        block = self.run_block
+        if not forward_only and block is not None and block.level != "observe" and needs_own_loss(block) is not None:
+            with together(WORLD):
+                check_own(loss_function, block)
+        return super().forward_backward_batch(data, loss_function, forward_only)
 
     def optimizer_step(self) -> Any:
         """Step as the parent does, at the rate that the driver's statistics lead; raises ConfigError if nobody gave any."""

@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding, response_to_nested
 
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.correction import correct
-from mismatch_ext.errors import RecordError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import ResolvedCorrection
@@ -45,6 +45,20 @@ def needs_own_loss(block: MismatchConfig) -> str | None:
     if settings is not None and settings.off_policy_threshold is not None:
         return "correction.off_policy_threshold"
     return "correction.mode='bypass'" if settings is not None and settings.mode == "bypass" else None
+
+
+def module_of(loss: Any) -> str:
+    """Return the module of the function that computes a loss."""
+    return str(getattr(loss, "func", loss).__module__)
+
+
+def check_own(loss: Any, block: MismatchConfig) -> None:
+    """Raise ConfigError if an update is to run with another loss than this module's, and the block takes this one."""
+    if (key := needs_own_loss(block)) is not None and module_of(loss) != __name__:
+        raise ConfigError(
+            f"mismatch.{key}: it takes a loss of this package, and this update has the loss of {module_of(loss)}. Something has "
+            "called set_loss_fn after the start. Remove that call."
+        )
 
 
 def make_loss(actor_config: Any, block: MismatchConfig) -> Callable[..., Any]:
@@ -98,6 +112,11 @@ def mismatch_loss(
     if kl is not None:
         value = kl_loss(config, kl, model_output, data)
         sent = tensordict_utils.get_non_tensor_data(data=data, key=COEF, default=None)
+        if sent is None and kl.target_kl is not None:
+            raise RecordError(
+                f"the micro-batch has no {COEF!r}, the KL coefficient that follows mismatch.kl.target_kl. The trainer `mismatch` "
+                "puts it into each batch's extra_info; pass that on."
+            )
         used = coef if sent is None else float(sent)
         assert used is not None
         loss = loss + used * value

@@ -153,23 +153,30 @@ def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring) ->
     mask = data[MASK].to_padded_tensor(0).bool()
     # Without it the versions are unknown.
     extra = [{}] * len(tags) if (fields := data.pop(EXTRA, None)) is None else fields.tolist()
-    segments = [segments_of(row or {}, int(tag.get("prompt_len", 0))) for row, tag in zip(extra, tags, strict=True)]
+    segments = [
+        segments_of(row or {}, int(tag.get("prompt_len", 0)), places)
+        for row, tag, places in zip(extra, tags, data[MASK].offsets().diff().tolist(), strict=True)
+    ]
     versions = token_versions(segments, mask)
     comparable = of_one_version(versions, mask) if scoring.replayed else mask
     return drift_sums(old, rollout, mask, versions, scoring=scoring.version, comparable=comparable)
 
 
-def segments_of(extra: Mapping[str, Any], prompt: int) -> list[tuple[int | None, int]]:
-    """Return the segments of a rollout, pairs (version, first token), from its `extra_fields` and the tokens of its prompt.
+def segments_of(extra: Mapping[str, Any], prompt: int, response: int) -> list[tuple[int | None, int]]:
+    """Return the segments of a rollout, pairs (version, first token), from its `extra_fields` and its tokens.
 
-    There is one for each request if a client noted them, otherwise one from its first and last version.
+    There is one for each request if a client noted them, otherwise one from its first and last version. Where the two
+    contradict each other, nobody says which weights sampled a token.
     """
-    noted, span = extra.get(VERSIONS), (extra.get("min_global_steps"), extra.get("max_global_steps"))
-    # The segments of a whole conversation begin right after the prompt; segments of only some turns do not tell of the others.
-    if noted and noted[0][1] == prompt and (noted[0][0], noted[-1][0]) == span and all(at >= prompt for _, at in noted):
-        return [(version, start - prompt) for version, start in noted]
+    noted, span = extra.get(VERSIONS) or [], (extra.get("min_global_steps"), extra.get("max_global_steps"))
+    # Several outputs of one conversation share its segments.
+    within = [(version, at) for version, at in noted if prompt <= at < prompt + response]
+    for whole in (noted, within):
+        # The segments of a whole rollout begin right after its prompt; those of some turns do not tell of the others.
+        if whole and whole[0][1] == prompt == min(at for _, at in whole) and (whole[0][0], whole[-1][0]) == span:
+            return [(version, at - prompt) for version, at in whole]
     # Where the versions differ, nobody says at which token the weights changed.
-    return [(span[0] if span[0] == span[1] else None, 0)]
+    return [(span[0] if span[0] == span[1] and not within else None, 0)]
 
 
 def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:

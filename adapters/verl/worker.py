@@ -17,7 +17,7 @@ from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
 from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.block import block_of, mode_of
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, register_engine
-from mismatch_ext.adapters.verl.loss import make_loss, needs_own_loss
+from mismatch_ext.adapters.verl.loss import make_loss, module_of, needs_own_loss
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -135,7 +135,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             "rank": self.rank,
             "engine": type(engine).__name__,
             "model_type": str(engine.model_config.hf_config.model_type),
-            "loss": getattr(self._actor.loss_fn, "func", self._actor.loss_fn).__module__,
+            "loss": module_of(self._actor.loss_fn),
             "versions": self._versions(),
             "readiness": self._readiness,
             **live,

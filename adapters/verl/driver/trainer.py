@@ -407,8 +407,14 @@ class MismatchTrainer(_Host):
         folder = self._folder(self.global_steps)
         if self.config.trainer.resume_mode == "resume_path":
             folder = Path(self.config.trainer.resume_from_path).absolute()
-        state = read_state(folder / STATE_FILE) or {}
+        saved = read_state(folder / STATE_FILE)
+        state = saved or {}
         said = [changed_settings(state.get("config"), self._block.to_dict())]
+        if saved is None:
+            said.append(
+                f"{folder} holds no {STATE_FILE}: alarms, the KL coefficient and the choice of measured passes start again. If "
+                "the run that saved it had a mismatch config, copy the file from its checkpoint."
+            )
         if self._kl is not None and state.get("kl") is not None:
             said.append(self._kl.term.load_state_dict(state["kl"]))
         if self._draws is not None and state.get("routing") is not None:

@@ -40,14 +40,21 @@ HARMLESS: dict[str, Change] = {
 }
 """By name, what changes nothing that we depend on."""
 
-HARMFUL: dict[str, tuple[Change, str]] = {
+HARMFUL: dict[str, tuple[Change, str, str]] = {
     "rows dropped by prepare_model_inputs": (
         replaced(ENGINE, ('"input_ids": input_ids_rmpad,', '"input_ids": input_ids_rmpad[:, :-1],')),
         "mismatch.sampling_mask and mismatch.routing.mode='R2'",
+        "lays [3, 4,",
     ),
     "another mean of the loss": (
         replaced(ALGOS, ("/ batch_num_tokens * dp_size", "/ batch_num_tokens * dp_size * 2")),
         "mismatch.kl",
+        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
+    ),
+    "micro-batches that are run past forward_step": (
+        replaced(ENGINE, ("self.forward_step(micro_batch,", "FSDPEngineWithLMHead.forward_step(self, micro_batch,")),
+        "mismatch.routing",
+        "ran 4 of 4 samples without its forward_step",
     ),
 }
-"""What changes what we depend on, and which section the refusal names."""
+"""What changes what we depend on, which section the refusal names, and what it says was seen."""

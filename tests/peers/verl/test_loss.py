@@ -221,6 +221,16 @@ def test_off_policy_mask_takes_whole_sequences_out(engine: Any) -> None:
     assert found["logged"] == pytest.approx(found["dropped"]) and found["dropped"] > 0
 
 
+def test_a_loss_that_is_replaced_after_the_start_trains_nothing(run: Run, tmp_path: Path) -> None:
+    found = run(in_engine.replaced, out=tmp_path).expect()
+    for name, key in (("kl", "mismatch.kl: "), ("off-policy mask", "mismatch.correction.off_policy_threshold: ")):
+        own, stock, moved = found[name]
+        assert own == "nothing was refused" and not moved, name
+        assert stock.startswith(f"ConfigError: {key}") and "the loss of verl.workers.utils.losses" in stock, name
+    for name in ("observed", "neither"):  # they run with verl's own loss
+        assert found[name] == ["nothing was refused", "nothing was refused", True], name
+
+
 def test_presets_by_name_are_verls_own_methods(direct: Any) -> None:
     found = direct["presets"]
     assert len(found) == 19
@@ -272,6 +282,7 @@ def test_micro_batches_of_padding_and_missing_fields(direct: Any) -> None:
     assert found["native"] == {"loss": 0.0, "gradient": 0.0, "same_metrics": True}
     assert found["reference"].startswith("RecordError") and "'ref_log_prob'" in found["reference"]
     assert found["baseline"].startswith("RecordError") and "'mismatch_kl_baseline'" in found["baseline"]
+    assert found["coefficient"].startswith("RecordError") and "'mismatch_kl_coef'" in found["coefficient"]
     assert found["untouched"]
 
 

@@ -57,6 +57,10 @@ def test_each_token_is_measured_by_its_version(run: Run) -> None:
     # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.
     assert found["segments"] == [[[6, 0], [7, 2]], [[7, 0]], [[None, 0]]]
     assert found["first_turn"] == [[None, 0]]  # as a loop keeps it that asks for each turn under another id
+    # A stamp that contradicts what the client noted proves nothing of the tokens of older turns.
+    assert found["last_stamps"] == found["last_segments"] == [[None, 0]]
+    assert found["outputs"] == [[[6, 0]], [[7, 0]]]
+    assert found["of_routes"] == [[6, 7], [7, 7], None]
     of_batch = found["batch"]
     assert of_batch["numerics/batch/tokens"] == 5 and of_batch["staleness_max"] == 1
     assert of_batch["numerics/logp_abs_diff_mean"] == pytest.approx((2 * 1.0 + 3 * 0.5) / 5)

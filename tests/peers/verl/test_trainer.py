@@ -34,3 +34,5 @@ def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:
     assert first["coef"][0] == 0.1 and len({*first["coef"], *resumed["coef"]}) >= 3 and resumed["coef"][0] != 0.1
     kinds = [line["kind"] for line in found["lines"]]
     assert kinds.count("step") == 4 and kinds[-1] == "end"
+    ((level, name, message),) = found["told"]
+    assert (level, name) == ("warning", "settings_changed") and "copied holds no mismatch.json" in message

@@ -40,8 +40,8 @@ def test_a_newer_version_that_does_the_same_runs_with_one_warning_and_the_same_n
 def test_a_newer_version_that_does_something_else_is_refused_by_what_was_seen(
     run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
-    change, section = HARMFUL[name]
-    refused = on_copy(run, moe, tmp_path / "copy", change)["refused"]
-    assert len(refused) == 1 and refused[0].startswith(section) and "pip install verl==0.9.1" in refused[0]
-    seen = "lays [3, 4," if "rows" in name else "loss_agg_mode='token-mean': on made-up rows the loss is off by"
-    assert seen in refused[0]
+    change, section, seen = HARMFUL[name]
+    (refused,) = on_copy(run, moe, tmp_path / "copy", change)["refused"]
+    assert refused.startswith(section) and seen in refused
+    # What is seen at the start is advised on; what a pass shows may also be an override of the user's own.
+    assert ("pip install verl==0.9.1" in refused) != ("forward_step" in seen)

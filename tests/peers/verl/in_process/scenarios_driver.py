@@ -288,6 +288,11 @@ def edges() -> dict[str, Any]:
             result[name] = ""
         except MismatchError as error:
             result[name] = f"{type(error).__name__}: {error}"
+    following = make_loss(actor_config(), block_of(kl={"coef": 0.1, "target_kl": 1e-3, "baseline": "none"}))
+    try:
+        loss_on(following, logps, batch_of([torch.tensor([END])] * 2, {"ref_log_prob": [torch.zeros(1)] * 2}))
+    except MismatchError as error:
+        result["coefficient"] = f"{type(error).__name__}: {error}"
     plain = actor_config()
     untouched = make_loss(plain, block_of(precision={"dtype": "float16"}))
     result["untouched"] = untouched.func is ppo_loss and untouched.keywords == {"config": plain}  # type: ignore[attr-defined]

@@ -31,7 +31,8 @@ from tests.peers.verl.in_process.losses import (
     host_config,
     relative,
 )
-from tests.peers.verl.in_process.workers import worker
+from tests.peers.verl.in_process.routes import refused
+from tests.peers.verl.in_process.workers import parameters, update, worker
 
 VOCABULARY, HORIZON = 4, 3
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
@@ -247,6 +248,29 @@ def engine_terms(out: str) -> dict[str, Any]:
     result["carried"] = [relative(twice, 2 * engine.gradient(loss, only_kl)[0]), number(metrics["kl_coef"])]
     result |= {"bypass": bypass(engine, data), "off_policy": off_policy(engine, data)}
     return result
+
+
+def replaced(out: str) -> dict[str, Any]:
+    """Update with a loss that something has set after the start, for each block that takes ours and for one that does not."""
+    policy, reference = build_models(Path(out))
+    data = sampled_batch(policy, reference)
+    stock, found = partial(ppo_loss, config=actor_config()), {}
+    kl = {"estimator": "k3", "placement": "loss", "target": "token", "baseline": "none", "coef": 0.3}
+    blocks: dict[str, Any] = {
+        "kl": {"kl": kl},
+        "off-policy mask": {"correction": {"off_policy_threshold": 0.05}},
+        "observed": {"level": "observe", "kl": kl},
+        "neither": {},
+    }
+    for name, block in blocks.items():
+        built = worker(policy, block)
+        built.set_loss_fn(make_loss(actor_config(), block_of(**block)))
+        own = refused(update, built, data)
+        before = parameters(built)
+        built.set_loss_fn(stock)
+        found[name] = [own, refused(update, built, data), before != parameters(built)]
+        built.infer_batch(tu.assign_non_tensor(data.clone(), compute_loss=False))  # scores are not trained on
+    return found
 
 
 def by_hand(engine: Engine, data: TensorDict, weigh: Any) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl import measure
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
+from mismatch_ext.adapters.verl.replay import versions
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -146,10 +147,20 @@ def by_version() -> dict[str, Any]:
     )
     keys = SimpleNamespace(keys=given.keys, tags=[{"prompt_len": n} for n in prompts], partition_id="train")
     first_turn = {"weight_versions": [(6, 2)], "min_global_steps": 6, "max_global_steps": 7}
+    # The stamps are of the last turn alone: as a loop hands them on that takes the last answer's `extra_fields`.
+    stamped = {"min_global_steps": 7, "max_global_steps": 7}
+    turns = {"weight_versions": [(6, 2), (7, 8)], **stamped}
     found: dict[str, Any] = {
-        "segments": [segments_of(e, p) for e, p in zip(extra, prompts, strict=True)],
-        "first_turn": segments_of(first_turn, 2),
-    }
+        "segments": [segments_of(e, p, n) for e, p, n in zip(extra, prompts, lengths, strict=True)],
+        "first_turn": segments_of(first_turn, 2, 4),
+        "last_stamps": segments_of(turns, 2, 10),
+        "last_segments": segments_of({"weight_versions": [(7, 8)], **stamped}, 2, 10),
+        # Each turn an output of its own, of 2 and 3 tokens.
+        "outputs": [
+            segments_of({**turns, "min_global_steps": 6, "max_global_steps": 6}, 2, 2), segments_of(turns, 8, 3)
+        ],
+        "of_routes": versions(TensorDict({"extra_fields": NonTensorStack(turns, stamped, {})}, batch_size=3)),
+    }  # fmt: skip
     measure.tq, measure.CHUNK = given, 2
     for name, version in (("batch", 7), ("replayed", 7)):
         scoring = Scoring(version=version, replayed=name == "replayed")

@@ -161,6 +161,14 @@ def steps() -> dict[str, Any]:
                 "asked": trainer.actor_rollout_wg.asked, "logged": logged, "sent": trainer.sent,
                 "coef": [entry["mismatch_kl_coef"] for entry in trainer.extra],
             }  # fmt: skip
+        told: list[Any] = []
+        for folder in ("global_step_2", "copied"):  # a checkpoint, and one of which verl's part alone was copied
+            with open_dict(config):
+                config.trainer.resume_mode, config.trainer.resume_from_path = "resume_path", f"{work}/{folder}"
+            trainer = kind(config)
+            trainer._processes.event = lambda *event: told.append(event)
+            trainer._load_checkpoint()
+        found["told"] = told
         found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
         lines = Path(work, "mismatch", "metrics.jsonl").read_text().splitlines()
         found["lines"] = [json.loads(line) for line in lines]

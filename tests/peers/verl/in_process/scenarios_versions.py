@@ -13,7 +13,7 @@ from mismatch_ext.adapters.verl.behavior import check_loss
 
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import SeamError, UntestedVersionWarning
+from mismatch_ext.errors import ReplayError, SeamError, UntestedVersionWarning
 from tests.peers.verl.in_process.scenarios_masks import supports, with_fields
 from tests.peers.verl.in_process.workers import R2, batch, parameters, scored, update, worker
 
@@ -41,13 +41,13 @@ def newer(model: str) -> dict[str, Any]:
                 found["refused"].append(str(error))
         try:
             built = worker(model, BLOCK, use_remove_padding=True)
-        except SeamError as error:
-            found["refused"].append(str(error))
-        else:
             plain = batch()
             data = scored(
                 built, with_fields(plain, supports(plain, int(built.engine.model_config.hf_config.vocab_size)))
             )
+        except (SeamError, ReplayError) as error:
+            found["refused"].append(str(error))
+        else:
             update(built, data)
             found["logprobs"] = [row.tolist() for row in data["old_log_probs"].unbind()]
             found["parameters"] = parameters(built)
