@@ -22,7 +22,7 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.engine import REQUIRED, SteeredEngine, register
-from mismatch_ext.adapters.verl.replay import ALTERED, altered, calls_of, check_calls, lengths, names, routes
+from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from torch import nn
 from torch.optim import Optimizer
@@ -221,18 +221,8 @@ def check_routes(engine: Any, data: Any) -> None:
         replayed = tokens
     else:  # all rows but a sample's last, and none of one without a response: verl says which
         replayed = [int(mask.sum()) for mask in build_r3_replay_mask(data["input_ids"], data["response_mask"]).unbind()]
-    for array, count, rows, calls, name in zip(
-        routes(data), tokens, replayed, calls_of(data), names(data, rank), strict=True
-    ):
+    for array, count, rows, name in zip(routes(data), tokens, replayed, names(data, rank), strict=True):
         _check_sample(array, name, config, layers, rows, (count,) if recorded else (count, count - 1))
-        if recorded or not rows:
-            continue
-        known = check_calls(array, count, [call for call in calls if call.tells(rows, config.moe_router_topk)], name)
-        if known is not None and known < rows:
-            raise RoutingError(
-                f"request {name}: the rollout engine returned routing of {known} rows, but verl replays {rows}. The others were "
-                "lost on the way, or an agent loop added tokens after the last generation."
-            )
 
 
 def _check_sample(

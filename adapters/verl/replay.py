@@ -10,16 +10,14 @@ layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
-from mismatch_ext.adapters.verl.rollout.client import CALLS, fingerprints
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
@@ -49,8 +47,7 @@ TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 ALTERED = (
     "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "
-    "without routed_experts, or routes were moved without their samples. Give an update the tokens that were sampled. An agent "
-    "loop must keep the engine's token ids, and the extra_fields that came with the routes."
+    "without routed_experts, or routes were moved without their samples. Give an update the tokens that were sampled."
 )
 
 
@@ -242,13 +239,13 @@ class EngineReplay(RouteReplay):
         """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run."""
         kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
         fields, samples = [], []
-        for array, tokens, rows, span, calls, name in zip(
-            routes(data), lengths(data), needed(data), versions(data), calls_of(data), names(data, rank), strict=True
+        for array, tokens, rows, span, name in zip(
+            routes(data), lengths(data), needed(data), versions(data), names(data, rank), strict=True
         ):
             experts = torch.zeros((tokens, len(self.layout.layers), self.layout.top_k), dtype=kind)
             recorded = self._ingested(array, tokens, name) if self.config.mode == "R2" else None
             present = True
-            if self.config.mode == "R3" and (recorded := self._recorded(array, tokens, rows, calls, name)) is not None:
+            if self.config.mode == "R3" and (recorded := self._recorded(array, tokens, rows, name)) is not None:
                 recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
                 sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
                 present = not self.takes_older or recorded.versions[0][1] == sent
@@ -259,7 +256,7 @@ class EngineReplay(RouteReplay):
             samples.append((count, rows > 0, present))
         return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
 
-    def _recorded(self, array: Any, tokens: int, needed: int, calls: Sequence[Call], name: str) -> RoutingTrace | None:
+    def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> RoutingTrace | None:
         """Read an engine's routes as verl hands them on: rows that were not recorded are zero, come last, and have no loss."""
         ids = None if array is None else torch.as_tensor(array)
         if ids is None or ids.dim() != 3 or ids.is_floating_point():
@@ -269,10 +266,7 @@ class EngineReplay(RouteReplay):
                 f"request {name}: routing has {len(ids)} rows for {tokens} tokens; allowed: one for each, or all but the last. "
                 "They were lost on the way from the rollout engine, or are another sample's."
             )
-        known = None
-        if needed:
-            known = check_calls(ids, tokens, [call for call in calls if call.tells(needed, self.layout.top_k)], name)
-        recorded = len(ids) if known is None else min(known, len(ids))
+        recorded = len(ids)
         if not needed and not bool(ids.any()):
             recorded = 0
         elif self.layout.top_k > 1:
@@ -320,93 +314,21 @@ def lengths(data: Any) -> list[int]:
     return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Call:
-    """What a rollout engine was given and sampled in a call, and what it is known by that it routed."""
-
-    tokens: np.ndarray  # int32
-    rows: np.ndarray  # `fingerprints` of its routes
-
-    def is_over(self, ids: Tensor) -> bool:
-        """Tell whether a sample begins with the call's tokens, or is a part of them."""
-        count = min(len(self.tokens), len(ids))
-        return bool(np.array_equal(self.tokens[:count], ids[:count].cpu().numpy()))
-
-    def tells(self, needed: int, top_k: int) -> bool:
-        """Tell whether the call speaks of the first rows, as many as needed.
-
-        A loop that asks under several request ids may hand on the first one's note, which does not tell of the others. With one
-        expert per token lost rows look like recorded ones, so that every row must have been noted.
-        """
-        return len(self.rows) >= needed or top_k == 1
-
-
-def noted_calls(data: Any) -> list[list[Call]]:
-    """Return the calls that the client of the rollout servers has noted of each sample; none where another client ran."""
-    return [
-        [
-            Call(tokens=np.frombuffer(tokens, np.int32), rows=np.frombuffer(rows, np.uint32))
-            for tokens, rows in extra.get(CALLS) or ()
-        ]
-        for extra in extra_fields(data)
-    ]
-
-
-def calls_of(data: Any) -> list[list[Call]]:
-    """Return of each sample the calls over its own tokens."""
-    pairs = zip(noted_calls(data), data["input_ids"].unbind(), strict=True)
-    return [[call for call in calls if call.is_over(ids)] for calls, ids in pairs]
-
-
-def check_calls(ids: Tensor, tokens: int, calls: Sequence[Call], name: str) -> int | None:
-    """Return how many rows of a sample's routes `[rows, layers, K]` its engine recorded, by the calls over its tokens.
-
-    None without calls. Raises RoutingError if no call returned these routes.
-    """
-    most, first = None, 0
-    found = fingerprints(ids[: tokens - 1].cpu().numpy()) if calls else None
-    for call in calls:
-        if len(call.rows) not in (len(call.tokens) - 1, len(call.tokens)):
-            raise RoutingError(
-                f"request {name}: the rollout engine returned routing of {len(call.rows)} rows for {len(call.tokens)} tokens; "
-                "allowed: one for each, or all but the last."
-            )
-        assert found is not None
-        count = min(len(call.rows), len(found))
-        wrong = (found[:count] != call.rows[:count]).nonzero()[0]
-        if len(wrong):
-            first = max(first, int(wrong[0]))
-        else:
-            most = max(most or 0, count)
-    if calls and most is None:
-        raise RoutingError(
-            f"request {name}, row {first}: its routing is not what the rollout engine returned for these tokens. It is another "
-            "sample's or an earlier turn's, or was cut or moved on its way."
-        )
-    return most
-
-
 def altered(data: Any) -> list[int]:
     """Return the samples that have a loss, but other token ids than their routes were recorded of.
 
-    With R3 these ids are those of the engine's calls, where the client has noted them, and the agent loop's prompt and response;
-    where they are missing or padded, there is nothing to compare with.
+    With R3 these ids are the agent loop's prompt and response; where they are missing or padded, there is nothing to compare
+    with.
     """
     field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
-    present, losses = data["input_ids"].unbind(), needed(data)
-    sampled: list[Any] = [None] * len(present)
     if field is not None:
         sampled = list(field.unbind())
     elif prompts is not None and responses is not None and prompts.is_nested and responses.is_nested:
         sampled = [torch.cat(pair) for pair in zip(prompts.unbind(), responses.unbind(), strict=True)]
-    others = [
-        ids is not None and not torch.equal(ids.cpu().long(), now.cpu())
-        for ids, now in zip(sampled, present, strict=True)
-    ]
-    if field is None:
-        for row, calls in enumerate(noted_calls(data)):
-            others[row] |= bool(calls) and not any(call.is_over(present[row]) for call in calls)
-    return [row for row, (other, loss) in enumerate(zip(others, losses, strict=True)) if other and loss]
+    else:
+        return []
+    rows = zip(sampled, data["input_ids"].unbind(), needed(data), strict=True)
+    return [row for row, (ids, now, loss) in enumerate(rows) if loss and not torch.equal(ids.cpu().long(), now.cpu())]
 
 
 def routes(data: Any) -> list[Any]:
@@ -445,21 +367,16 @@ def versions(data: Any) -> list[Span | None]:
 
     Of several turns an agent loop may hand on the last one's stamps alone; the client has noted the versions of all of them.
     """
-    found: list[Span | None] = []
-    for extra in extra_fields(data):
-        first, last = extra.get("min_global_steps"), extra.get("max_global_steps")
-        noted = [version for version, _ in extra.get(VERSIONS) or [] if version is not None]
-        found.append(None if first is None or last is None else (min([int(first), *noted]), int(last)))
-    return found
-
-
-def extra_fields(data: Any) -> list[Mapping[str, Any]]:
-    """Return what came with each sample's answer; nothing where no field says it."""
     fields = data.get("extra_fields", None)
     rows = fields.tolist() if hasattr(fields, "tolist") else fields
     if not isinstance(rows, (list, tuple)) or len(rows) != len(data):
-        return [{}] * len(data)
-    return [row or {} for row in rows]
+        return [None] * len(data)
+    found: list[Span | None] = []
+    for row in rows:
+        first, last = row.get("min_global_steps"), row.get("max_global_steps")
+        noted = [version for version, _ in row.get(VERSIONS) or [] if version is not None]
+        found.append(None if first is None or last is None else (min([int(first), *noted]), int(last)))
+    return found
 
 
 def names(data: Any, rank: int) -> list[str]:

@@ -24,10 +24,6 @@ from mismatch_ext.turns import Calls
 FIELD = "weight_versions"
 """Entry of a rollout's `extra_fields`: each version in order, with the tokens (prompt too) before the first that it sampled."""
 
-CALLS = "routed_calls"
-"""Entry of a rollout's `extra_fields`: for each call that no later one continues, the ids that the engine was given and sampled,
-int32, and `fingerprints` of the routes that came with them. As bytes, because tensordict compares what it stacks by `==`."""
-
 MASKS = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
 
@@ -41,21 +37,12 @@ class Segments(list[tuple[int | None, int]]):
     # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
     routes: Any = None
 
-    def __init__(self, *, shares_id: bool = False) -> None:
-        super().__init__()
-        self.calls: list[tuple[bytes, bytes]] = []
-        self._shares_id = shares_id  # whether another conversation has the same request id
-
     def __getstate__(self) -> None:
         """Leave out the attributes, which only this process uses: segments travel with the rollout, routes in their own field."""
 
-    def goes_on(self, prompt_ids: Sequence[int]) -> bool:
-        """Tell whether a request with this prompt is a later turn of this conversation."""
-        if self.asked or not self:
-            return not self.asked
-        first = self[0][1]
-        begun = self.tokens if self._shares_id else self.tokens[:first]
-        return len(prompt_ids) > first and bool(begun) and list(prompt_ids[: len(begun)]) == list(begun)
+    def goes_on(self, prompt: int) -> bool:
+        """Tell whether a request with a prompt of so many tokens is a later turn of this conversation."""
+        return not self.asked and (not self or prompt > self[0][1])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
         """Give tokens that earlier turns sampled, up to the first that is another now, the routes that they had then."""
@@ -65,19 +52,6 @@ class Segments(list[tuple[int | None, int]]):
             kept = min(same, len(self.routes), len(output.routed_experts))
             output.routed_experts = np.concatenate([self.routes[:kept], output.routed_experts[kept:]])
         self.tokens, self.routes = [*prompt_ids, *output.token_ids], output.routed_experts
-        if self.routes is not None:
-            call = np.asarray(self.tokens, np.int32).tobytes(), fingerprints(np.asarray(self.routes)).tobytes()
-            if self.calls and all(now.startswith(before) for now, before in zip(call, self.calls[-1], strict=True)):
-                self.calls.pop()
-            self.calls.append(call)
-
-
-def fingerprints(routes: np.ndarray) -> np.ndarray:
-    """Return a number for each row of routes `[rows, layers, experts]`, uint32, by which others are told apart from it."""
-    rows = routes.reshape(len(routes), -1)
-    weights = np.arange(1, rows.shape[1] + 1, dtype=np.uint32) * np.uint32(0x9E3779B1)
-    weights = (weights ^ (weights >> np.uint32(15))) * np.uint32(0x85EBCA77)
-    return rows.astype(np.uint32) @ weights
 
 
 _present: ContextVar[Segments | None] = ContextVar("segments", default=None)
@@ -115,7 +89,7 @@ class Recorder(LLMServerClient):
 
 
 class Conversing(LLMServerClient):
-    """Keeps what is known of a conversation's turns, and adds it to each answer's `extra_fields`, as `FIELD` and `CALLS`."""
+    """Keeps what is known of a conversation's turns, and adds it to each answer's `extra_fields` as `weight_versions`."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
@@ -124,9 +98,9 @@ class Conversing(LLMServerClient):
         # Kept by id for as long as somebody has the first turn's segments: a client does not see when a conversation ends.
         known: WeakValueDictionary[Any, Segments] = self.__dict__.setdefault("_conversations", WeakValueDictionary())
         segments = known.get(request_id)
-        if segments is None or not segments.goes_on(prompt):
+        if segments is None or not segments.goes_on(len(prompt)):
             # With `full_determinism` verl gives all of its conversations the same id.
-            segments = known[request_id] = Segments(shares_id=segments is not None)
+            segments = known[request_id] = Segments()
         segments.asked, segments.masks, token = True, (), _present.set(segments)
         try:
             output = await super().generate(request_id, **kwargs)
@@ -138,8 +112,6 @@ class Conversing(LLMServerClient):
             support = _together(segments.masks, len(output.token_ids))
             calls.add(prompt, output.token_ids, output.log_probs, support)
         output.extra_fields[FIELD] = segments
-        if output.routed_experts is not None:
-            output.extra_fields[CALLS] = segments.calls
         return output
 
 

@@ -237,25 +237,6 @@ def test_other_tokens_are_routed_by_the_model_and_never_trained_on(run: Run, moe
         assert own["others"] == own["extra_others"] == 1.0 and own["extra"] < 1e-6, (name, own["others"], own["extra"])
 
 
-def test_routes_are_those_that_the_engine_returned_for_these_tokens(run: Run, moe: Path) -> None:
-    found = run(replaying.noted, model=moe).expect()
-    for top_k, own in found.items():
-        for case in ("right", "of each token", "tools at the end", "one of several", "anew scored", "nobody"):
-            assert own[case] == "nothing was refused", (top_k, case, own[case])
-        second = "RoutingError: request 1 of rank 0's mini-batch (uid b)"
-        assert own["moved"].startswith(
-            "RoutingError: request 0 of rank 0's mini-batch (uid a), row 0: its routing is not"
-        )
-        assert own["lost"].startswith(f"{second}, row 9: its routing is not what the rollout engine returned"), own[
-            "lost"
-        ]
-        assert own["anew"].startswith(f"{second}: its token ids are others than those"), own["anew"]
-        assert own["surplus"].startswith(f"{second}: the rollout engine returned routing of 15 rows for 14 tokens")
-    # Its note does not tell of the other turns, in which a row of zeros may be expert 0 or lost.
-    assert found["4"]["first turn"] == "nothing was refused"
-    assert "routing has 8 rows for 14 tokens" in found["1"]["first turn"]
-
-
 def test_an_engine_that_does_not_call_the_hooks_of_replay_is_refused(run: Run, moe: Path) -> None:
     found = run(replaying.unhooked, model=moe).expect()
     for mode, own in found.items():

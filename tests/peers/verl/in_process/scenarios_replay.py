@@ -15,12 +15,10 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
 from mismatch_ext.adapters.transformers.routing import moe_layout
-from mismatch_ext.adapters.verl.rollout.client import CALLS, fingerprints
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -334,68 +332,6 @@ def unhooked(model: str) -> dict[str, Any]:
         del built.engine.forward_step
         found[mode]["after"] = refused(update, built, data)
     return found
-
-
-def noted(model: str) -> dict[str, Any]:
-    """Update with routes and the calls that the client has noted, right and wrong, with four experts per token and with one."""
-    samples, found = (0, 4), {}
-    plain = batch(samples)
-    tokens = [row.numpy().astype(np.int32) for row in plain["input_ids"].unbind()]
-    for top_k in (4, 1):
-        options: dict[str, Any] = {"override_config": {"attn_implementation": "sdpa", "num_experts_per_tok": top_k}}
-        own = as_rollout(scored(worker(model, {"routing": R2}, micro_batch=2, **options), plain)["routed_experts"])
-        routes = [row.clone() for row in own.unbind()]
-        right = [(ids, row.numpy()[:-1]) for ids, row in zip(tokens, routes, strict=True)]
-        built = worker(model, {"routing": R3}, micro_batch=2, optimizer={"lr": 0.0}, **options)
-
-        def tried(
-            calls: Any, given: list[Tensor] = routes, data: TensorDict = plain, run: Any = update, built: Any = built
-        ) -> str:
-            data = data.clone()
-            data["routed_experts"] = nested(given)
-            data["old_log_probs"] = nested([torch.zeros(RESPONSES[0])] * 2)
-            extra = [{CALLS: [(ids.tobytes(), fingerprints(rows).tobytes()) for ids, rows in one]} for one in calls]
-            data["extra_fields"] = NonTensorStack(*extra)
-            tu.assign_non_tensor(data, uid=["a", "b"])
-            return refused(lambda: run(built, data) if run is update else run(data))
-
-        first, other_turn = right
-        lost = [routes[0], torch.cat([routes[1][:9], torch.zeros_like(routes[1][9:])])]
-        ids = plain["input_ids"].unbind()[1].clone()
-        ids[8] += 1
-        anew = plain.clone()  # text that was tokenized again: the agent loop's own ids agree with each other
-        anew["input_ids"] = nested([plain["input_ids"].unbind()[0], ids])
-        anew["responses"] = nested([plain["responses"].unbind()[0], ids[PROMPTS[0] :]])
-        ids_two, rows_two = other_turn
-        surplus = ids_two, np.concatenate([rows_two, rows_two[-2:]])
-        found[str(top_k)] = {
-            "right": tried([[first], [other_turn]]),
-            "of each token": tried([[first], [(ids_two, np.concatenate([rows_two, rows_two[-1:]]))]]),
-            "tools at the end": tried([[first], [(ids_two[:-2], rows_two[:-2])]], lost_end(routes), without_end(plain)),
-            "one of several": tried([[first], [first, other_turn]]),
-            "moved": tried([[first], [other_turn]], routes[::-1]),
-            "lost": tried([[first], [other_turn]], lost),
-            "anew": tried([[first], [other_turn]], data=anew),
-            "anew scored": tried([[first], [other_turn]], data=anew, run=built.infer_batch),
-            "surplus": tried([[first], [surplus]]),
-            "first turn": tried([[first], [(ids_two[:9], rows_two[:8])]]),
-            "nobody": tried([[], []]),
-        }
-    return found
-
-
-def lost_end(routes: list[Tensor]) -> list[Tensor]:
-    """Return routes of which the second's last three rows were not recorded."""
-    return [routes[0], torch.cat([routes[1][:-3], torch.zeros_like(routes[1][-3:])])]
-
-
-def without_end(data: TensorDict) -> TensorDict:
-    """Return a batch with no loss on the second sample's last two tokens."""
-    data = data.clone()
-    masks = [row.clone() for row in data["loss_mask"].unbind()]
-    masks[1][-2:] = 0
-    data["loss_mask"] = nested(masks)
-    return data
 
 
 def filled_up(model: str) -> dict[str, Any]:

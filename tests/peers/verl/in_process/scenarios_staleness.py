@@ -8,13 +8,9 @@ import warnings
 from typing import Any
 
 import numpy as np
-from mismatch_ext.adapters.verl.replay import noted_calls
-from mismatch_ext.adapters.verl.rollout.client import fingerprints, versioned
+from mismatch_ext.adapters.verl.rollout.client import versioned
 from omegaconf import OmegaConf
-from tensordict import NonTensorStack, TensorDict
-from transfer_queue.utils.serial_utils import decode, encode
 from transformers import BatchEncoding
-from verl.utils.tensordict_utils import list_of_dict_to_tensordict
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
@@ -70,11 +66,6 @@ def resumed() -> dict[str, Any]:
         warnings.simplefilter("always")
         other = versioned(object(), turns=True)
         versioned(object.__new__(LLMServerClient))
-    # As verl puts answers into its queue, which sends and stores the values of such a field one by one.
-    rows = list_of_dict_to_tensordict([{"extra_fields": one.extra_fields} for one in (first, second)])
-    values = decode(encode({"values": rows.get("extra_fields").tolist()}))["values"]
-    sent = TensorDict({"extra_fields": NonTensorStack(*values)}, batch_size=2)
-    calls = noted_calls(sent)
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],
@@ -84,37 +75,8 @@ def resumed() -> dict[str, Any]:
         "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
         "other": type(other).__name__,
-        "calls": [[call.tokens.tolist() for call in row] for row in calls],
-        "last_routes": bool((calls[0][-1].rows == fingerprints(third.routed_experts)).all()),
         "told": [str(one.message) for one in told],
     }
-
-
-def other_conversations() -> list[list[Any]]:
-    """Ask under one id for an answer, and for turns of two other conversations that begin as it does, in part and as a whole."""
-
-    async def answer(self: Any, request_id: Any, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
-        version = next(versions)
-        rows = np.full((len(prompt_ids), 1, 1), version)
-        return TokenOutput(token_ids=[version], routed_experts=rows, extra_fields={"global_steps": version})
-
-    client, versions = object.__new__(LLMServerClient), iter(range(4, 9))
-    client.config = OmegaConf.create({})
-    asked, before = versioned(client, turns=True), LLMServerClient.generate
-    LLMServerClient.generate = answer  # type: ignore[method-assign]
-
-    async def ask() -> list[Any]:
-        prompts = [7, 8], [7, 9, 9], [7, 8], [7, 8, 4, 0]
-        return [await asked.generate("det-0", prompt_ids=prompt, sampling_params={}) for prompt in prompts]
-
-    try:
-        found = asyncio.run(ask())
-    finally:
-        LLMServerClient.generate = before  # type: ignore[method-assign]
-    return [
-        [[list(one) for one in output.extra_fields["weight_versions"]], output.routed_experts.flatten().tolist()]
-        for output in found
-    ]
 
 
 def one_id() -> list[list[Any]]:
