@@ -153,12 +153,13 @@ class EngineReplay(RouteReplay):
             yield run
         finally:
             self._split = None
-        if self._prepared < len(data):
-            raise ReplayError(
-                f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
-                "forward_step and prepare_model_inputs, where routes are replayed and recorded. Remove what overrides them, or "
-                "mismatch.routing."
-            )
+        with together(WORLD):
+            if self._prepared < len(data):
+                raise ReplayError(
+                    f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
+                    "forward_step and prepare_model_inputs, where routes are replayed and recorded. Remove what overrides them, "
+                    "or mismatch.routing."
+                )
 
     @contextmanager
     def step(self) -> Iterator[None]:
