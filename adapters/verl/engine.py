@@ -66,20 +66,22 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         """Go on from the state that `_kept` returned; it is empty if the checkpoint has none."""
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes."""
         block = self.run_block
         if not forward_only and block is not None and block.level != "observe" and needs_own_loss(block) is not None:
             with together(WORLD):
                 check_own(loss_function, block)
-        return super().forward_backward_batch(data, loss_function, forward_only)
+        return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
 
-    def optimizer_step(self) -> Any:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
         """Step as the parent does, at the rate that the driver's statistics lead; raises ConfigError if nobody gave any."""
         if self._rate is None:
-            return super().optimizer_step()
+            return super().optimizer_step(*args, **kwargs)
         with self._rate.applied():
-            norm = super().optimizer_step()
+            norm = super().optimizer_step(*args, **kwargs)
         self._rate.note_grad_norm(float(norm))
         return norm
 
@@ -165,9 +167,9 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 "images: verl cuts its sequence inside the model, behind the tokens that routes are held against; allowed: 1."
             )
 
-    def initialize(self) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Build model, optimizer and schedule as the parent does, and put the block on them."""
-        super().initialize()
+        super().initialize(*args, **kwargs)
         block = self.block
         if self._looked_at and self._trains:
             with self.verdicts.checking("loss_scaler"):
@@ -223,15 +225,15 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                 f"actor_rollout_ref.{role}.fsdp_config.mixed_precision, or set its param_dtype to {precision.dtype!r}."
             )
 
-    def _build_fsdp_module(self, module: Any) -> Any:
+    def _build_fsdp_module(self, module: Any, *args: Any, **kwargs: Any) -> Any:
         """Build as the parent does, with a loss scaler for the engine's real device."""
         precision = None if self.block is None else self.block.precision
         if precision is None:
-            return super()._build_fsdp_module(module)
+            return super()._build_fsdp_module(module, *args, **kwargs)
         with warnings.catch_warnings():
             # verl's scaler warns so when it disables itself without CUDA; it is replaced below.
             warnings.filterwarnings("ignore", message=".*CUDA is not available.*")
-            module = super()._build_fsdp_module(module)
+            module = super()._build_fsdp_module(module, *args, **kwargs)
         if self.scaler is not None and precision.dtype == "float16" and self._trains:
             self.scaler = LossScaler.of(precision, get_device_name())
         return module
@@ -257,7 +259,9 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         finally:
             self._adapter_off = False
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a mini-batch as the parent does, under the routes and over the masks that travel with its samples.
 
         Raises RoutingError or RecordError before any pass if a sample's are missing, malformed, or in an update of other tokens,
@@ -269,19 +273,19 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
             masks = self.masks.batch(data, rank=self.rank, forward_only=forward_only)
         with masks as run:
             if replay is None:
-                return super().forward_backward_batch(run, loss_function, forward_only)
+                return super().forward_backward_batch(run, loss_function, forward_only, *args, **kwargs)
             reference = not self._trains or self._adapter_off
             with replay.batch(run, rank=self.rank, forward_only=forward_only, reference=reference) as run:
-                return super().forward_backward_batch(run, loss_function, forward_only)
+                return super().forward_backward_batch(run, loss_function, forward_only, *args, **kwargs)
 
     def forward_step(self, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Run a micro-batch as the parent does, recorded or replayed."""
         with nullcontext() if self.replay is None else self.replay.step():
             return super().forward_step(micro_batch, *args, **kwargs)
 
-    def prepare_model_inputs(self, micro_batch: Any) -> Any:
+    def prepare_model_inputs(self, micro_batch: Any, *args: Any, **kwargs: Any) -> Any:
         """Prepare a pass as the parent does, and begin to record or replay it."""
-        inputs, output_args = super().prepare_model_inputs(micro_batch)
+        inputs, output_args = super().prepare_model_inputs(micro_batch, *args, **kwargs)
         if self.replay is not None:
             self.replay.inputs(micro_batch, output_args)
         return inputs, output_args
@@ -299,26 +303,26 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
 
     # Optimizer and schedule
 
-    def optimizer_step(self) -> float:
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> float:
         """Step as the parent does, and count what was skipped; raises PrecisionError if overflows do not end."""
         if self.block is None:
-            return super().optimizer_step()  # type: ignore[no-any-return]
+            return super().optimizer_step(*args, **kwargs)  # type: ignore[no-any-return]
         before = self._steps
-        norm = float(super().optimizer_step())
+        norm = float(super().optimizer_step(*args, **kwargs))
         self._skipped += self._steps == before
         return norm
 
-    def lr_scheduler_step(self) -> float:
+    def lr_scheduler_step(self, *args: Any, **kwargs: Any) -> float:
         """Move the schedule on unless every step of the update was skipped; return the applied rate, where verl's is the next."""
         steps, self._steps = self._steps, 0
         self._updates += 1
         if self._rate is None and (self.block is None or self.scaler is None):
-            return super().lr_scheduler_step()  # type: ignore[no-any-return]
+            return super().lr_scheduler_step(*args, **kwargs)  # type: ignore[no-any-return]
         applied = float(self.lr_scheduler.get_last_lr()[0])
         if self._rate is not None:
             applied *= self._rate.last_multiplier
         if steps:
-            super().lr_scheduler_step()
+            super().lr_scheduler_step(*args, **kwargs)
         self._of_step[bool(steps)] += 1
         if self._updates % self._mode.updates == 0:
             skipped, taken = self._of_step

@@ -318,9 +318,9 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
         self.block = self.run_block
         self.mismatch_routes: RouteAgreement | None = None
 
-    def initialize(self) -> None:
+    def initialize(self, *args: Any, **kwargs: Any) -> None:
         """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared."""
-        super().initialize()
+        super().initialize(*args, **kwargs)
         if self.block is None or self.engine_config.forward_only:
             return
         if self.block.lr is not None:
@@ -331,12 +331,14 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
             guarded()[0].agreement = self.mismatch_routes
 
-    def forward_backward_batch(self, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
+    def forward_backward_batch(
+        self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
+    ) -> Any:
         """Run a mini-batch as the parent does; its routes are checked before any of it is reordered, split or sent."""
         if self.block is None or self.block.routing is None:
-            return super().forward_backward_batch(data, loss_function, forward_only)
+            return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
         with guarded()[0].batch(self, data, forward_only):
-            return super().forward_backward_batch(data, loss_function, forward_only)
+            return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
 
     def _controlled(self) -> LrControl:
         assert self.block is not None and self.block.lr is not None
@@ -349,12 +351,12 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
             required=REQUIRED,
         )
 
-    def lr_scheduler_step(self) -> Any:
+    def lr_scheduler_step(self, *args: Any, **kwargs: Any) -> Any:
         """Move the schedule on, and return the rate that the update applied; stock verl returns the next one."""
         if self._rate is None:
-            return super().lr_scheduler_step()
+            return super().lr_scheduler_step(*args, **kwargs)
         applied = float(torch_optimizers(self.optimizer)[0].param_groups[0]["lr"]) * self._rate.last_multiplier
-        super().lr_scheduler_step()
+        super().lr_scheduler_step(*args, **kwargs)
         return applied
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:

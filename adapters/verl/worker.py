@@ -82,7 +82,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         return block
 
     @on_all_ranks
-    def init_model(self) -> None:
+    def init_model(self, *args: Any, **kwargs: Any) -> None:
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
         self._verdicts = Verdicts(block.level)
@@ -94,7 +94,7 @@ class MismatchWorker(ActorRolloutRefWorker):
             expected = register_megatron_engine(block, mode_of(self.config))
         else:
             expected = register_engine(block, mode_of(self.config))
-        super().init_model()
+        super().init_model(*args, **kwargs)
         if "actor" not in self.role:
             return
         engine: object = self._actor.engine
@@ -113,9 +113,9 @@ class MismatchWorker(ActorRolloutRefWorker):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 
     @started_on_all_ranks
-    async def update_weights(self, global_steps: int | None = None, mode: str = "auto") -> Any:
+    async def update_weights(self, global_steps: int | None = None, *args: Any, **kwargs: Any) -> Any:
         """Send the weights as verl does; routes that come with rollouts from then on have to be of this version."""
-        metrics = await super().update_weights(global_steps=global_steps, mode=mode)
+        metrics = await super().update_weights(global_steps, *args, **kwargs)
         for part in (self.actor, self.ref):
             # With a colocated reward model verl validates after an update without a step: the servers then keep their stamp.
             replay = getattr(getattr(part, "engine", None), "replay", None)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -102,39 +103,39 @@ class MismatchTrainer(_Host):
 
     # Before the first step, and around weight updates.
 
-    def _init_resource_pool_mgr(self) -> None:
+    def _init_resource_pool_mgr(self, *args: Any, **kwargs: Any) -> None:
         """Map verl's roles as it does, with our worker where it has its own."""
-        super()._init_resource_pool_mgr()
+        super()._init_resource_pool_mgr(*args, **kwargs)
         for role in self.role_worker_mapping:
             if "actor" in str(role) or str(role) == "ref":
                 self.role_worker_mapping[role] = ray.remote(self.worker)
 
-    def init(self) -> None:
+    def init(self, *args: Any, **kwargs: Any) -> None:
         """Initialise as verl does, and write how the run ended if that fails."""
         with self._failing_loudly():
-            super().init()
+            super().init(*args, **kwargs)
 
-    def get_llm_client(self) -> Any:
+    def get_llm_client(self, *args: Any, **kwargs: Any) -> Any:
         """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
         acting = self._block.acting
-        return versioned(super().get_llm_client(), turns=bool(acting.routing or acting.sampling_mask))
+        return versioned(super().get_llm_client(*args, **kwargs), turns=bool(acting.routing or acting.sampling_mask))
 
-    def on_init_end(self) -> None:
+    def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
         with self._verdicts.checking("processes"):
             replicas = [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
             self._processes.check(self.actor_rollout_wg, replicas, self.tokenizer)
         with self._verdicts.checking("weight_sync"):
             self._weights = self._processes.weights(self._resumed.get("weight_sync"))
-        self._update_weights(super().on_init_end)
+        self._update_weights(partial(super().on_init_end, *args, **kwargs))
         with self._verdicts.checking("metrics"):
             self._processes.announce(self.global_steps)
         self._collect_findings()
 
-    def on_step_end(self) -> None:
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
         self._updated_step = self.global_steps
-        self._update_weights(super().on_step_end)
+        self._update_weights(partial(super().on_step_end, *args, **kwargs))
 
     def _update_weights(self, update: Any) -> None:
         """Ask the actor what it scores while the rollout sleeps, update as verl does, and ask every server what it has."""
@@ -148,10 +149,10 @@ class MismatchTrainer(_Host):
             if self._weights is not None:
                 self._weights.verify(stepped=self.config.trainer.critic_warmup <= self.global_steps)
 
-    def on_validate_end(self) -> None:
+    def on_validate_end(self, *args: Any, **kwargs: Any) -> None:
         with self._verdicts.checking("rollouts"):
             self._processes.check_refused("validation", self.global_steps)
-        super().on_validate_end()
+        super().on_validate_end(*args, **kwargs)
 
     # One batch: a step has a batch for each local update.
 
@@ -165,20 +166,22 @@ class MismatchTrainer(_Host):
         """Whether rollouts come with the routes they were sampled with."""
         return self._block.routing is not None and self._block.routing.mode == "R3"
 
-    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any]) -> Any:
+    def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take a step as verl does, and combine this package's metrics of its local updates, each as its kind requires."""
         self._step_metrics = StepMetrics()
-        batch = super().step(metrics, timing_raw)
+        batch = super().step(metrics, timing_raw, *args, **kwargs)
         metrics.update(self._step_metrics.result())
         return batch
 
-    def _step_once(self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int) -> Any:
+    def _step_once(
+        self, metrics: dict[str, Any], timing_raw: dict[str, Any], sample_batch_size: int, *args: Any, **kwargs: Any
+    ) -> Any:
         """Make a local update as verl does, and take this package's metrics out of those that verl averages."""
-        batch = super()._step_once(metrics, timing_raw, sample_batch_size)
+        batch = super()._step_once(metrics, timing_raw, sample_batch_size, *args, **kwargs)
         self._step_metrics.take(metrics, len(sampled_rows(batch)))
         return batch
 
-    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
         with self._verdicts.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
@@ -191,7 +194,7 @@ class MismatchTrainer(_Host):
         if self._has_routes:
             with self._verdicts.checking("routes"):
                 check_routes(batch, self.global_steps)
-        batch = super()._compute_old_log_prob(batch, metrics)
+        batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
         with self._verdicts.checking("gap"):
             self._measure_gap(batch)
@@ -235,21 +238,21 @@ class MismatchTrainer(_Host):
         assert gap is not None
         self._log.merge("train", gap, native=True)
 
-    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._block.routing is not None and self._block.routing.reference:
-            return super()._compute_ref_log_prob(batch, metrics)
+            return super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
         with without_routes(batch, self._block.routing):
-            return super()._compute_ref_log_prob(batch, metrics)
+            return super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
 
-    def _compute_values(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _compute_values(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with without_routes(batch, self._block.routing):
-            return super()._compute_values(batch, metrics)
+            return super()._compute_values(batch, metrics, *args, **kwargs)
 
-    def _compute_advantage(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _compute_advantage(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards."""
         if self._kl is not None:
             metrics.update(self._kl.prepare(batch, self.global_steps))
-        batch = super()._compute_advantage(batch, metrics)
+        batch = super()._compute_advantage(batch, metrics, *args, **kwargs)
         if self._kl is not None:
             self._kl.check_penalized()
         correction = self.config.algorithm.get("rollout_correction")
@@ -260,11 +263,11 @@ class MismatchTrainer(_Host):
                         self._log.mask("train", kept, sampled)
         return batch
 
-    def _update_critic(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _update_critic(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with without_routes(batch, self._block.routing):
-            return super()._update_critic(batch, metrics)
+            return super()._update_critic(batch, metrics, *args, **kwargs)
 
-    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+    def _update_actor(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
         if self._block.lr is not None:
             self._waiting.append(self._statistics(self._block.lr.trigger))
@@ -275,7 +278,7 @@ class MismatchTrainer(_Host):
         self._measured = None
         if self._kl is not None:
             self._kl.send(batch)
-        batch = super()._update_actor(batch, metrics)
+        batch = super()._update_actor(batch, metrics, *args, **kwargs)
         under_our_names(metrics)
         if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows
             metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))
@@ -294,10 +297,10 @@ class MismatchTrainer(_Host):
     # The end of a step, and of the run.
 
     def _compute_metrics(
-        self, batch: Any, metrics: dict[str, Any], timing_raw: Any, global_steps: int, epoch: int
+        self, batch: Any, metrics: dict[str, Any], timing_raw: Any, global_steps: int, *args: Any, **kwargs: Any
     ) -> None:
         """Compute verl's metrics, add the gap's, write all of them and hold them against the alarms."""
-        super()._compute_metrics(batch, metrics, timing_raw, global_steps=global_steps, epoch=epoch)
+        super()._compute_metrics(batch, metrics, timing_raw, global_steps, *args, **kwargs)
         self._collect_findings()
         with self._verdicts.checking("metrics"):
             self._record(metrics, global_steps)
@@ -339,10 +342,10 @@ class MismatchTrainer(_Host):
             self._save_checkpoint()
         self.total_training_steps = self.global_steps
 
-    def fit(self, agent_loop_manager: Any) -> None:
+    def fit(self, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:
         """Train as verl does, and write how the run ended."""
         with self._failing_loudly():
-            super().fit(agent_loop_manager)
+            super().fit(agent_loop_manager, *args, **kwargs)
         with self._verdicts.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
 
@@ -375,10 +378,10 @@ class MismatchTrainer(_Host):
     def _folder(self, step: int) -> Path:
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
 
-    def _save_checkpoint(self) -> None:
+    def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         with self._verdicts.checking("checkpoint"):
             self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
-        super()._save_checkpoint()
+        super()._save_checkpoint(*args, **kwargs)
         self._saved_step = self.global_steps
 
     def _write_state(self) -> None:
@@ -393,9 +396,9 @@ class MismatchTrainer(_Host):
         }
         write_state(self._folder(self.global_steps) / STATE_FILE, state)
 
-    def _load_checkpoint(self) -> None:
+    def _load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Resume as verl does, and load the driver's own state too."""
-        super()._load_checkpoint()
+        super()._load_checkpoint(*args, **kwargs)
         with self._verdicts.checking("checkpoint"):
             self._resume_state()
 
