@@ -75,6 +75,9 @@ SECTIONS = {
 def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sglang_is: Callable[[str], None]) -> None:
     sglang_is("0.5.18")
     table = compat.installed_environment()["hosts"][host]
+    if "Megatron" in host and versions.installed("megatron-core") is None:  # as with verl's own pins
+        assert table.keys() == {"not_installed"}
+        return
     assert table.keys() == SECTIONS.keys()
     overrides = ["actor_rollout_ref.rollout.name=sglang"] if "SGLang" in host else []
     if "Megatron" in host:
