@@ -139,9 +139,9 @@ def measure(steps: int) -> tuple[int, list[tuple[Step, Step]]]:
 def run(steps: int = 8) -> list[dict[str, Any]]:
     """Return the rows of this benchmark, by the clock and by the processor; a ratio is the stock step's time over ours."""
     size, pairs = measure(steps)
-    same = [same_learnt(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
+    same = [same_learned(ours["learned"], theirs["learned"]) for ours, theirs in pairs]
     # Servers batch requests as they come in, so sums may round differently, and in rare cases another token is sampled.
-    assert sum(same) >= len(same) - 1, [(ours["learnt"], theirs["learnt"]) for ours, theirs in pairs]
+    assert sum(same) >= len(same) - 1, [(ours["learned"], theirs["learned"]) for ours, theirs in pairs]
     equal = f"tokens, reward, loss and gradient norm in {sum(same)} of {len(same)} steps"
     what = f"a step of TRL with a vLLM server, {size / 1e6:.2g} million parameters, {tokens_per_step(pairs):.0f} tokens"
     found: list[dict[str, Any]] = []
@@ -153,8 +153,8 @@ def run(steps: int = 8) -> list[dict[str, Any]]:
     return found
 
 
-def same_learnt(ours: dict[str, float], theirs: dict[str, float]) -> bool:
-    """Whether two steps had the same tokens and learnt the same, except for rounding."""
+def same_learned(ours: dict[str, float], theirs: dict[str, float]) -> bool:
+    """Whether two steps had the same tokens and learned the same, except for rounding."""
     if ours["num_tokens"] != theirs["num_tokens"] or ours["reward"] != theirs["reward"]:
         return False
     return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))

@@ -93,7 +93,7 @@ def run(steps: int = 26, model: str | None = None, without: Sequence[str] = ()) 
     with tempfile.TemporaryDirectory() as folder:
         given = {kind: (kind, model, f"{folder}/{kind}", steps, without) for kind in ("ours", "theirs")}
         pairs = take_turns(steps, train, given)
-    same = [[side["learnt"][name] for name in ("num_tokens", "reward")] for pair in pairs for side in pair]
+    same = [[side["learned"][name] for name in ("num_tokens", "reward")] for pair in pairs for side in pair]
     assert same[::2] == same[1::2], "the two sampled other tokens"
     unit = "clock" if torch.cuda.is_available() else "processor"
     seconds = [(ours[unit], theirs[unit]) for ours, theirs in pairs]

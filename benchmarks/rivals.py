@@ -137,23 +137,21 @@ LOGS = {
         F["the last of three older checkpoints"], one("stale_weights"), Answers(("older weights", "weights or input"), CHANGED)
     ),
     "half of the responses two versions old": Log(
-        Planted(older=(faults._moved(by=3e-3),)), one("staleness"), one("staleness"), versions=True
+        Planted(older=(faults.moved(by=3e-3),)), one("staleness"), one("staleness"), versions=True
     ),
     "norm epsilon x 43, float16": Log(F["norm epsilon x 43, float16"], one("norm_eps"), Answers((), ("floor_jump",))),
     "engine float16, trainer bfloat16": Log(
         F["engine float16, trainer bfloat16"], one("trainer_dtype"), Answers(("bf16 tail",), CHANGED)
     ),
     "clean, float32": Log(F["clean, float32"]),
-    "expert weights not normalized": Log(F["chosen experts not normalised"], one("expert_norm"), Answers((), ("floor_jump",))),
+    "expert weights not normalized": Log(F["chosen experts not normalized"], one("expert_norm"), Answers((), ("floor_jump",))),
 }  # fmt: skip
 # Ours is asked these too, and the rivals of today are not.
 OURS_ALONE = {
-    "stale weights, ten steps": Log(
-        Planted(older=(faults._moved(seed=1), faults._moved(by=1e-2))), one("stale_weights")
-    ),
+    "stale weights, ten steps": Log(Planted(older=(faults.moved(seed=1), faults.moved(by=1e-2))), one("stale_weights")),
     # A log has no blocks, and no cause of the list exchanges experts: the honest answer is none.
     "experts 5 and 9 of layer 2 exchanged": Log(
-        Planted(kind="moe", weights=faults._exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."))
+        Planted(kind="moe", weights=faults.exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."))
     ),
 }
 TWELVE = (
@@ -369,7 +367,9 @@ def of_logs(names: Sequence[str], home: Path, environments: Path, tools: Collect
         said = ours(log, run, sample, versions, folder)
         answers[OURS] = said, cpu_seconds() - began
         for tool in tools:
-            yield answered("logs", name, tool, *answers[tool], getattr(log, FIELDS[tool]))
+            yield answered(
+                "logs" if len(tools) > 1 else "twelve", name, tool, *answers[tool], getattr(log, FIELDS[tool])
+            )
     engines.end()
 
 
@@ -422,7 +422,7 @@ def of_losses(home: Path, environments: Path) -> Iterator[Row]:
 def table(rows: Sequence[Row]) -> str:
     """Return the verdicts by fault, their counts, and the median CPU seconds of a log or run, by tool."""
     lines = []
-    for part in [part for part in ("logs", "live") if any(row["part"] == part for row in rows)]:
+    for part in [part for part in ("logs", "twelve", "live") if any(row["part"] == part for row in rows)]:
         here = [row for row in rows if row["part"] == part]
         verdicts = {(row["fault"], row["tool"]): row["verdict"] for row in here}
         tools = [tool for tool in FIELDS if any(row["tool"] == tool for row in here)]
@@ -455,7 +455,7 @@ def main() -> None:
     record |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "versions": versions}
     with tempfile.TemporaryDirectory() as home:
         where = {"home": Path(home), "environments": asked.environments or Path(home)}
-        twelve = partial(of_logs, TWELVE, tools=(OURS,))
+        twelve = partial(of_logs, [name for name in TWELVE if any(word in name for word in asked.only)], tools=(OURS,))
         rivals = {"logs": partial(of_logs, logs, tools=FIELDS), "live": partial(of_live, live), "losses": of_losses}
         runs = {"twelve": twelve, **rivals}
         for row in chain.from_iterable(run(**where) for part, run in runs.items() if part in parts):

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 WARM_UP = 2
 Step = dict[str, Any]
-"""`clock` and `processor` seconds of a step, and what it `learnt`: tokens, reward, loss and gradient norm."""
+"""`clock` and `processor` seconds of a step, and what it `learned`: tokens, reward, loss and gradient norm."""
 
 
 class TakesTurns(TrainerCallback):
@@ -39,9 +39,9 @@ class TakesTurns(TrainerCallback):
     def _report(self, state: Any) -> None:
         clock, processor = self.began
         logs = next((entry for entry in reversed(state.log_history) if "loss" in entry), {})
-        learnt = {name: logs.get(name) for name in ("num_tokens", "reward", "loss", "grad_norm")}
+        learned = {name: logs.get(name) for name in ("num_tokens", "reward", "loss", "grad_norm")}
         spent = {"clock": time.perf_counter() - clock, "processor": time.process_time() - processor}
-        self.pipe.send({**spent, "learnt": learnt})
+        self.pipe.send({**spent, "learned": learned})
 
 
 def take_turns(
@@ -81,5 +81,5 @@ def take_turns(
 
 def tokens_per_step(pairs: list[tuple[Step, Step]]) -> float:
     """Return the mean number of tokens of a step."""
-    counts = [ours["learnt"]["num_tokens"] for ours, _ in pairs]
+    counts = [ours["learned"]["num_tokens"] for ours, _ in pairs]
     return float(counts[-1] - counts[0]) / (len(counts) - 1)

@@ -118,7 +118,7 @@ def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int
     return time.perf_counter() - start
 
 
-def summarised(runs: dict[str, Any]) -> list[dict[str, Any]]:
+def summarized(runs: dict[str, Any]) -> list[dict[str, Any]]:
     """Return what each run measured in each split, and its mean reward over the first and last five steps."""
     rows = []
     for name, data in runs.items():
@@ -232,7 +232,7 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
         steps = (setting.steps if args.steps is None else args.steps) if trains else 0
         seconds[setting.name] = train(setting, model, run_dir, steps, args.prompts)
         runs[setting.name] = read_run(run_dir / setting.name)
-    rows, replay = summarised(runs), replay_rows(runs)
+    rows, replay = summarized(runs), replay_rows(runs)
     intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in chosen})
     header = runs[chosen[0].name].header
     document = {

@@ -104,7 +104,7 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 DEMO = Command(
     name="demo",
-    help="Show a gap, its cause and the remedy on a miniature policy: 10 to 30 seconds, no GPU, no model.",
+    help="Show a gap, its cause and the remedy on a miniature policy: under a minute, no GPU, no model.",
     configure=_configure_demo,
     run=_demo,
 )

@@ -185,7 +185,7 @@ class Run:
         with self._together():
             with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
                 surplus = self.trainer.surplus()
-            bias = self.rollout.sampling.ratio_bias(renormalised=self.rollout.reading().renormalises)
+            bias = self.rollout.sampling.ratio_bias(renormalized=self.rollout.reading().renormalizes)
             for name, message in (("readiness", readiness), ("vocabulary", surplus), ("ratio_bias", bias)):
                 if message is not None and self.ranks.rank == 0:
                     self._warn(name, str(message))

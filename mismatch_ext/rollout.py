@@ -69,10 +69,10 @@ class SamplingSettings:
         """Return these settings without truncation, for a trainer that scores over sampling masks and so truncates alike."""
         return replace(self, top_p=1.0, top_k=0, min_p=0.0)
 
-    def ratio_bias(self, *, renormalised: bool = True) -> str | None:
+    def ratio_bias(self, *, renormalized: bool = True) -> str | None:
         """Return why the importance ratio is biased, or None if it is not.
 
-        `renormalised` says whether the engine normalizes over the tokens that truncation keeps, as vLLM's processed
+        `renormalized` says whether the engine normalizes over the tokens that truncation keeps, as vLLM's processed
         log-probabilities are; SGLang reports those from before truncation.
         """
         active = [f"top_p={self.top_p}"] * (self.top_p < 1)
@@ -80,7 +80,7 @@ class SamplingSettings:
         active += [f"min_p={self.min_p}"] * (self.min_p > 0)
         sentences = []
         if active:
-            of, size = ("those", "small") if renormalised else ("all", "large")
+            of, size = ("those", "small") if renormalized else ("all", "large")
             sentences.append(
                 f"{' and '.join(active)} is active: tokens are sampled from those that survive. The engine's probabilities are "
                 f"among {of}, the trainer's among all, so every ratio is too {size}, by the surviving mass. Sample with top_p=1, "

@@ -302,7 +302,7 @@ class _FromLogits(torch.autograd.Function):
         for index, part in _sequences(tokens, support):
             for rows, ids, filled, column in _chunks(tokens[index], part, 1):
                 z = logits[index][rows].gather(-1, ids).to(logprobs.dtype) / temperature
-                logprobs[index][rows] = _normalised(z, filled, column)
+                logprobs[index][rows] = _normalized(z, filled, column)
         return logprobs
 
     @staticmethod
@@ -338,7 +338,7 @@ class _FromHead(torch.autograd.Function):
         logprobs = torch.zeros(tokens.shape, dtype=_wide(hidden.dtype), device=hidden.device)
         for rows, ids, filled, column in _chunks(tokens, support, hidden.shape[1]):
             z, _ = _scaled(_products(hidden[rows], weight, bias, ids, dtype).to(logprobs.dtype), scaling)
-            logprobs[rows] = _normalised(z, filled, column)
+            logprobs[rows] = _normalized(z, filled, column)
         return logprobs
 
     @staticmethod
@@ -386,10 +386,10 @@ def _scaled(z: Tensor, scaling: tuple[float, float | None, float]) -> tuple[Tens
     return bent * (softcap / temperature), (1 - bent * bent) * (scale / temperature)
 
 
-def _normalised(z: Tensor, filled: Tensor, column: Tensor) -> Tensor:
+def _normalized(z: Tensor, filled: Tensor, column: Tensor) -> Tensor:
     """Return z_y - log sum exp z of each position; 0 if the position has no ids."""
-    normaliser = z.masked_fill(~filled, -torch.inf).logsumexp(-1)
-    return torch.where(filled[:, 0], z.gather(-1, column[:, None])[:, 0] - normaliser, 0.0)
+    normalizer = z.masked_fill(~filled, -torch.inf).logsumexp(-1)
+    return torch.where(filled[:, 0], z.gather(-1, column[:, None])[:, 0] - normalizer, 0.0)
 
 
 def _slope(z: Tensor, filled: Tensor, column: Tensor, outer: Tensor) -> Tensor:

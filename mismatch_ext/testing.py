@@ -192,13 +192,13 @@ class KlJudgement:
     tokens: float  # bias of the expected gradient against that of the per-token reverse KL of the sampled prefixes
     std: float  # spread of one response's gradient over the norm of that of KL(pi||ref) of responses
     # The divergence whose gradient it is, in words; "0" where it has none on average, "" if it is no known one.
-    regularises: str
+    regularizes: str
 
     def expect(self, divergence: str) -> None:
         """Raise AssertionError unless the term regularizes a divergence, such as "KL(pi||ref) of responses"."""
-        if self.regularises != divergence:
+        if self.regularizes != divergence:
             actual = (
-                self.regularises or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
+                self.regularizes or f"no gradient of a known divergence (of responses it is {self.responses:.1%} off)"
             )
             raise AssertionError(f"the KL term regularizes {actual}; allowed: {divergence}.")
 
@@ -223,7 +223,7 @@ def judge_kl(problem: Problem, term: Term | Moments) -> KlJudgement:
         cos=None if vanishes else _figure(_cosine(expected.gradient, whole)),
         tokens=_figure(off(expected.gradient, token)),
         std=_figure(expected.std / float(whole.norm())),
-        regularises="0" if vanishes else next(iter(matches), ""),
+        regularizes="0" if vanishes else next(iter(matches), ""),
     )
 
 

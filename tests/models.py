@@ -1,4 +1,4 @@
-"""Tiny randomly initialised models for tests of plumbing, of the same architectures as the examples."""
+"""Tiny randomly initialized models for tests of plumbing, of the same architectures as the examples."""
 
 from __future__ import annotations
 

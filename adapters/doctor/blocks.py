@@ -16,9 +16,9 @@ from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
 
 from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.diagnose import STANDS_OUT, Block
+from mismatch_ext.doctor.diagnose import STANDS_OUT, Block, rescored
 from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
-from mismatch_ext.doctor.fits import FLOAT32
+from mismatch_ext.doctor.fits import FLOAT32, ROUNDING
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
@@ -27,9 +27,9 @@ At = tuple[int, str]
 """Layer and name of a block."""
 # Blocks that engines and transformers cut out of a layer alike, and what they are called in words; others have their own names.
 KINDS = {"self_attn": "attention", "mlp": "mlp"}
-# Another block that errs by so much of its length, in an engine whose log-probabilities are off by no more than so many times the
-# trainer's own rounding, is cut out otherwise: a factor stands inside of it on one side alone.
-OTHERWISE, SOUND = 0.1, 1.5
+# Another block that errs by so much of its length, in an engine whose log-probabilities are off by rounding alone, is cut out
+# differently: a factor stands inside of it on one side alone.
+CUT_DIFFERENTLY = 0.1
 # A fault of a few tokens, such as one expert's, shows in this quantile over tokens and not in the median.
 QUANTILES = (0.5, 0.95)
 # Limits over all sequences together, because two hidden states per token and block are held in memory.
@@ -68,18 +68,19 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
     blocks = engine.blocks(rows)
     if not any(blocks):
         return HiddenStates(
-            missing="its forward is compiled (give --engine-arg enforce_eager=true) or in chunks, or its layers have other names"
+            missing="its forward is compiled (give --engine-arg enforce_eager=true) or in chunks, or it has no list of layers"
         )
     return HiddenStates(rows=rows, blocks=blocks)
 
 
 def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
     """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
-    blocks = () if states.missing else tuple(compared(scorer, states.rows, states.blocks))
-    missing = states.missing or "the trainer's layers are named or cut otherwise"
+    blocks, note = alike(scorer, [] if states.missing else compared(scorer, states.rows, states.blocks))
     if not blocks:
+        missing = states.missing or note or "the trainer's layers are named otherwise"
         return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
-    return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {summary(blocks)}")), blocks)
+    said = "; ".join(filter(None, (summary(blocks), note)))
+    return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {said}")), blocks)
 
 
 def summary(blocks: Sequence[Block]) -> str:
@@ -125,14 +126,23 @@ def compared(
             for q in QUANTILES
         ]
         largest.append(max(sizes, key=lambda block: block.ratio))
-    if not _sound(scorer):
-        return largest
-    return [block for block in largest if block.kind in KINDS.values() or block.error < OTHERWISE]
+    return largest
 
 
-def _sound(scorer: Scorer) -> bool:
-    own, rounding = scorer.scores.own, float(np.abs(scorer.scores.trainer - scorer.scores.own).mean())
-    return float(np.abs(scorer.sample.engine - own).mean()) <= SOUND * max(rounding, FLOAT32)
+def alike(scorer: Scorer, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], str]:
+    """Return the blocks that both sides cut out of their layers alike, and which are left out; empty if none is."""
+    size, error = rescored(scorer.sample, scorer.scores)
+    if size > ROUNDING and float(np.abs(error).mean()) > FLOAT32:
+        return tuple(blocks), ""
+    kept = tuple(block for block in blocks if block.kind in KINDS.values() or block.error < CUT_DIFFERENTLY)
+    others = dict.fromkeys(block.kind for block in blocks if block not in kept)
+    if not others:
+        return kept, ""
+    count = len(blocks) - len(kept)
+    return (
+        kept,
+        f"{count} of {len(blocks)} blocks ({', '.join(others)}) are left out, because one side cuts them differently",
+    )
 
 
 def equal_shares(
@@ -161,9 +171,9 @@ def _renamed(
     seen = {at for parts in states for at in parts}
     trainers: dict[At, At] = {}
     for layer in {at[0] for at in seen}:
-        ours, theirs = ({at for at in names if at[0] == layer} for names in (blocks.keys(), seen))
-        if len(ours - theirs) == len(theirs - ours) == 1:
-            trainers[next(iter(theirs - ours))] = next(iter(ours - theirs))
+        own, engines = ({at for at in names if at[0] == layer} for names in (blocks.keys(), seen))
+        if len(own - engines) == len(engines - own) == 1:
+            trainers[next(iter(engines - own))] = next(iter(own - engines))
     return [{trainers.get(at, at): tensors for at, tensors in parts.items()} for parts in states]
 
 

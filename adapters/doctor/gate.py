@@ -8,12 +8,12 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from time import perf_counter
-from typing import Protocol, runtime_checkable
+from typing import Protocol, cast
 
 import numpy as np
 import torch
 from mismatch_ext.adapters.doctor.asking import ToSample
-from mismatch_ext.adapters.doctor.blocks import compared, equal_shares, hidden_states
+from mismatch_ext.adapters.doctor.blocks import alike, compared, equal_shares, hidden_states
 from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
 from mismatch_ext.adapters.doctor.progress import Progress
@@ -51,7 +51,6 @@ EPILOG = """example:
 exit status: 0 if every figure is within its limit, 1 if one is not, 2 for an error; docs/doctor.md has more"""
 
 
-@runtime_checkable
 class TakesWeights(DoctorsEngine, Protocol):
     """An engine that a trainer can send weights to."""
 
@@ -91,9 +90,11 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--batches: {batches} is not allowed; allowed: >= 1.")
     ensure_checkpoint("--model", asked.run.model)
     prompts = prompts_of(arguments, host, asked.run.model)
-    gate = gated(
-        asked.run, prompts, batches=batches, responses=arguments.responses, max_tokens=asked.max_tokens, exact=arguments.exact
-    )  # fmt: skip
+    with Progress("gate") as rung:
+        gate = gated(
+            asked.run, prompts, rung, batches=batches, responses=arguments.responses, max_tokens=asked.max_tokens,
+            exact=arguments.exact,
+        )  # fmt: skip
     if arguments.json is not None:
         write_whole(arguments.json, (json.dumps(gate.data(), indent=1) + "\n").encode(), make_folder=True)
     say(gate.page())
@@ -101,34 +102,26 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def gated(
-    sides: Run, prompts: Sequence[Sequence[int]], *, batches: int, responses: int, max_tokens: int, exact: bool = False
+    sides: Run,
+    prompts: Sequence[Sequence[int]],
+    rung: Progress,
+    *,
+    batches: int,
+    responses: int,
+    max_tokens: int,
+    exact: bool = False,
 ) -> Gate:
     """Send the weights to a run's engine before each batch, sample, and measure how far engine and trainer are apart.
 
     Args:
         sides: The run; its engine starts with made-up weights unless its arguments say how it loads.
         prompts: Token ids of each prompt; they are used in turn.
+        rung: Is told what is being done.
         batches: Number of batches.
         responses: Number of responses of each batch.
         max_tokens: Largest number of tokens of a response.
         exact: Ask for equality to the last bit.
-
-    Raises:
-        ConfigError: The engine does not take weights in this process.
     """
-    with Progress("gate") as rung:
-        return _gated(sides, prompts, rung, batches, responses, max_tokens, exact)
-
-
-def _gated(
-    sides: Run,
-    prompts: Sequence[Sequence[int]],
-    rung: Progress,
-    batches: int,
-    responses: int,
-    max_tokens: int,
-    exact: bool,
-) -> Gate:
     began = perf_counter()
     rung(f"start of {sides.engine}")
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
@@ -136,11 +129,9 @@ def _gated(
 
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
-    engine = sides.start(routing_shape(model))
+    engine = cast("TakesWeights", sides.start(routing_shape(model)))
     samples = []
     try:
-        if not isinstance(engine, TakesWeights):
-            raise ConfigError(f"--engine: {sides.engine} takes no weights from this command; give --engine vllm.")
         for number in range(batches):
             rung(f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
             engine.update(model)
@@ -173,16 +164,18 @@ def _gated(
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
     rung("blocks of the trainer")
+    blocks, left_out = alike(scorer, compared(scorer, states.rows, states.blocks))
     return measured(
         sample,
         scorer.scores,
         trainer,
         np.repeat(np.arange(batches), [len(part.row) for part in samples]),
-        blocks=compared(scorer, states.rows, states.blocks),
+        blocks=blocks,
+        no_blocks=states.missing or left_out or "the two sides' layers are named otherwise",
         equal_blocks=equal_shares(scorer, states.rows, states.blocks),
         sides=f"`{sides.model}`: {sides.engine} {installed(sides.engine)} in {sides.dtype} against transformers "
         f"{installed('transformers')} in {sides.trainer_dtype}, padding: {sides.layout}",
-        looked=looked,
+        looked=[*looked, *([f"blocks: {left_out}"] if left_out and not exact else [])],
         exact=exact,
     )
 

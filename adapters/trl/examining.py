@@ -6,13 +6,13 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+from mismatch_ext.adapters.placeholders import placeholders_of
 from mismatch_ext.adapters.transformers.doctor.in_run import (
     Computing,
     Rows,
     class_of,
     copy_of,
     examine_batch,
-    placeholders,
     unexaminable,
 )
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
@@ -71,7 +71,7 @@ class Examiner:
             replays=routing is not None and routing.mode == "R3",
             head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
         )
-        rows = rows_of(output, gap, records, EXAMINED_TOKENS, placeholders(policy.config))
+        rows = rows_of(output, gap, records, EXAMINED_TOKENS, placeholders_of(policy.config.to_dict()))
         copy = copy_of(sent.take(), class_of(policy), policy.config, accelerator.device)
         return examine_batch(rows, computing, copy, self._scored_again())
 

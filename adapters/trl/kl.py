@@ -71,8 +71,8 @@ def batch_baseline(
     others = _of_other_ranks(prompt_of, values[rows], ranks)
     with together(ranks):
         widest = max([length, *(other.size(1) for _, other in others)])
-        samples_of = (values[rows], *(other[None] for _, other in others))
-        padded = torch.cat([F.pad(one, (0, widest - one.size(2))) for one in samples_of])
+        parts = (values[rows], *(other[None] for _, other in others))
+        padded = torch.cat([F.pad(one, (0, widest - one.size(2))) for one in parts])
         chosen, policy, reference, *engine = padded.unbind(1)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])

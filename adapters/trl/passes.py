@@ -72,14 +72,14 @@ class RolloutPass:
     records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
     # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that traveled with the micro-batch.
     routes: list[list[RoutingTrace]] = field(default_factory=list)
-    found: tuple[Rows, list[RoutingTrace]] | None = None  # the rows that routes were last found for
+    last_routed: tuple[Rows, list[RoutingTrace]] | None = None  # the rows that routes were last found for
     masks: Sequence[RowMask] = ()  # of the rows, in a loss
     scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept
     policy: Tensor | None = None  # log-probabilities [B, T] by a pass of our own, where the host takes none
     joining: bool = False  # turns are being generated, so that records are of calls and not yet of completions
     # Rows that the policy has scored under their routes and over their masks, and those of them with gradients.
-    proven: set[RowKey] = field(default_factory=set)
-    trained: set[RowKey] = field(default_factory=set)
+    replayed: set[RowKey] = field(default_factory=set)
+    replayed_with_gradients: set[RowKey] = field(default_factory=set)
 
     def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""
@@ -117,13 +117,13 @@ class RolloutPass:
         """Return the routes of each row of a scoring pass; None where they are of other tokens."""
         # Copies, because a user may change tensors in place between two passes.
         ids, real = tokens.cpu().to(torch.int32, copy=True), attention_mask.cpu().to(torch.bool, copy=True)
-        if self.found is not None:
-            (known, known_real, known_length), routes = self.found
+        if self.last_routed is not None:
+            (known, known_real, known_length), routes = self.last_routed
             if known_length == length and torch.equal(known, ids) and torch.equal(known_real, real):
                 return routes
         for traces in self.routes:
             if (fitting := matching(traces, ids, real, length)) is not None:
-                self.found = (ids, real, length), fitting
+                self.last_routed = (ids, real, length), fitting
                 return fitting
         return None
 

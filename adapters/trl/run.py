@@ -453,8 +453,7 @@ class TrlRun(TrainerRun):
         return self.score_again(output) if batch is None or batch.policy is None else batch.policy
 
     def score_again(self, output: Mapping[str, Any]) -> Tensor:
-        with overridden(self.scoring, ours=True):
-            return scored_again(self.trainer, output, training=self.trainer.model.training)
+        return scored_again(self.trainer, output, training=self.trainer.model.training)
 
     # Logs, and what a checkpoint holds.
 

@@ -96,9 +96,9 @@ class Scoring:
             )
         replayed = routed and (masked is not None or self.masking is None)
         if replayed and not self.ours and not reference and self._is_trained(model):
-            batch.proven.update(keys)
+            batch.replayed.update(keys)
             if torch.is_grad_enabled():
-                batch.trained.update(keys)
+                batch.replayed_with_gradients.update(keys)
         return scores
 
     def _routed_score(
@@ -136,7 +136,7 @@ class Scoring:
         return scores, routing.forwards > before
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as TRL does, under the routes and over the masks that travelled with the micro-batch."""
+        """Compute a loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
         if not self.sections:
             return host(model, inputs, *args, **kwargs)
         with overridden(self, rollouts=self._micro_batch(inputs)):
@@ -149,7 +149,7 @@ class Scoring:
         batch, sections = self.rollouts, self.sections
         if batch is None or batch.fresh or not sections:
             return
-        replayed = batch.trained if torch.is_grad_enabled() else batch.proven
+        replayed = batch.replayed_with_gradients if torch.is_grad_enabled() else batch.replayed
         found = [key in replayed for key in row_keys(*rows_of_batch(inputs))]
         if not (all(found) if every else any(found)):
             raise ReplayError(
@@ -169,14 +169,14 @@ class Scoring:
         return {"what": "routes", "section": f"mismatch.routing.mode={self.routing.config.mode!r}", "key": ROUTES}
 
     def _micro_batch(self, inputs: Mapping[str, Any]) -> RolloutPass:
-        """Return what travelled with a micro-batch."""
+        """Return what traveled with a micro-batch."""
         rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
         if self.routing is not None:
-            found.routes = [_travelled(inputs, **self._of_routes)]
+            found.routes = [_traveled(inputs, **self._of_routes)]
             if found.routes_of(*rows) is None:
                 raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
         if self.masking is not None:
-            found.masks = _travelled(inputs, **_OF_MASKS)
+            found.masks = _traveled(inputs, **_OF_MASKS)
             if masks_of_rows(found.masks, row_keys(*rows)) is None:
                 raise RecordError(_OTHER_TOKENS.format(when=_IN_LOSS, **_OF_MASKS))
         return found
@@ -240,7 +240,7 @@ class Scoring:
         if name is None or not self.sections:
             return
         # A completion that was turned into padding since is not trained on.
-        if not all(key in batch.proven for key in row_keys(*rows_of_batch(output)) if key[1]):
+        if not all(key in batch.replayed for key in row_keys(*rows_of_batch(output)) if key[1]):
             raise RecordError(
                 f"{self.sections}: {name} come from no replayed pass of the trained model over the batch's tokens. Score them "
                 "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model; "
@@ -290,7 +290,7 @@ class Scoring:
             )
 
 
-def _travelled(inputs: Mapping[str, Any], *, section: str, key: str, what: str) -> Any:
+def _traveled(inputs: Mapping[str, Any], *, section: str, key: str, what: str) -> Any:
     """Return the routes or masks of a micro-batch."""
     if key not in inputs:
         raise ReplayError(

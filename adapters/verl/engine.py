@@ -71,9 +71,10 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
     ) -> Any:
         """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes."""
         block = self.run_block
-        if not forward_only and block is not None and block.level != "observe" and needs_own_loss(block) is not None:
+        key = None if forward_only or block is None else needs_own_loss(block.acting)
+        if key is not None:
             with together(WORLD):
-                check_own(loss_function, block)
+                check_own(loss_function, key)
         return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

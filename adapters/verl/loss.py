@@ -52,12 +52,12 @@ def module_of(loss: Any) -> str:
     return str(getattr(loss, "func", loss).__module__)
 
 
-def check_own(loss: Any, block: MismatchConfig) -> None:
-    """Raise ConfigError if an update is to run with another loss than this module's, and the block takes this one."""
-    if (key := needs_own_loss(block)) is not None and module_of(loss) != __name__:
+def check_own(loss: Any, key: str) -> None:
+    """Raise ConfigError if an update is to run with another loss than this module's, which a key of the block takes."""
+    if module_of(loss) != __name__:
         raise ConfigError(
             f"mismatch.{key}: it takes a loss of this package, and this update has the loss of {module_of(loss)}. Something has "
-            "called set_loss_fn after the start. Remove that call."
+            "replaced or wrapped the loss after the start, as set_loss_fn does. Remove that."
         )
 
 

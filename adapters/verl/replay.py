@@ -150,20 +150,20 @@ class EngineReplay(RouteReplay):
         self._split, self._records = REFERENCE if reference or drifted else TRAIN, records
         self._prepared = 0
         try:
-            yield run
+            with together(WORLD):
+                yield run
+                if self._prepared < len(data):
+                    raise ReplayError(
+                        f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
+                        "forward_step and prepare_model_inputs, where routes are replayed and recorded. Remove what overrides "
+                        "them, or mismatch.routing."
+                    )
         finally:
             self._split = None
-        with together(WORLD):
-            if self._prepared < len(data):
-                raise ReplayError(
-                    f"mismatch.routing: verl's engine ran {len(data) - self._prepared} of {len(data)} samples without its "
-                    "forward_step and prepare_model_inputs, where routes are replayed and recorded. Remove what overrides them, "
-                    "or mismatch.routing."
-                )
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Run a micro-batch in this context, which closes what `inputs` opens; raises RoutingError or ReplayError."""
+        """Run a micro-batch in this context, which closes what `inputs` opens; raises RoutingError."""
         if self._split is None:
             yield
             return
@@ -171,11 +171,6 @@ class EngineReplay(RouteReplay):
         try:
             with ExitStack() as self._opened:
                 yield
-                if self._expected is None:
-                    raise ReplayError(
-                        "verl's engine ran a micro-batch without prepare_model_inputs, where routes are replayed and recorded. "
-                        "Remove what overrides forward_step, or mismatch.routing."
-                    )
         finally:
             self._opened = None
         if self._recording is not None:

@@ -16,7 +16,7 @@ def holding(model: nn.Module, held: Held) -> AbstractContextManager[None]:
 
     Args:
         model: The engine's model.
-        held: Is filled, by layer and kind of block, with input and output `[T, H]`.
+        held: Is filled, by layer and name of block, with input and output `[T, H]`.
     """
     given: dict[At, tuple[Tensor, Tensor | None]] = {}
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from benchmarks.gpu import Rollout, decode
 from benchmarks.stability.arms import ExpertArm
 from benchmarks.stability.miniature import Language, Shape, advantages, on_grid, pretrained
-from benchmarks.stability.train import MEASURES, PROMPT, Curves, learnt, note
+from benchmarks.stability.train import MEASURES, PROMPT, Curves, learned, note
 from mismatch_ext.drift import stopped_by_clip
 from mismatch_ext.routing import RoutingTrace, align
 
@@ -23,7 +23,7 @@ Base = tuple[nn.Module, Language]
 
 
 def base(*, quick: bool = False) -> Base:
-    """Return a mixture of 8 experts that has learnt its language, and the language."""
+    """Return a mixture of 8 experts that has learned its language, and the language."""
     shape = Shape(vocabulary=VOCABULARY, hidden=64, layers=2, pretraining=5 if quick else 250)
     experts = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True}
     return pretrained(shape, 0, spread=0.06, **experts)
@@ -61,7 +61,7 @@ def train(arm: ExpertArm, made: Base, *, seed: int, steps: int = STEPS) -> Curve
         optimizer.step()
         note(kept, rollout.ids[:, PROMPT:], trainer.detach(), engine, reward, mask, stopped)
         kept["flipped"] += flipped
-        if learnt(kept["length"]):
+        if learned(kept["length"]):
             break
     return kept
 

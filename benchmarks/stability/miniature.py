@@ -90,7 +90,7 @@ class Language:
 
 
 def pretrained(shape: Shape, seed: int, *, spread: float = 0.05, **experts: Any) -> tuple[nn.Module, Language]:
-    """Return a float32 model that has learnt the language, and the language.
+    """Return a float32 model that has learned the language, and the language.
 
     Args:
         shape: Its sizes.

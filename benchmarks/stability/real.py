@@ -29,7 +29,7 @@ from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
 from benchmarks.stability.arms import RealArm
 from benchmarks.stability.miniature import END, Language, coarse, on_grid
-from benchmarks.stability.train import PROMPT, Curves, base, learnt, publish
+from benchmarks.stability.train import PROMPT, Curves, base, learned, publish
 
 BITS, STEPS, PROMPTS, SAMPLES, NEW, RATE = 4, 60, 8, 8, 32, 1e-3
 LOGGED = {
@@ -70,7 +70,7 @@ class Noting(TrainerCallback):
         if "loss" in logs:
             for name, logged in LOGGED.items():
                 self.curves[name].append(float(logs.get(logged, math.nan)))
-            control.should_training_stop |= learnt(self.curves["length"])
+            control.should_training_stop |= learned(self.curves["length"])
 
 
 def shorter(completion_ids: list[list[int]], **_: Any) -> list[float]:

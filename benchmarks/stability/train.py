@@ -30,7 +30,7 @@ Base = tuple[nn.Module, Language, Shape]
 
 
 def base(vocabulary: int, *, quick: bool = False) -> Base:
-    """Return a model that has learnt its language, the language, and its shape."""
+    """Return a model that has learned its language, the language, and its shape."""
     shape = Shape(vocabulary=64, hidden=64, layers=2, pretraining=5, prompts=2, samples=4, new=6)
     if not quick:
         shape = Shape(vocabulary=vocabulary)
@@ -72,7 +72,7 @@ def train(arm: Arm, made: Base, *, seed: int, steps: int = STEPS) -> Curves:
         with nullcontext() if control is None else control.applied():
             _step((loss * mask).sum() / mask.sum(), master, optimizer, scaler)
         note(kept, ids[:, PROMPT:], trainer.detach(), engine, reward, mask, stopped)
-        if learnt(kept["length"]):
+        if learned(kept["length"]):
             break
     return kept
 
@@ -89,7 +89,7 @@ def note(
     kept["k3"].append(float(k3((trainer - engine)[mask].double()).mean()))
 
 
-def learnt(lengths: list[float]) -> bool:
+def learned(lengths: list[float]) -> bool:
     """Tell whether three mean lengths in a row were so short that nothing is left to learn."""
     return len(lengths) > 6 and max(lengths[-3:]) < SHORT
 

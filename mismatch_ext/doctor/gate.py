@@ -87,6 +87,7 @@ def measured(
     *,
     blocks: Sequence[Block] = (),
     equal_blocks: Mapping[str, float] | None = None,
+    no_blocks: str = "the engine shows no blocks",
     sides: str = "",
     looked: Sequence[str] = (),
     exact: bool = False,
@@ -94,7 +95,7 @@ def measured(
     """Return the gate's figures of a sample, whose tokens `[N]` are of several batches.
 
     `trainer` are the trainer's log-probabilities as it computes them, `equal_blocks` the share of tokens at which both sides'
-    blocks are equal to the last bit. `exact` asks for that equality, instead of the other limits.
+    blocks are equal to the last bit, `no_blocks` why none are given. `exact` asks for that equality, instead of the other limits.
     """
     gap = sample.engine - trainer.astype(np.float64)
     equal = sample.engine.astype(np.float32) == trainer.astype(np.float32)
@@ -112,7 +113,7 @@ def measured(
             [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
         )
         figures = [*_sizes(gap), largest, *_errors(sample, scores), *_routes(scores), bits, *counted]
-    first_block = (first or f"none of {len(blocks)}") if blocks else "not compared, because the engine shows no blocks"
+    first_block = (first or f"none of {len(blocks)}") if blocks else f"not compared: {no_blocks}"
     part = sample.place * STRETCHES // (int(sample.place.max()) + 1)
     stretches = [(part == number) for number in np.unique(part)]
     return Gate(

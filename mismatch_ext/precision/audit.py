@@ -54,7 +54,7 @@ class EngineReading:
     quantization: str | None
 
     @property
-    def renormalises(self) -> bool:
+    def renormalizes(self) -> bool:
         """Whether log-probabilities are normalized over the tokens that truncation keeps; only vLLM's processed ones are."""
         return self.engine == "vllm" and self.logprobs_mode.startswith("processed")
 

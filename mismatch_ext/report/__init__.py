@@ -2,7 +2,7 @@
 
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.report.page import Report, build, build_why
-from mismatch_ext.report.summary import Row, Summary, load_runs, summarise
+from mismatch_ext.report.summary import Row, Summary, load_runs, summarize
 from mismatch_ext.report.verdict import RunVerdict, judge, level_of, verdict
 
 __all__ = [
@@ -16,6 +16,6 @@ __all__ = [
     "judge",
     "level_of",
     "load_runs",
-    "summarise",
+    "summarize",
     "verdict",
 ]

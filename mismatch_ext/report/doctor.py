@@ -87,7 +87,9 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         ),
         notes=(*data["notes"], *data["hints"]),
         verdict=data["verdict"],
-        sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)),
+        sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)).replace(
+            "causes above", "causes below"
+        ),
         rounding=data["ratio"] if data.get("measurable") else None,
         confirmed=any(cause["status"] == "confirmed" for cause in causes),
     )

@@ -20,7 +20,7 @@ from mismatch_ext.report import tables
 from mismatch_ext.report.closing import level_of_run, observed
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.summary import Summary, load_runs, quantity, summarise
+from mismatch_ext.report.summary import Summary, load_runs, quantity, summarize
 from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
 
@@ -69,7 +69,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     """
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
-    summary = summarise(runs)
+    summary = summarize(runs)
     why, unread = read_why(run_dir)
     sentence = verdict(runs, summary, why)
     page = template.render(

@@ -101,7 +101,7 @@ def _header_name(run: RunData) -> str | None:
     return name if isinstance(name, str) and name.strip() else None
 
 
-def summarise(runs: Mapping[str, RunData]) -> Summary:
+def summarize(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
     logged = {name for run in runs.values() for name in run.logged()}
     columns = (*COLUMNS, *(c for c in STALE_COLUMNS if PREFIX + c in logged))

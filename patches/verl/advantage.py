@@ -14,7 +14,7 @@ Handler = Callable[[Any], dict[str, float]]
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/ppo/v1/trainer_base.py"
 
 
-def _penalise(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
+def _penalize(original: Callable[..., Any], handler: Handler) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def apply_kl_penalty(data: Any, *args: Any, **kwargs: Any) -> Any:
         return data, handler(data)
@@ -27,7 +27,7 @@ KL_IN_REWARDS = Patch(
     peer="verl",
     supports=">=0.9.1,<=0.9.1",
     target="verl.trainer.ppo.v1.trainer_base:apply_kl_penalty",
-    make=_penalise,
+    make=_penalize,
     observed="the driver refuses a batch whose rewards it was not asked to penalize",
     upstream=_UPSTREAM,
     reason="verl's in-reward penalty takes its own estimators alone, whose k3 is clamped, and has no registry for others.",

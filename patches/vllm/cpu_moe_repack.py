@@ -46,7 +46,7 @@ CPU_MOE_REPACK = Patch(
         "the CPU prepack of the experts runs on the first load only, so after any weight update raw weights lie in "
         "the packed layout and every expert computes with garbled weights; no error is raised."
     ),
-    not_covered="Quantised experts, and engines in another process that this package is no plugin of.",
+    not_covered="Quantized experts, and engines in another process that this package is no plugin of.",
     remove_when="vLLM repacks CPU experts on weight updates too.",
 )
 

@@ -19,7 +19,7 @@ def assert_documented(rows: list[dict[str, Any]], host: str, version: str) -> No
     assert found and found.keys() == documented.keys(), f"{host} {version}: {hint}"
     for name, term in found.items():
         page = documented[name]
-        assert (term.default, term.regularises) == (page.default, page.regularises), f"{name}: {hint}"
+        assert (term.default, term.regularizes) == (page.default, page.regularizes), f"{name}: {hint}"
         for figure in FIGURES:
             ours, theirs = getattr(term, figure), getattr(page, figure)
             assert (ours is None) == (theirs is None), (name, figure, hint)

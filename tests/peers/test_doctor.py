@@ -141,17 +141,26 @@ def test_ranks_without_a_place_are_an_error_of_ours(monkeypatch: pytest.MonkeyPa
     assert 0 < float(str(given["gpu_memory_utilization"])) <= 0.5
 
 
-def test_what_vllm_refuses_of_a_request_is_an_error_of_ours() -> None:
+@pytest.mark.parametrize(
+    ("error", "ours", "said"),
+    [
+        (ValueError("The prompt is too long"), ConfigError, r"The prompt is too long.*max_model_len"),
+        (RuntimeError("width of 4"), EngineError, r"with RuntimeError: width of 4; try this model in vLLM alone"),
+    ],
+)
+def test_what_vllm_refuses_or_fails_of_a_request_is_an_error_of_ours(
+    error: Exception, ours: type[Exception], said: str
+) -> None:
     from mismatch_ext.adapters.vllm import doctor
     from vllm import SamplingParams
 
     class Refusing:
         def generate(self, *_: object, **__: object) -> None:
-            raise ValueError("The prompt is too long")
+            raise error
 
     engine = doctor.VllmEngine.__new__(doctor.VllmEngine)
     engine._llm = Refusing()  # type: ignore[assignment]
-    with pytest.raises(ConfigError, match=r"The prompt is too long.*max_model_len"):
+    with pytest.raises(ours, match=said):
         engine._generated([{"prompt_token_ids": [1]}], SamplingParams())
 
 

@@ -22,7 +22,7 @@ else:
 
 # What TRL or verl says for its own processes, and what asks of the doctor's: a whole response is scored, with one token more.
 OWN = {"model", "enable_sleep_mode", "distributed_executor_backend", "seed", "max_model_len"}
-# TRL passes a quantisation only of weights that bitsandbytes holds, which the doctor refuses.
+# TRL passes a quantization only of weights that bitsandbytes holds, which the doctor refuses.
 OF_TRL = {"quantization"}
 
 UNSET = {"engine_model", "older", "engine", "server", "sampling", "arguments"}

@@ -9,7 +9,7 @@ import pytest
 from mismatch_ext import cli
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import Role
-from mismatch_ext.report import build, judge, load_runs, summarise
+from mismatch_ext.report import build, judge, load_runs, summarize
 
 TRL_LOGS = [
     {
@@ -54,7 +54,7 @@ def test_trls_own_log(write: object, tmp_path: Path) -> None:
     assert steps == [1, 2, 3] and gaps == pytest.approx([0.001, 0.002, 0.06])
     assert run.series(Role.REWARD)[1] == pytest.approx([0.4, 0.5, 0.6])
     assert run.series(Role.REWARD, "eval/eval")[1] == pytest.approx([0.7])
-    judged = judge(name, run, summarise({name: run}))
+    judged = judge(name, run, summarize({name: run}))
     assert judged.level == "elevated" and judged.mean == pytest.approx(0.021)
     (problem,) = run.problems
     assert "logp_abs_diff_mean" in problem.split("Missing:")[0] and "k3_kl" in problem.split("Missing:")[1]
@@ -84,7 +84,7 @@ def test_verls_file_logger_is_judged_by_k3(
     logger.finish()
     path = tmp_path / "project" / "experiment.jsonl"
     ((name, run),) = load_runs(path).items()
-    assert judge(name, run, summarise({name: run})).level == level
+    assert judge(name, run, summarize({name: run})).level == level
     assert run.series(Role.LEARNING_RATE) == ([2], [1e-6]), "stock verl logs the next step's rate"
     assert cli.main(["report", str(path)]) == 0
     printed = capsys.readouterr().out

@@ -36,7 +36,7 @@ def test_trls_terms_are_the_formulas_that_the_page_gives(
     measured = [t for t in read_terms() if t.host == "TRL" and (t.setting, t.sampling) == (setting, sampling)]
     assert {t.version for t in measured} >= {"1.13.0", "1.14.2", "1.16.0"}
     for term in measured:
-        assert by_hand.regularises == term.regularises
+        assert by_hand.regularizes == term.regularizes
         for figure in ("value", "responses", "cos", "tokens", "std"):
             assert getattr(by_hand, figure) == pytest.approx(getattr(term, figure), rel=1e-5, abs=1e-8), figure
 
@@ -46,13 +46,13 @@ def test_a_ratio_under_a_stop_gradient_is_another_term() -> None:
     def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         return (k3(logprobs, ref_logprobs) * torch.exp(logprobs - behavior_logprobs).detach()).sum()
 
-    assert judged("on-policy", loss).regularises == "KL(ref||pi) of tokens, prefixes of pi"
-    assert judged("off-policy", loss).regularises == "KL(ref||pi) of tokens, prefixes of mu"
+    assert judged("on-policy", loss).regularizes == "KL(ref||pi) of tokens, prefixes of pi"
+    assert judged("off-policy", loss).regularizes == "KL(ref||pi) of tokens, prefixes of mu"
 
 
 def test_a_term_without_a_gradient_has_no_direction() -> None:
     term = judged("on-policy", lambda logprobs, ref_logprobs, _: (logprobs - ref_logprobs).sum())
-    assert (term.cos, term.regularises, term.value, term.responses) == (None, "0", 0.0, 1.0)
+    assert (term.cos, term.regularizes, term.value, term.responses) == (None, "0", 0.0, 1.0)
 
 
 def test_the_default_of_trl_changed_where_the_page_says() -> None:

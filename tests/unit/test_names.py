@@ -18,7 +18,7 @@ from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import HOSTS, TRL, VERL, HostNames, Role, names_of
-from mismatch_ext.report import load_runs, summarise, tables
+from mismatch_ext.report import load_runs, summarize, tables
 from mismatch_ext.report.figures import sections
 from mismatch_ext.states import to_json
 from tests.unit.synthetic_runs import header, run_stream, write_run
@@ -76,7 +76,7 @@ def test_the_report_of_a_verl_run_has_its_reward_length_loss_and_norm(tmp_path: 
         (trace,) = found[plot]
         assert trace["x"] == [1, 2, 3] and trace["y"] == logged(run_dir, metric), plot
     runs = load_runs(run_dir)
-    summary = summarise(runs)
+    summary = summarize(runs)
     rewards = logged(run_dir, "critic/score/mean")
     assert (summary.rows[0].reward_first, summary.rows[0].reward_last) == (rewards[0], rewards[2])
     assert tables.missing(runs, summary) == []
@@ -133,7 +133,7 @@ def test_a_loop_of_ones_own_logs_roles_or_names_its_metrics(tmp_path: Path) -> N
 def test_a_reward_that_is_missing_is_missed_by_its_name(tmp_path: Path) -> None:
     run_dir = recorded("stock_rate", tmp_path / "run", names=VERL.to_dict() | {"reward": "my/reward"})
     runs = load_runs(run_dir)
-    ((_, text),) = tables.missing(runs, summarise(runs))
+    ((_, text),) = tables.missing(runs, summarize(runs))
     assert text == "no reward was recorded (by this host's name for it, `my/reward`)."
 
 

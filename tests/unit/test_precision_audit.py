@@ -97,7 +97,7 @@ HELD = {"parameter_dtypes": {"float8_e4m3fn": 900, "float32": 20, "bfloat16": 80
 FP8 = {"quantization": "fp8_per_channel", "kv_cache_dtype": "fp8_e4m3", **HELD}
 
 
-def test_parts_that_are_quantised_on_purpose_pass() -> None:
+def test_parts_that_are_quantized_on_purpose_pass() -> None:
     audit(QUANTIZED, trainer("bfloat16"), engine("bfloat16", **FP8), None).raise_for_findings()
     weights, cache = (PrecisionPolicy("bfloat16", quantization="fp8_per_channel"), {"kv_cache_dtype": "auto"})
     assert audit(weights, trainer("bfloat16"), engine("bfloat16", **FP8 | cache), None).ok
@@ -118,7 +118,7 @@ def test_parts_that_are_quantised_on_purpose_pass() -> None:
          "say so: mismatch.precision.engine_weights"),
     ],
 )  # fmt: skip
-def test_a_part_that_is_quantised_otherwise_is_refused_by_name(
+def test_a_part_that_is_quantized_otherwise_is_refused_by_name(
     policy: PrecisionPolicy, changes: dict[str, Any], what: str, fix: str
 ) -> None:
     report = audit(policy, trainer("bfloat16"), engine("bfloat16", **FP8 | changes), None)
@@ -126,7 +126,7 @@ def test_a_part_that_is_quantised_otherwise_is_refused_by_name(
     assert finding.what == what and fix in finding.fix and finding.expected != finding.found
 
 
-def test_the_section_names_what_is_quantised() -> None:
+def test_the_section_names_what_is_quantized() -> None:
     block = MismatchConfig.parse({"precision": {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}})
     assert block is not None and block.precision is not None
     assert PrecisionPolicy.of(block.precision) == PrecisionPolicy("bfloat16", "fp8_per_channel", None)
@@ -283,13 +283,13 @@ def test_the_coarser_dtype_is_the_one_of_fewer_bits() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "mode", "renormalises"),
+    ("name", "mode", "renormalizes"),
     [("vllm", "processed_logprobs", True), ("vllm", "raw_logprobs", False), ("sglang", "processed_logprobs", False)],
 )
 def test_log_probabilities_of_vllm_after_processing_alone_are_of_what_survives_truncation(
-    name: str, mode: str, renormalises: bool
+    name: str, mode: str, renormalizes: bool
 ) -> None:
     reading = engine("bfloat16", engine=name, logprobs_mode=mode)
-    assert reading.renormalises == renormalises
-    bias = SamplingSettings(top_p=0.9).ratio_bias(renormalised=reading.renormalises)
-    assert bias is not None and ("too small" if renormalises else "too large") in bias
+    assert reading.renormalizes == renormalizes
+    bias = SamplingSettings(top_p=0.9).ratio_bias(renormalized=reading.renormalizes)
+    assert bias is not None and ("too small" if renormalizes else "too large") in bias

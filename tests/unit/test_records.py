@@ -1,4 +1,4 @@
-"""Figures of pages are those of the records, and `benchmarks.gpu` in its quick form measures what one of them holds."""
+"""Figures of pages are those of the records."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.gpu import PARTS, main
 from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
 from benchmarks.stability.table import table
 
@@ -34,18 +33,6 @@ def costs(command: str) -> list[dict[str, Any]]:
 def said(found: dict[str, float], digits: str) -> str:
     """Return an interval as pages write it."""
     return f"{found['value']:{digits}} ({found['low']:{digits}} to {found['high']:{digits}})"
-
-
-def test_the_quick_form_measures_every_part_with_its_control(tmp_path: Path) -> None:
-    assert main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
-    figures = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["figures"]
-    written = (tmp_path / "page.md").read_text(encoding="utf-8")
-    assert set(figures) == set(PARTS) and all(title in written for title, _ in PARTS.values())
-    for side in {row["compared"] for row in figures["gap"]}:
-        gap = {row["engine"]: row["logp_abs_diff_mean"] for row in figures["gap"] if row["compared"] == side}
-        assert gap["float32 (control)"] < 1e-5 < gap["FP16"] < gap["bf16"] < 0.1, side
-    control = [row for row in figures["experts"] if row["dtype"] == "float32 (control)"]
-    assert [row["tokens with other experts"] for row in control] == [0.0, 0.0]
 
 
 def test_pages_quote_the_figures_that_take_seconds() -> None:
@@ -76,6 +63,9 @@ def test_pages_quote_the_recorded_costs() -> None:
     assert f"{memory['theirs']:.1f} tensors and {time['ratio']:.1f} times the time" in kl
     step = 1 / of("checked vs stock, processor time")["ratio"]
     assert f"takes {step:.2f} times stock TRL's processor time" in page("trl")
+    (whole,) = costs("python -m benchmarks trl_step")
+    low, high = whole["95 % of it"]
+    assert f"takes {whole['times stock']:.2f} times (95 %: {low:.2f} to {high:.2f};" in page("trl")
     time, memory = of("seconds for each million"), of("peak bytes")
     ours, theirs = (f"{memory[side] / 1e6:.0f} MB" for side in ("ours", "theirs"))
     assert f"take {time['ours']:.2f} s for a million tokens on one CPU core, and {ours} of memory" in verl

@@ -24,7 +24,7 @@ from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report import build, level_of, load_runs, summarise, verdict
+from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.summary import pool_profile, quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
@@ -114,7 +114,7 @@ def figures_of(runs: dict[str, RunData], section: str) -> tuple[Figure, ...]:
 
 def say(run_dir: Path) -> str:
     runs = load_runs(run_dir)
-    return verdict(runs, summarise(runs))
+    return verdict(runs, summarize(runs))
 
 
 def test_the_file_loads_nothing_and_inlines_plotly_once(page: Page) -> None:
@@ -164,12 +164,12 @@ def test_plots_hold_the_numbers_of_the_stream(arms: Path, page: Page) -> None:
     mine = next(t for t in traces if t["name"] == "fp16")
     assert (mine["x"], mine["y"]) == (steps, values)
     assert page.plots["plot-gap-mean"]["layout"]["yaxis"]["type"] == "log"
-    colours = {
+    colors = {
         (trace["meta"]["run"], trace["marker"].get("color", trace["line"]["color"]))
         for plot in page.plots.values()
         for trace in plot["data"]
     }
-    assert len(colours) == 3, "one colour per run through all plots"
+    assert len(colors) == 3, "one color per run through all plots"
 
 
 def test_rewards(tmp_path: Path) -> None:
@@ -184,7 +184,7 @@ def test_rewards(tmp_path: Path) -> None:
                 }
                 named = {f"mismatch/{key}": value for key, value in metrics.items()}
                 stream.step(step, named | {"reward": float(step)})
-    summary = summarise(load_runs(tmp_path))
+    summary = summarize(load_runs(tmp_path))
     row = summary.row("bf16")
     # Steps 0..4 average to 2, steps 7..11 to 9.
     assert row is not None and (row.reward_first, row.reward_last) == (2.0, 9.0)
@@ -197,7 +197,7 @@ def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_p
             for step, count in enumerate(counts):
                 tokens = {} if count is None else {"mismatch/tokens": count}
                 stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
-    summary = summarise(load_runs(tmp_path))
+    summary = summarize(load_runs(tmp_path))
     means = {row.run: row.values["logp_abs_diff_mean"] for row in summary.rows}
     assert means == {"all": 0.75, "some": 0.5}  # (0*10 + 1*30) / 40, (0 + 1) / 2
 

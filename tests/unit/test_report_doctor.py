@@ -14,7 +14,7 @@ from mismatch_ext.doctor.diagnose import Part
 from mismatch_ext.doctor.text import STATUS, report
 from mismatch_ext.doctor.tokens import TokensTest
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.report import build, build_why, judge, load_runs, summarise
+from mismatch_ext.report import build, build_why, judge, load_runs, summarize
 from mismatch_ext.report.doctor import read_why
 from tests.unit.synthetic_runs import write_run
 
@@ -57,7 +57,7 @@ def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
     page = build_why(tmp_path).read_text(encoding="utf-8")
     assert "Why the two sides differ" in page and "temperature is &lt;0.9&gt;" in page and "96% (94% to 98%)" in page
     assert "confirmed" in page and "temperature: 1" in page and "a note" in page and "a hint" in page
-    assert "<script" not in page and "Explained: the causes above" in page
+    assert "<script" not in page and "Explained: the causes below" in page
 
 
 @pytest.mark.parametrize("status", get_args(get_type_hints(NamedCause)["status"]))
@@ -94,7 +94,7 @@ def test_a_gap_is_judged_against_the_models_own_rounding(tmp_path: Path, ratio: 
     write(tmp_path / "a", replace(found(), causes=(), verdict="unexplained", unexplained=1e-3, ratio=ratio))
     runs = load_runs(tmp_path)
     why, _ = read_why(tmp_path)
-    judged = {name: judge(name, run, summarise(runs), why) for name, run in runs.items()}
+    judged = {name: judge(name, run, summarize(runs), why) for name, run in runs.items()}
     assert judged["fp16"].level == level and judged["fp16"].rounding == ratio
     assert judged["bf16"].rounding is None  # the doctor has not looked at this one
 

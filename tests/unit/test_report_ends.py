@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import Segment
-from mismatch_ext.report import load_runs, summarise, tables
+from mismatch_ext.report import load_runs, summarize, tables
 from tests.unit.synthetic_runs import header, metrics, tokens, write_profiles
 from tests.unit.test_report import rendered
 
@@ -54,7 +54,7 @@ def test_a_training_that_broke_off_is_not_complete(
     tmp_path: Path, splits: tuple[str, ...], of: Segment, ended: bool, then: Segment | None, missing: str | None
 ) -> None:
     runs = load_runs(ended_run(tmp_path / "run", splits, of, ended, then))
-    found = [text for _, text in tables.missing(runs, summarise(runs))]
+    found = [text for _, text in tables.missing(runs, summarize(runs))]
     assert [text.split(":")[0] for text in found] == ([] if missing is None else [missing])
 
 

@@ -158,7 +158,7 @@ def test_sampling_settings_out_of_range(setting: dict[str, float]) -> None:
 
 def test_bias_of_the_ratio_is_said_exactly_when_there_is_one() -> None:
     assert SamplingSettings(temperature=0.7, top_k=-1).ratio_bias() is None
-    assert "too large" in (SamplingSettings(min_p=0.1).ratio_bias(renormalised=False) or "")
+    assert "too large" in (SamplingSettings(min_p=0.1).ratio_bias(renormalized=False) or "")
     said = SamplingSettings(top_p=0.9, top_k=20).ratio_bias()
     assert said is not None and "top_p=0.9 and top_k=20" in said and "top_p=1" in said
     assert SamplingSettings(min_p=0.1).truncates_support

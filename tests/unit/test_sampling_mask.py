@@ -57,7 +57,7 @@ def left(logits: Tensor, sampling: SamplingSettings) -> Tensor:
 
 
 def drawn(logits: Tensor, mask: Tensor, seed: int = 1) -> Tensor:
-    """One token of each row's support, drawn from the renormalised policy."""
+    """One token of each row's support, drawn from the renormalized policy."""
     p = logits.masked_fill(~mask, -math.inf).softmax(-1)
     return torch.multinomial(p, 1, generator=torch.Generator().manual_seed(seed))[:, 0]
 
@@ -268,10 +268,10 @@ class Toy:
         """The expectation of GRPO's first update, over all responses with the probability that they are drawn with."""
         total = torch.zeros(())
         for place, response in self.sampled():
-            behaviour = self.logprobs(response, truncated=True).detach()
+            behavior = self.logprobs(response, truncated=True).detach()
             scored = self.logprobs(response, truncated=replayed)
-            ratio = (scored - behaviour).exp()
-            total = total + behaviour.sum().exp() * self.reward[place] * ratio.sum()
+            ratio = (scored - behavior).exp()
+            total = total + behavior.sum().exp() * self.reward[place] * ratio.sum()
         (found,) = torch.autograd.grad(total, self.logits)
         return found
 

@@ -76,7 +76,7 @@ def test_every_key_is_one_of_the_engine_and_of_the_server(version: str) -> None:
 @pytest.mark.parametrize("version", ["0.5.12", "0.5.18", "0.5.23"])
 def test_every_setting_of_the_sampling_is_sent(version: str) -> None:
     sent = set(generate_request([3], SamplingSettings(), max_new_tokens=1)["sampling_params"])
-    # What shapes text, what normalisation fills in, and what 0.5.18 would refuse as unknown.
+    # What shapes text, what normalization fills in, and what 0.5.18 would refuse as unknown.
     text = {"skip_special_tokens", "spaces_between_special_tokens", "no_stop_trim", "stream_interval"}
     inner = {"is_normalized", "stop_strs", "stop_regex_strs", "stop_str_max_len", "stop_regex_max_len"}
     newer = {"beam_width", "ebnf_full_assistant", "watermark"}

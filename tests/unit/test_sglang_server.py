@@ -219,7 +219,7 @@ def test_an_engine_in_this_process_has_its_environment(monkeypatch: pytest.Monke
     assert not found.problems == (mode == "processed") and not found.notes
 
 
-def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> None:
+def test_a_quantization_that_the_checkpoint_brings_is_seen_in_this_process() -> None:
     info = EngineTransport(InProcess("fp8")).server_info()
     (problem,) = check_server(info, config=R3, trainer_dtype="float16").problems
     assert (problem.field, problem.found) == ("quantization", "fp8")
@@ -238,7 +238,7 @@ def test_a_quantisation_that_the_checkpoint_brings_is_seen_in_this_process() -> 
         ("quantization_config", ["json_model_override_args"]),
     ],
 )
-def test_an_override_of_the_format_alone_passes_where_weights_are_quantised_on_purpose(
+def test_an_override_of_the_format_alone_passes_where_weights_are_quantized_on_purpose(
     override: object, fields: list[str]
 ) -> None:
     asked = MismatchConfig.parse({"precision": {"dtype": "float16", "engine_weights": "fp8"}})

@@ -23,7 +23,7 @@ def test_a_loss_by_hand_is_certified_in_a_few_lines(kl_problem: Problem) -> None
 
 
 @pytest.mark.parametrize("estimator", ["k1", "k3"])
-def test_our_default_placement_regularises_whole_responses(kl_problem: Problem, estimator: str) -> None:
+def test_our_default_placement_regularizes_whole_responses(kl_problem: Problem, estimator: str) -> None:
     config = KlConfig(estimator=estimator, placement="both", ratio="sequence", baseline="none")  # type: ignore[arg-type]
 
     def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ def test_our_default_placement_regularises_whole_responses(kl_problem: Problem, 
     judge_kl(kl_problem, row_term(loss)).expect("KL(pi||ref) of responses")
 
 
-def test_a_term_that_regularises_something_else_fails_by_what_it_does() -> None:
+def test_a_term_that_regularizes_something_else_fails_by_what_it_does() -> None:
     def k1_in_the_loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         return (logprobs - ref_logprobs).sum()
 

@@ -132,12 +132,6 @@ def unexaminable(config: Any) -> str | None:
     return None
 
 
-def placeholders(config: Any) -> set[int]:
-    """Return the tokens of a composite model that stand for images, videos or sound, which the doctor does not have."""
-    names = [f"{kind}_token_{last}" for kind in ("image", "video", "audio") for last in ("id", "index")]
-    return {value for name in names if isinstance(value := getattr(config, name, None), int)}
-
-
 def _fits(weights: Mapping[str, Tensor], device: torch.device) -> bool:
     if device.type != "cuda":
         return False

@@ -117,7 +117,7 @@ class Processes:
         if checked is None:
             say(f"mismatch-ext: the processes could not be checked; what is measured is written to {self.log.run_dir}")
             return
-        if (bias := self._scored_sampling.ratio_bias(renormalised=checked.engine.renormalises)) is not None:
+        if (bias := self._scored_sampling.ratio_bias(renormalized=checked.engine.renormalizes)) is not None:
             self.event("warning", "sampling", bias)
         self.log.announce()
 

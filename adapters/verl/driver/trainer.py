@@ -111,7 +111,7 @@ class MismatchTrainer(_Host):
                 self.role_worker_mapping[role] = ray.remote(self.worker)
 
     def init(self, *args: Any, **kwargs: Any) -> None:
-        """Initialise as verl does, and write how the run ended if that fails."""
+        """Initialize as verl does, and write how the run ended if that fails."""
         with self._failing_loudly():
             super().init(*args, **kwargs)
 

@@ -144,8 +144,9 @@ def versioned(client: Any, *, turns: bool = False) -> Any:
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
     elif type(client) is LLMServerClient:
-        client.__class__ = TurnsClient if turns else LLMServerClient
-    elif turns or isinstance(client, FullyAsyncLLMServerClient):
+        if turns:
+            client.__class__ = TurnsClient
+    elif not isinstance(client, Recorder) and (turns or isinstance(client, FullyAsyncLLMServerClient)):
         warnings.warn(
             f"mismatch-ext: the client of verl's rollout servers has class {type(client).__name__}, not verl's own, so that "
             "nobody notes which weights and experts sampled which turn. Versions are those of a rollout's last answer, and "

@@ -48,7 +48,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
         )
 
     def update_weights_from_ipc(
-        self, peft_config: Any = None, base_sync_done: bool = False, use_shm: bool = False
+        self, peft_config: Any = None, base_sync_done: bool = False, *args: Any, **kwargs: Any
     ) -> None:
         """Load new weights; what vLLM quantizes is loaded layer by layer, as verl would put it into quantized tensors."""
         if self._reloads and not (peft_config and base_sync_done):  # unless only an adapter is sent
@@ -56,7 +56,7 @@ class RolloutExtension(vLLMColocateWorkerExtension):
 
             self._buffers_aside = []
             initialize_layerwise_reload(self.model_runner.model)
-        super().update_weights_from_ipc(peft_config, base_sync_done, use_shm)
+        super().update_weights_from_ipc(peft_config, base_sync_done, *args, **kwargs)
 
     def _update_weights(self, weights: list[tuple[str, Any]], *args: Any, **kwargs: Any) -> None:
         if self._reloads:

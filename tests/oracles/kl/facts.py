@@ -46,7 +46,7 @@ FULL_CLAIMS = {
     "loss": "KL(pi||ref) of tokens, prefixes of pi",
     "reward": "KL(pi||ref) of responses minus KL(pi||ref) of tokens, prefixes of pi",
 }
-"""What estimator "full" regularises on-policy in the placements that are biased for target "sequence"."""
+"""What estimator "full" regularizes on-policy in the placements that are biased for target "sequence"."""
 
 PATHWISE: dict[str, str | None] = {"k1": None, "k2": "KL(pi||ref)", "k3": "KL(ref||pi)", "abs": "2 TV"}
 """Placement "loss": the divergence of next-token distributions whose gradient is the estimator's own, on average."""
@@ -63,7 +63,7 @@ PLAIN: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def stale_gradient(problem: Problem, estimate: Callable[[Tensor], Tensor], part: str, *, drawn: bool) -> Tensor:
-    """Return what is regularised when samples of mu stand in for samples of pi, as a gradient `[P, V]`.
+    """Return what is regularized when samples of mu stand in for samples of pi, as a gradient `[P, V]`.
 
     "loss" is the gradient of E_mu[sum K], mu fixed. "reward" and "own reward" are sums over t of the gradient of
     E[sg(K of t, or of t and later)]: prefix and later tokens come from mu, token t from pi (`drawn`), or from mu as well

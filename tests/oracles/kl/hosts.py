@@ -69,7 +69,7 @@ def rows(terms: Iterable[HostTerm]) -> list[str]:
         responses, cos, tokens, std = (
             "" if figure is None else f"{figure:.3g}" for figure in (term.responses, term.cos, term.tokens, term.std)
         )
-        of = term.regularises.replace("|", "\\|") or "none of these"
+        of = term.regularizes.replace("|", "\\|") or "none of these"
         row = (term.host, setting, term.sampling, f"{term.value:.3g}", responses, cos, tokens, std, of)
         versions.setdefault(row, []).append(term.version.removesuffix(".0"))
     # The newest version comes first in the file.

@@ -133,7 +133,7 @@ class Family:
         config._experts_implementation = experts or "eager"
         with torch.random.fork_rng(
             devices=[]
-        ):  # vectors keep what the family initialises them with, which may be random
+        ):  # vectors keep what the family initializes them with, which may be random
             torch.manual_seed(1)
             built = self.model._from_config(config, attn_implementation="eager", dtype=torch.float32)
         model: nn.Module = built.to(dtype).train()
@@ -149,7 +149,7 @@ def randomise(model: nn.Module) -> None:
             if parameter.dim() > 1:
                 parameter.copy_(0.15 * torch.randn(parameter.shape, generator=generator))
         for name, buffer in model.named_buffers():
-            # Zero at initialisation; random, a bias that only selects shows whether it also weighs.
+            # Zero at initialization; random, a bias that only selects shows whether it also weighs.
             if name.endswith("bias") and buffer.is_floating_point():
                 buffer.copy_(0.3 * torch.randn(buffer.shape, generator=generator))
 

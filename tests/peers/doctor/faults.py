@@ -89,7 +89,7 @@ def _set(**changes: Any) -> Edit:
     return lambda config: config.update(changes)
 
 
-def _moved(only: str = "", by: float = 1e-3, seed: int = 0) -> Callable[[Tensors], None]:
+def moved(only: str = "", by: float = 1e-3, seed: int = 0) -> Callable[[Tensors], None]:
     """Move weights about as far as a step of training at a rate of 1e-3 does: a fifth of it is below bfloat16's rounding."""
 
     def edit(weights: Tensors) -> None:
@@ -132,7 +132,7 @@ def _lacking(name: str) -> Callable[[Tensors], None]:
     return edit
 
 
-def _exchanged(first: str, second: str) -> Callable[[Tensors], None]:
+def exchanged(first: str, second: str) -> Callable[[Tensors], None]:
     """Exchange tensors that differ in a part of their names."""
 
     def edit(weights: Tensors) -> None:
@@ -144,7 +144,7 @@ def _exchanged(first: str, second: str) -> Callable[[Tensors], None]:
 
 
 def _rounded(rounded: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Tensors], None]:
-    """Leave what quantisation leaves of linear layers and experts."""
+    """Leave what quantization leaves of linear layers and experts."""
 
     def edit(weights: Tensors) -> None:
         for name, weight in weights.items():
@@ -261,12 +261,12 @@ WEIGHTS = {
         expected=("head_tied",), config=_set(tie_word_embeddings=True), weights=_lacking("lm_head.weight")
     ),
     "the last of three older checkpoints": Planted(
-        expected=("stale_weights",), older=(_moved(seed=1), _moved(seed=2), _moved()), said="older2"
+        expected=("stale_weights",), older=(moved(seed=1), moved(seed=2), moved()), said="older2"
     ),
     "older weights in layer 2": Planted(
         expected=("stale_layer",),
         near=(2, 2),
-        older=(_moved(seed=1), _moved(by=4e-3)),
+        older=(moved(seed=1), moved(by=4e-3)),
         kept=".layers.2.",
         said="older1",
     ),
@@ -293,12 +293,12 @@ TWO = {
     ),
 }
 EXPERTS = {
-    "chosen experts not normalised": Planted(expected=("expert_norm",), config=_set(norm_topk_prob=False)),
+    "chosen experts not normalized": Planted(expected=("expert_norm",), config=_set(norm_topk_prob=False)),
     "experts x 1.08": Planted(expected=("expert_scale",), near=(1.05, 1.11), weights=_scaled("down_proj.weight", 1.08)),
     "rope_theta x 1.13, experts": Planted(
         expected=("rope_theta",), near=(1.1, 1.16), config=_rope(rope_theta=1.13 * THETA)
     ),
-    "older weights, float16, experts": Planted(expected=("stale_weights",), older=(_moved(),), run=BOTH16),
+    "older weights, float16, experts": Planted(expected=("stale_weights",), older=(moved(),), run=BOTH16),
     "top_p 0.91, experts": Planted(expected=("top_p",), near=(0.89, 0.93), run=_sampled(top_p=0.91)),
     "fp8 KV cache, experts": Planted(expected=("kv_fp8_truncated",), run=_started(kv_cache_dtype="fp8_e4m3")),
     "norm epsilon x 38, float32, experts": Planted(
@@ -326,13 +326,13 @@ LATER = {
         ),
     ),
     "older weights and temperature 0.95": Planted(
-        expected=("temperature", "stale_weights"), near=(0.94, 0.96), older=(_moved(),), run=_sampled(temperature=0.95)
+        expected=("temperature", "stale_weights"), near=(0.94, 0.96), older=(moved(),), run=_sampled(temperature=0.95)
     ),
     "one expert for each token": Planted(
         kind="moe", expected=("experts_per_token",), near=(1, 1), config=_set(num_experts_per_tok=1)
     ),
 }
-UNKNOWN = Planted(weights=_moved("layers.1.mlp.down_proj", by=0.02, seed=3))
+UNKNOWN = Planted(weights=moved("layers.1.mlp.down_proj", by=0.02, seed=3))
 
 
 class Engines:

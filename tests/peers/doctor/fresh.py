@@ -20,7 +20,7 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from torch.nn.functional import linear, logsigmoid
 
 from mismatch_ext.doctor import Sample
-from tests.peers.doctor.faults import Tensors, _exchanged
+from tests.peers.doctor.faults import Tensors, exchanged
 from tests.peers.doctor.unseen import AGED, ATTENTION, CLEAN, MLP, REQUEST, TOKENS, Rows, Unseen, main
 
 
@@ -178,7 +178,7 @@ FRESH = {
                  place=MLP),
     # Not on the list: layer 2's experts. The router chooses right.
     "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", place=MLP[2:3],
-                 loader=_exchanged("layers.2.mlp.experts.3.", "layers.2.mlp.experts.7.")),
+                 loader=exchanged("layers.2.mlp.experts.3.", "layers.2.mlp.experts.7.")),
     # Not on the list, and no block is wrong on its own input: unexplained, without a place.
     "30": Unseen(what="embedding x 2", engine=_scaled_embedding),
     # On the list, with its value.

@@ -107,7 +107,7 @@ def test_the_proof_of_a_family_sees_a_gradient_that_does_not_reach_the_router(mo
 @pytest.mark.numeric
 @pytest.mark.numeric
 @pytest.mark.parametrize(
-    "name", ["mixtral", "olmoe", "deepseek_v3"], ids=["softmax of chosen", "softmax of all", "sigmoid, renormalised"]
+    "name", ["mixtral", "olmoe", "deepseek_v3"], ids=["softmax of chosen", "softmax of all", "sigmoid, renormalized"]
 )
 def test_gate_weights_of_replayed_experts_follow_the_formula(name: str) -> None:
     model, own, _ = case(name)
@@ -125,7 +125,7 @@ def test_gate_weights_of_replayed_experts_follow_the_formula(name: str) -> None:
     chosen = trace.layer(layer)
     assert torch.equal(seen["ids"], chosen)
     logits = seen["hidden"].double() @ block.gate.weight.double().T
-    if name == "mixtral":  # softmax over the chosen, as in arXiv 2510.11370: renormalising cancels the rest of the sum
+    if name == "mixtral":  # softmax over the chosen, as in arXiv 2510.11370: renormalizing cancels the rest of the sum
         expected = logits.gather(1, chosen).softmax(-1)
     elif name == "olmoe":  # norm_topk_prob is off: the chosen do not sum to 1
         expected = logits.softmax(-1).gather(1, chosen)

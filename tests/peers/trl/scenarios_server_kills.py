@@ -37,7 +37,7 @@ def leg(
 ) -> dict[str, Any]:
     """Train to the end, or die on the way, or be left by the server.
 
-    The server's tokens are those of a seed, and what is learnt depends on them alone, not on how the server's batches round.
+    The server's tokens are those of a seed, and what is learned depends on them alone, not on how the server's batches round.
 
     Args:
         model: The checkpoint to begin with.

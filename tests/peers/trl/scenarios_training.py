@@ -24,7 +24,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.errors import WeightSyncError
-from mismatch_ext.report import load_runs, summarise, tables
+from mismatch_ext.report import load_runs, summarize, tables
 from tests.oracle import watch_float32_error
 from tests.peers.engines.kept_decode import keep_decode
 from tests.peers.engines.sleeping import note_updates, sleepy
@@ -242,7 +242,7 @@ def evaluated_then_resumed(model: str, out: str, resume: str) -> dict[str, Any]:
     trainer.evaluate(rows(2))
     alone = load_runs(trainer.mm.log.run_dir)
     trainer.train(resume_from_checkpoint=resume)
-    return {"missing in the evaluation": tables.missing(alone, summarise(alone)), **outcome(trainer)}
+    return {"missing in the evaluation": tables.missing(alone, summarize(alone)), **outcome(trainer)}
 
 
 def moe_sync(model: str, out: str, repaired: bool, plain: bool = False) -> dict[str, Any]:

@@ -242,7 +242,7 @@ def asking(trainer: Any, call: Callable[[list[list[int]]], tuple[Any, Any]], *, 
     Args:
         trainer: The trainer.
         call: Takes prompts, and returns tokens and log-probabilities.
-        drop: What goes wrong: "mask" gives none, "render" tokenises the first turn anew, "alien" samples nothing.
+        drop: What goes wrong: "mask" gives none, "render" tokenizes the first turn anew, "alien" samples nothing.
     """
     word = trainer.processing_class("<7>=")["input_ids"]
 

@@ -42,7 +42,7 @@ def test_each_token_has_its_weights_and_what_both_sides_hold_is_the_same(
     assert truth["mean"] < 1e-5 and truth["largest"] < 1e-3
     assert truth["beside cuts"] < 1e-5 < 0.01 < truth["beside cuts, by the other side's"]
     history = result["history"]
-    for step, again in zip(history, truth["steps"], strict=False):  # the last are those that no step has learnt from
+    for step, again in zip(history, truth["steps"], strict=False):  # the last are those that no step has learned from
         # TRL's pass over the packed tree finds what scoring each rollout alone does.
         assert step["mismatch/logp_abs_diff_mean"] == pytest.approx(again["gap"], rel=1e-3, abs=1e-5)
         # What both sides hold agrees, in decoding and in the weight check; what is older has drifted.

@@ -129,7 +129,7 @@ def test_both_sides_agree_in_float32_after_every_update(dense_runs: dict[str, An
     assert len({run["weights"] for run in dense_runs.values() if "weights" in run}) > 3
 
 
-def test_verifying_changes_no_bit_of_what_is_learnt(dense_runs: dict[str, Any]) -> None:
+def test_verifying_changes_no_bit_of_what_is_learned(dense_runs: dict[str, Any]) -> None:
     assert dense_runs["monitor"]["weights"] == dense_runs["unverified"]["weights"]
 
 

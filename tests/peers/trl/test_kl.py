@@ -30,10 +30,10 @@ def test_trls_own_terms_are_those_of_the_page(run: Run, dense: Path, tmp_path: P
     default = "use_bias_correction_kl=True"
     assert {setting for setting, _ in by if by[setting, "on-policy"]["default"]} == {default}
     # The default is the per-token reverse KL, on-policy and off; without the ratio it is the forward one.
-    assert by[default, "on-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of pi"
-    assert by[default, "off-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of mu"
+    assert by[default, "on-policy"]["regularizes"] == "KL(pi||ref) of tokens, prefixes of pi"
+    assert by[default, "off-policy"]["regularizes"] == "KL(pi||ref) of tokens, prefixes of mu"
     plain = by["use_bias_correction_kl=False", "on-policy"]
-    assert plain["regularises"] == "KL(ref||pi) of tokens, prefixes of pi"
+    assert plain["regularizes"] == "KL(ref||pi) of tokens, prefixes of pi"
     assert 0.2 < by[default, "on-policy"]["responses"] < plain["responses"]
 
 
@@ -81,7 +81,7 @@ def test_the_baseline_is_over_all_samples_of_a_batch_and_no_copies(run: Run, den
     assert found["error"] < 1e-5 and found["lone"] == 0 and found["copies"] == 0
 
 
-def test_kl_in_rewards_enters_before_group_normalisation(run: Run, dense: Path, tmp_path: Path) -> None:
+def test_kl_in_rewards_enters_before_group_normalization(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(scenarios.rewards_path, model=dense, out=tmp_path).expect()
     assert found["names"] == ["graded", "kl"]
     assert found["spread"] > 0.1  # the penalties differ between completions, so that advantages depend on them

@@ -49,7 +49,7 @@ def test_the_base_stays_as_it_is_and_an_adapter_that_is_not_merged_is_named(
     assert "weight update" in found["lost"] and "stale" in found["lost"], found
 
 
-def test_a_quantised_base_is_refused(dense: Path) -> None:
+def test_a_quantized_base_is_refused(dense: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(dense)
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"]))
     check_base(adapted)

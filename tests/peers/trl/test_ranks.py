@@ -65,7 +65,7 @@ def test_replay_of_own_routes_changes_no_bit(kind: str, ranks: list[dict[str, An
         assert [rank["forwards"] for rank in replayed] == [forwards] * 2
 
 
-def test_routes_of_the_other_rank_change_what_is_learnt(kind: str, ranks: list[dict[str, Any]]) -> None:
+def test_routes_of_the_other_rank_change_what_is_learned(kind: str, ranks: list[dict[str, Any]]) -> None:
     others = of(ranks, "replay", "others")
     check_ranks(kind, others)
     assert min(sum(rank["exchanged"]) for rank in others) > 0

@@ -158,7 +158,7 @@ def test_kills_of_trainer_and_server_leave_no_trace(
     series, expected = metrics_of(out), metrics_of(tmp_path / "whole")
     assert series.keys() == expected.keys() == set(range(1, STEPS + 1))
     for step, metrics in expected.items():
-        # What was learnt is the same to the last bit; what the engine's numbers are in, as its batches were rounded.
+        # What was learned is the same to the last bit; what the engine's numbers are in, as its batches were rounded.
         assert series[step] == pytest.approx(metrics, rel=1e-3, abs=1e-4), step
     # The rollouts of each step, as TRL keeps them, and a sample of their tokens as both sides saw them.
     assert [path.stem for path in sorted((out / "completions").iterdir())] == [

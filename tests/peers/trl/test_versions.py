@@ -101,7 +101,7 @@ def test_overrides_pass_on_what_a_later_release_adds() -> None:
     heard: list[Any] = []
     host = type("Host", (), dict.fromkeys(overridden, lambda self, *_, **named: heard.append(named)))
     mine = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
-    assert len(overridden) == 14
+    assert overridden
     for name, method in overridden.items():
         needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]
         positional = [None for one in needed[1:] if one.kind is one.POSITIONAL_OR_KEYWORD]
@@ -119,10 +119,8 @@ WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warning(
     run: Run, moe: Path, tmp_path: Path, name: str
 ) -> None:
-    copy, engine = (
-        copied(tmp_path / "copy", HARMLESS[name]),
-        name in (*WITH_ENGINE, "a keyword argument in each method"),
-    )
+    copy = copied(tmp_path / "copy", HARMLESS[name])
+    engine = name in (*WITH_ENGINE, "a keyword argument in each method")
     found = run(
         scenarios.newer, fresh=True, env={"PYTHONPATH": str(copy)}, model=moe, out=tmp_path / "run", timeout=300,
         engine=engine,

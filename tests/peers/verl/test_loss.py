@@ -147,11 +147,11 @@ def test_verls_own_terms_are_those_of_the_page(run: Run) -> None:
     assert_documented(found, "verl", str(installed("verl")))
     by = {(row["setting"].rpartition("=")[2], row["sampling"]): row for row in found}
     assert {kind for kind, _ in by if by[kind, "on-policy"]["default"]} == {"low_var_kl"}
-    assert by["low_var_kl", "on-policy"]["regularises"] == "KL(ref||pi) of tokens, prefixes of pi"
-    assert by["low_var_kl+", "on-policy"]["regularises"] == "KL(pi||ref) of tokens, prefixes of pi"
-    assert by["kl", "on-policy"]["regularises"] == "0"
-    assert by["rloo", "on-policy"]["regularises"] == "KL(pi||ref) of responses"
-    assert not any(by[kind, "off-policy"]["regularises"] for kind in ("low_var_kl", "low_var_kl+", "kl"))
+    assert by["low_var_kl", "on-policy"]["regularizes"] == "KL(ref||pi) of tokens, prefixes of pi"
+    assert by["low_var_kl+", "on-policy"]["regularizes"] == "KL(pi||ref) of tokens, prefixes of pi"
+    assert by["kl", "on-policy"]["regularizes"] == "0"
+    assert by["rloo", "on-policy"]["regularizes"] == "KL(pi||ref) of responses"
+    assert not any(by[kind, "off-policy"]["regularizes"] for kind in ("low_var_kl", "low_var_kl+", "kl"))
 
 
 @pytest.mark.parametrize(

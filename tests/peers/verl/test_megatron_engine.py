@@ -75,7 +75,7 @@ def test_other_routes_are_taken_in_both_passes(ran: dict[str, Any]) -> None:
 
 
 def test_replayed_routes_are_compared_with_the_models_own(ran: dict[str, Any]) -> None:
-    tokens = 2 * (14 + 12 + 10 + 9 - 4)  # scored, and learnt from; but for each sample's last
+    tokens = 2 * (14 + 12 + 10 + 9 - 4)  # scored, and learned from; but for each sample's last
     for case in ("own", "other"):
         found = ran["replay"][case]
         metrics = {name.removeprefix("routing/"): value for name, value in found["metrics"].items()}
@@ -117,7 +117,7 @@ def test_routes_follow_their_samples_into_micro_batches(ran: dict[str, Any]) -> 
     layouts = ran["layouts"]
     assert layouts["whole"]["obeyed"] and layouts["recomputed"]["obeyed"]
     assert {name: found["calls"] for name, found in layouts.items()} == {
-        "whole": 2,  # scored, and learnt from
+        "whole": 2,  # scored, and learned from
         "one_by_one": 8,
         "dynamic": 4,
         "recomputed": 3,

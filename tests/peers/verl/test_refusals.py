@@ -322,7 +322,7 @@ def test_what_sglang_cannot_do_under_verl_is_refused(
         prepared(*SGLANG, override, "trainer.n_gpus_per_node=16")
 
 
-def test_sglang_is_quantised_as_verl_quantises_what_it_sends(sglang_is: Callable[[str], None]) -> None:
+def test_sglang_is_quantized_as_verl_quantizes_what_it_sends(sglang_is: Callable[[str], None]) -> None:
     sglang_is("0.5.18")
     own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
     asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,engine_weights:fp8}")

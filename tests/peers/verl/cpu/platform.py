@@ -173,7 +173,7 @@ def never_pin_memory() -> None:
 
 
 def shard_on_the_cpu() -> None:
-    """Let FSDP1 synchronise a model on the CPU, and leave it there: it takes parameters on a CPU for a mistake."""
+    """Let FSDP1 synchronize a model on the CPU, and leave it there: it takes parameters on a CPU for a mistake."""
     import torch.distributed.fsdp._init_utils as building
 
     building._check_module_states_for_sync_module_states = lambda module_states: None

@@ -62,7 +62,7 @@ def reward_term() -> Term:
         advantages, _ = compute_rloo_outcome_advantage(rewards, mask, np.arange(len(mask)))
         given = {"old_log_probs": list(behavior_logprobs), "advantages": list(advantages)}
         value, _ = loss_on(partial(ppo_loss, config=config), logprobs, batch_of(list(mask), given))
-        # The value of a policy loss means nothing; what is regularised is the penalty.
+        # The value of a policy loss means nothing; what is regularized is the penalty.
         return (value - value.detach()) * mask.numel() - rewards.sum()
 
     return row_term(loss)

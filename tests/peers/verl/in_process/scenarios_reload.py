@@ -1,4 +1,4 @@
-"""verl's update of a vLLM that quantises while it loads, by vLLM's own reload, on a model of one layer."""
+"""verl's update of a vLLM that quantizes while it loads, by vLLM's own reload, on a model of one layer."""
 
 from __future__ import annotations
 

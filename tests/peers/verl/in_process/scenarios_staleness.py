@@ -8,7 +8,7 @@ import warnings
 from typing import Any
 
 import numpy as np
-from mismatch_ext.adapters.verl.rollout.client import versioned
+from mismatch_ext.adapters.verl.rollout.client import TurnsClient, versioned
 from omegaconf import OmegaConf
 from transformers import BatchEncoding
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
@@ -52,7 +52,7 @@ def resumed() -> dict[str, Any]:
             first = await asked.generate("a", prompt_ids=prompt, sampling_params={"max_tokens": 9})
             tool = [7, 8, 9, 1, 2, 3, 0, 0]
             second = await asked.generate("a", prompt_ids=[tool], sampling_params={"max_tokens": 9})  # type: ignore[list-item]
-            # The tokens that the second turn sampled are tokenised anew.
+            # The tokens that the second turn sampled are tokenized anew.
             return (
                 first,
                 second,
@@ -66,6 +66,7 @@ def resumed() -> dict[str, Any]:
         warnings.simplefilter("always")
         other = versioned(object(), turns=True)
         versioned(object.__new__(LLMServerClient))
+        versioned(object.__new__(type("Derived", (TurnsClient,), {})), turns=True)
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],

@@ -1,4 +1,4 @@
-"""A vLLM that is quantised on purpose, under TRL: as the block names it, it trains, and its updates are verified."""
+"""A vLLM that is quantized on purpose, under TRL: as the block names it, it trains, and its updates are verified."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from mismatch_ext.log_reading import read_run
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
-    from tests.peers.trl import scenarios_quantised as scenarios
+    from tests.peers.trl import scenarios_quantized as scenarios
 else:
-    scenarios = named("tests.peers.trl.scenarios_quantised")
+    scenarios = named("tests.peers.trl.scenarios_quantized")
 
 pytestmark = pytest.mark.engine
 
 
-def test_an_engine_that_is_quantised_on_purpose_trains_and_is_verified(run: Run, dense: Path, tmp_path: Path) -> None:
-    """Linear layers in fp8, quantised by vLLM at each update; a second engine whose method quantises nothing of the model."""
-    result = run(scenarios.quantised, model=dense, out=tmp_path).expect()
+def test_an_engine_that_is_quantized_on_purpose_trains_and_is_verified(run: Run, dense: Path, tmp_path: Path) -> None:
+    """Linear layers in fp8, quantized by vLLM at each update; a second engine whose method quantizes nothing of the model."""
+    result = run(scenarios.quantized, model=dense, out=tmp_path).expect()
     print({name: value for name, value in result.items() if name != "history"})
     assert result["verdict"] == "in_sync" and len(result["history"]) == 3
     assert all(0 < step["mismatch/k3_kl"] < 0.1 for step in result["history"])
@@ -29,7 +29,7 @@ def test_an_engine_that_is_quantised_on_purpose_trains_and_is_verified(run: Run,
     engine, audit = header["engine"], header["audit"]
     assert engine["quantization"] == "fp8_per_channel" and "float8_e4m3fn" in json.dumps(engine["parameter_dtypes"])
     assert audit["ok"] and {"quantization", "parameters"} <= {check["what"] for check in audit["checks"]}
-    # What the trainer sends, quantised by vLLM's own code on a scale per channel, is what the engine holds.
+    # What the trainer sends, quantized by vLLM's own code on a scale per channel, is what the engine holds.
     assert result["layers"] > 0 and result["other"] == 0
     assert result["moved"] > 0
     assert "engine quantization: expected int8_per_channel_weight_only, found none" in result["refused"]

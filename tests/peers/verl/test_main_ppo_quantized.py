@@ -1,4 +1,4 @@
-"""verl's own trainer with engines that are quantised on purpose: as the block names it, they train, and updates are verified."""
+"""verl's own trainer with engines that are quantized on purpose: as the block names it, they train, and updates are verified."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 FORMAT = "fp8_per_channel"
 
 
-def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path: Path) -> None:
-    """verl's main_ppo trains with a vLLM that quantises each update; updates are verified."""
+def test_verl_trains_with_a_quantized_rollout_and_verifies_its_updates(tmp_path: Path) -> None:
+    """verl's main_ppo trains with a vLLM that quantizes each update; updates are verified."""
     model = tiny_model("dense", tmp_path / "model")
     overrides = [
         f"+mismatch.precision={{dtype:bfloat16,engine_weights:{FORMAT}}}",
@@ -34,7 +34,7 @@ def test_verl_trains_with_a_quantised_rollout_and_verifies_its_updates(tmp_path:
     assert not [event for event in data.events if event.name == "weight_sync"]
 
 
-def test_verl_trains_with_sglang_whose_cache_is_quantised(tmp_path: Path) -> None:
+def test_verl_trains_with_sglang_whose_cache_is_quantized(tmp_path: Path) -> None:
     """verl's main_ppo trains with an SGLang whose KV cache is in fp8, as the block names it; updates are verified."""
     model = tiny_model("dense", tmp_path / "model")
     overrides = [

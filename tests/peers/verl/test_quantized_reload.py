@@ -1,4 +1,4 @@
-"""What verl sends to a vLLM that quantises while it loads, taken by vLLM's own reload: nothing of an update is lost."""
+"""What verl sends to a vLLM that quantizes while it loads, taken by vLLM's own reload: nothing of an update is lost."""
 
 from __future__ import annotations
 

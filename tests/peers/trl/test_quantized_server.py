@@ -1,4 +1,4 @@
-"""TRL with a vLLM server that is quantised on purpose: as the block names it, it trains, and its updates are verified."""
+"""TRL with a vLLM server that is quantized on purpose: as the block names it, it trains, and its updates are verified."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ FORMAT = "fp8_per_channel"
 PRECISION = {"dtype": "bfloat16", "engine_weights": FORMAT}
 
 
-def test_trl_trains_with_a_quantised_server_and_verifies_its_updates(run: Run, dense: Path, tmp_path: Path) -> None:
-    """TRL trains with a vLLM server that quantises each update; a block that names another format is refused with the flag."""
+def test_trl_trains_with_a_quantized_server_and_verifies_its_updates(run: Run, dense: Path, tmp_path: Path) -> None:
+    """TRL trains with a vLLM server that quantizes each update; a block that names another format is refused with the flag."""
     flags = ["--dtype", "bfloat16", "--logprobs-mode", "processed_logprobs", "--quantization", FORMAT]
     flags += ["--weight-transfer-config", '{"backend": "mismatch_http"}']
     with serving(dense, tmp_path, *flags, development=True) as url:

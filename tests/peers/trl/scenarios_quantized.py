@@ -1,4 +1,4 @@
-"""Runs of TRL with a vLLM that quantises on purpose."""
+"""Runs of TRL with a vLLM that quantizes on purpose."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from mismatch_ext.errors import PrecisionError
 from tests.peers.trl.scenarios_training import build, outcome
 
 
-def quantised(model: str, out: str) -> dict[str, Any]:
-    """Train with fp8 weights, hold the engine's to vLLM's own quantisation of the trainer's; then ask for what does nothing."""
+def quantized(model: str, out: str) -> dict[str, Any]:
+    """Train with fp8 weights, hold the engine's to vLLM's own quantization of the trainer's; then ask for what does nothing."""
     precision = {"dtype": "bfloat16", "engine_weights": "fp8_per_channel"}
     trainer = build(model, f"{out}/run", {"precision": precision, "correction": {"preset": "token_truncate"}})
     llm = trainer.vllm_generation.llm
@@ -40,7 +40,7 @@ def quantised(model: str, out: str) -> dict[str, Any]:
 
 
 def held(llm: Any) -> dict[str, Tensor]:
-    """Return what the engine's quantised layers stand for, by name, `[out, in]`."""
+    """Return what the engine's quantized layers stand for, by name, `[out, in]`."""
     modules = engine.runner(llm).model.named_modules()
     return {
         name: (module.weight.t().float() * module.weight_scale.view(-1, 1)).clone()
@@ -50,6 +50,6 @@ def held(llm: Any) -> dict[str, Tensor]:
 
 
 def by_vllm(weight: Tensor) -> Tensor:
-    """Return what vLLM's own quantisation leaves of a weight."""
+    """Return what vLLM's own quantization leaves of a weight."""
     scale = fp8._fp8_channel_scale(fp8.weight_amax(weight, dim=-1, keepdim=True))
     return fp8._fp8_quant_per_channel(weight, scale).float() * scale.view(-1, 1)

@@ -1,0 +1,22 @@
+"""`benchmarks.gpu` in its quick form."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from benchmarks.gpu import PARTS, main
+
+
+def test_every_part_is_measured_with_its_control(tmp_path: Path) -> None:
+    assert main(["--device", "cpu", "--quick", "--out", str(tmp_path)]) == 0
+    figures = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["figures"]
+    written = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert set(figures) == set(PARTS) and all(figures.values())
+    assert all(title in written for title, _ in PARTS.values())
+    for side in {row["compared"] for row in figures["gap"]}:
+        gap = {row["engine"]: row["logp_abs_diff_mean"] for row in figures["gap"] if row["compared"] == side}
+        # FP16 has eight times the precision of bf16, and float32 far more than either.
+        assert 100 * gap["float32 (control)"] < gap["FP16"] < gap["bf16"], side
+    control = [row for row in figures["experts"] if row["dtype"] == "float32 (control)"]
+    assert len(control) == 2 and all(row["tokens with other experts"] <= 0.01 for row in control)
