@@ -95,10 +95,13 @@ class Scoring:
                 "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
             )
         replayed = routed and (masked is not None or self.masking is None)
-        if replayed and not self.ours and not reference and self._is_trained(model):
-            batch.replayed.update(keys)
-            if torch.is_grad_enabled():
-                batch.replayed_with_gradients.update(keys)
+        if not self.ours and not reference and self._is_trained(model):
+            if not replayed:
+                batch.others_with_gradients |= torch.is_grad_enabled()
+            else:
+                batch.replayed.update(keys)
+                if torch.is_grad_enabled():
+                    batch.replayed_with_gradients.update(keys)
         return scores
 
     def _routed_score(
@@ -145,7 +148,10 @@ class Scoring:
         return loss
 
     def expect_replayed(self, inputs: Mapping[str, Any], *, every: bool) -> None:
-        """Refuse a loss if passes over its own rows, every one or at least one, were not under their routes and masks."""
+        """Refuse a loss whose own rows, every one or at least one, were not scored under their routes and masks.
+
+        If it is not known that every row of TRL's own loss was, a pass with gradients over other rows is refused too.
+        """
         batch, sections = self.rollouts, self.sections
         if batch is None or batch.fresh or not sections:
             return
@@ -156,6 +162,13 @@ class Scoring:
                 f"{sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
                 f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {sections}."
             )
+        if batch.others_with_gradients and not (every or batch.own_checked):
+            raise ReplayError(
+                f"{sections} with {type(self.trainer).__name__}, which scored other rows than the micro-batch's with gradients: "
+                "TRL's own loss may be made of them, without replay. Score them under torch.no_grad(), or put your class first, "
+                "class T(Yours, MismatchGRPOTrainer), and call super()._compute_loss, which is then checked apart from them."
+            )
+        batch.own_checked |= every and torch.is_grad_enabled()
 
     @property
     def sections(self) -> str:

@@ -93,8 +93,9 @@ class MismatchTrainerMixin(MeasuredTrainer):
             return host(model, inputs, *args, **kwargs)
         self.mm.scoring.expect_micro_batch()
         loss = self.mm.objective.loss(host, model, inputs, *args, **kwargs)
-        # A user's loss inside of ours may give TRL's own a part of the rows.
-        self.mm.scoring.expect_replayed(inputs, every=host.__module__.startswith("trl."))
+        if host.__module__.startswith("trl."):
+            # Otherwise a user's loss inside of ours may give TRL's own a part of the rows.
+            self.mm.scoring.expect_replayed(inputs, every=True)
         return loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

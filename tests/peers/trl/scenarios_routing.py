@@ -236,40 +236,66 @@ def other_tokens(model: str, out: str) -> dict[str, Any]:
     }
 
 
-class OwnPass(MismatchGRPOTrainer):
-    """Scores a micro-batch's rows for something of its own, and gives TRL's loss halves of them, or other prompts."""
-
-    altered = False
+class Halves:
+    """As users write it: scores a micro-batch's rows for a term of its own, and gives TRL's loss halves of them."""
 
     def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        own = 0 * self._get_per_token_logps_and_entropies(model, *rows_of_batch(inputs))[0].sum()
-        if self.altered:
-            prompts = torch.full_like(inputs["prompt_ids"], 9)
-            return super()._compute_loss(model, {**inputs, "prompt_ids": prompts}) + own
-        loss: Any = super()._compute_loss
-        return sum(loss(model, part) for part in reversed(halves(inputs))) / 2 + own
+        trainer: Any = self
+        own = 0 * trainer._get_per_token_logps_and_entropies(model, *rows_of_batch(inputs))[0].sum()
+        return self._of_trl(super(), model, inputs) + own
+
+    def _of_trl(self, host: Any, model: Any, inputs: Any) -> Any:
+        return sum(host._compute_loss(model, part) for part in reversed(halves(inputs))) / 2
 
 
-class OwnPassAltered(OwnPass):
-    """The same, with other prompts."""
+class Altered(Halves):
+    """Gives TRL's loss other prompts."""
 
-    altered = True
+    def _of_trl(self, host: Any, model: Any, inputs: Any) -> Any:
+        return host._compute_loss(model, altered(inputs))
+
+
+class Unbound(Halves):
+    """Gives other prompts to TRL's loss, which it calls without our class."""
+
+    def _of_trl(self, host: Any, model: Any, inputs: Any) -> Any:
+        return GRPOTrainer._compute_loss(self, model, altered(inputs))
+
+
+class Beside(Halves):
+    """Gives TRL's loss the micro-batch, and trains on other prompts beside it."""
+
+    def _of_trl(self, host: Any, model: Any, inputs: Any) -> Any:
+        trainer: Any = self
+        others = trainer._get_per_token_logps_and_entropies(model, *rows_of_batch(altered(inputs)))[0]
+        return host._compute_loss(model, inputs) - others.mean()
+
+
+def altered(inputs: Any) -> Any:
+    return {**inputs, "prompt_ids": torch.full_like(inputs["prompt_ids"], 9)}
 
 
 def own_pass(model: str, out: str) -> dict[str, str]:
-    """Train by losses of TRL's beside a pass over the tokens that were sampled, and return what is refused."""
+    """Train by losses of TRL's beside a pass over the tokens that were sampled, inside of ours and outside of it.
+
+    Returns:
+        The passes that were not replayed, or what is refused, of each class.
+    """
     found = {}
     with one_engine():
-        for kind in (OwnPass, OwnPassAltered):
-            trainer = build(
-                model, f"{out}/{kind.__name__}", R3, kind=kind, use_vllm=True,
-                rest={"precision": {"dtype": "float32"}}, max_steps=1,
-            )  # fmt: skip
-            try:
-                trainer.train()
-                found[kind.__name__] = str(logged(trainer, ROUTING + "other_passes"))
-            except ReplayError as error:
-                found[kind.__name__] = str(error)
+        for kind in (Halves, Altered, Unbound, Beside):
+            inside = type("Inside", (MismatchTrainerMixin, type("Users", (kind, GRPOTrainer), {})), {})
+            outside = type("Outside", (kind, MismatchGRPOTrainer), {})
+            for name, trainer_of in ((f"{kind.__name__} inside", inside), (f"{kind.__name__} outside", outside)):
+                trainer = build(
+                    model, f"{out}/{name}", R3, kind=trainer_of, use_vllm=True,
+                    rest={"precision": {"dtype": "float32"}}, max_steps=1,
+                )  # fmt: skip
+                try:
+                    trainer.train()
+                    found[name] = str(logged(trainer, ROUTING + "other_passes"))
+                except ReplayError as error:
+                    found[name] = str(error)
     return found
 
 

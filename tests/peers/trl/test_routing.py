@@ -99,10 +99,13 @@ def test_other_tokens_in_the_loss_are_routed_by_the_model(run: Run, moe: Path, t
 
 def test_a_pass_beside_the_loss_does_not_stand_for_the_losss_own(run: Run, moe: Path, tmp_path: Path) -> None:
     found = run(scenarios.own_pass, model=moe, out=tmp_path).expect()
-    assert found["OwnPass"] == "[0.0]"  # halves in another order, each under its routes
-    assert (
-        "the loss was computed without a replayed forward pass over the micro-batch's tokens" in found["OwnPassAltered"]
-    )
+    assert found["Halves inside"] == found["Halves outside"] == "[0.0]"  # in another order, each under its routes
+    assert found["Beside outside"] == "[1.0]"  # TRL's own loss is known there, and others may be trained on
+    own = "the loss was computed without a replayed forward pass over the micro-batch's tokens"
+    assert own in found["Altered outside"], found
+    others = "scored other rows than the micro-batch's with gradients"
+    for name in ("Altered inside", "Unbound inside", "Unbound outside", "Beside inside"):
+        assert others in found[name], (name, found[name])
 
 
 def test_exact_kl_over_the_vocabulary_is_replayed_too(run: Run, moe: Path, tmp_path: Path) -> None:
