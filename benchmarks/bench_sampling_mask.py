@@ -49,7 +49,7 @@ def measure(width: int) -> dict[str, Any]:
 
     before = peak()
     start = time.process_time()
-    with scoring_with(score) if width else nullcontext():
+    with scoring_with(score, entropies=True) if width else nullcontext():
         logprobs, *_ = head._ChunkedLogProbFunction.apply(
             hidden, weight, None, tokens, 1.0, head._CHUNKED_LOGPROB_CHUNK_SIZE, None, 1.0, ("log_probs", "entropy")
         )

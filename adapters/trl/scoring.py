@@ -87,7 +87,8 @@ class Scoring:
         keys, reference = row_keys(*rows), self.is_reference(model)
         masks = None if self.masking is None else self._masks_of(batch, keys)
         masked = None if masks is None else MaskedPass(masks, *rows)
-        with nullcontext() if masked is None else scoring_with(masked):
+        entropies = bool(options.get("compute_entropy"))
+        with nullcontext() if masked is None else scoring_with(masked, entropies=entropies):
             scores, routed = self._routed_score(host, model, rows, batch, reference, *args, **options)
         if masked is not None and not masked.done and any(completion for _, completion in keys):
             raise ReplayError(
@@ -289,6 +290,8 @@ class Scoring:
 
     def _is_trained(self, model: Any) -> bool:
         """Tell whether a pass is of the model that is trained, however it is wrapped."""
+        if model is self.trainer.model:
+            return True
         unwrap = self.trainer.accelerator.unwrap_model
         given, trained = (unwrap(wrapped, keep_torch_compile=False) for wrapped in (model, self.trainer.model))
         # A compiled model within DDP is left compiled.

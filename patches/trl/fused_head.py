@@ -15,7 +15,7 @@ Score = Callable[..., Tensor | None]
 """Takes hidden states `[N, H]`, weight `[V, H]`, bias or None, labels `[N]`, and by keyword temperature, scale and softcap;
 returns log-probabilities `[N]`, or None to keep TRL's."""
 
-_scores: list[Score] = []  # of the blocks that are open, the last one counts
+_scores: list[tuple[Score, bool]] = []  # of the blocks that are open, the last one counts; True asks for entropies too
 _TAKEN = (
     "hidden", "weight", "bias", "targets", "temperature", "chunk_size", "final_logit_softcapping", "logit_scale", "outputs",
 )  # fmt: skip
@@ -25,16 +25,18 @@ def _make(original: Any) -> Any:
     class ChunkedLogProbFunction(original):  # type: ignore[misc]
         @classmethod
         def apply(cls, *args: Any) -> Any:
-            outputs = original.apply(*args)
             if not _scores:
-                return outputs
-            values = dict(zip(_TAKEN, args, strict=True))
-            logprobs = _scores[-1](
+                return original.apply(*args)
+            (score, entropies), values = _scores[-1], dict(zip(_TAKEN, args, strict=True))
+            logprobs = score(
                 *(values[name] for name in ("hidden", "weight", "bias", "targets")),
                 temperature=values["temperature"],
                 scale=values["logit_scale"],
                 softcap=values["final_logit_softcapping"],
             )
+            if logprobs is not None and not entropies:
+                return logprobs, None, None, None, None  # without TRL's logits of the whole vocabulary
+            outputs = original.apply(*args)
             return outputs if logprobs is None else (logprobs, *outputs[1:])
 
     return ChunkedLogProbFunction
@@ -47,8 +49,10 @@ def _probe(original: Any) -> str | None:
     logits = torch.tanh((hidden @ weight.T + bias) * 1.5 / 2.0) * 2.0 / 0.8
     expected = logits.log_softmax(-1)[torch.arange(2), targets]
     with torch.no_grad():
-        logprobs = original.apply(hidden, weight, bias, targets, 0.8, 2, 2.0, 1.5, ())[0]
-    return None if torch.allclose(logprobs, expected, atol=1e-5) else f"it returned {logprobs}, not {expected}."
+        outputs = original.apply(hidden, weight, bias, targets, 0.8, 2, 2.0, 1.5, ())
+    if len(outputs) != 5:
+        return f"it returned {len(outputs)} outputs, not log-probabilities and four more."
+    return None if torch.allclose(outputs[0], expected, atol=1e-5) else f"it returned {outputs[0]}, not {expected}."
 
 
 FUSED_HEAD = Patch(
@@ -70,18 +74,20 @@ FUSED_HEAD = Patch(
 
 
 @contextmanager
-def scoring_with(score: Score) -> Iterator[None]:
+def scoring_with(score: Score, *, entropies: bool) -> Iterator[None]:
     """Take the log-probabilities of TRL's fused head from a function while a context is open.
 
     Args:
         score: Computes the log-probabilities; see `Score`.
+        entropies: Whether TRL's own head runs too, for its entropies; otherwise it returns none.
 
     Raises:
         PatchError: TRL's fused head is not what it was.
     """
-    _scores.append(score)
+    entry = (score, entropies)
+    _scores.append(entry)
     try:
         with applied(FUSED_HEAD):
             yield
     finally:
-        _scores.remove(score)
+        _scores.remove(entry)

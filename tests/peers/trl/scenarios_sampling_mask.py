@@ -8,6 +8,7 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
+import trl.trainer.utils
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, sampling_mask
@@ -16,6 +17,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.replay import row_key, row_keys
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of_rows
 from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -246,6 +248,27 @@ def parts(model: str, out: str) -> dict[str, Any]:
             except (ReplayError, RecordError) as error:
                 found[name] = f"{type(error).__name__}: {error}"
     return found
+
+
+def heads() -> dict[str, Any]:
+    """Put a score in place of TRL's fused head, with and without TRL's entropies, and count the runs of TRL's own."""
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(6, 8, generator=generator), torch.randn(11, 8, generator=generator)
+    given = (hidden, weight, None, torch.arange(6), 0.7, 4, None, 1.0, ("log_probs", "entropy"))
+    ours, own = torch.full((6,), -3.0), trl.trainer.utils._ChunkedLogProbFunction
+    plain, found, runs = own.forward, dict[str, Any](), list[int]()
+
+    def counted(*args: Any) -> Any:
+        runs.extend([1] if args[1].shape == hidden.shape else [])  # the patch tries TRL's own on two rows
+        return plain(*args)
+
+    with overridden(own, forward=staticmethod(counted)):
+        for name, entropies, scored in (("entropies", True, ours), ("alone", False, ours), ("TRL's", False, None)):
+            runs.clear()
+            with scoring_with(lambda *_, score=scored, **__: score, entropies=entropies):
+                outputs = trl.trainer.utils._ChunkedLogProbFunction.apply(*given)
+            found[name] = [None if one is None else one.tolist() for one in outputs], len(runs)
+    return {**found, "stock": [None if one is None else one.tolist() for one in own.apply(*given)]}
 
 
 def orders() -> dict[str, Any]:

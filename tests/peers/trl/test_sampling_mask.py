@@ -51,6 +51,15 @@ def test_parts_are_scored_over_their_masks_and_a_loss_of_other_tokens_is_refused
     assert "mismatch.sampling_mask: old_per_token_logps come from no replayed pass" in found["Elsewhere"]
 
 
+def test_trls_own_head_runs_only_for_its_entropies(run: Run) -> None:
+    found = run(scenarios.heads).expect()
+    stock = found["stock"]
+    assert stock[1] is not None and stock[2:] == [None] * 3
+    assert found["entropies"] == [[[-3.0] * 6, *stock[1:]], 1]
+    assert found["alone"] == [[[-3.0] * 6, *[None] * 4], 0]
+    assert found["TRL's"] == [stock, 1]
+
+
 def test_masks_follow_their_tokens_however_the_head_comes_to_them(run: Run) -> None:
     # All positions, as on a CPU, or those that count, as with Triton; a truncated row has none.
     found = run(scenarios.orders).expect()
