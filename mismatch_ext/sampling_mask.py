@@ -14,8 +14,11 @@ Shapes: N tokens, T positions of a response, M ids over all positions, K ids of 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -62,21 +65,20 @@ class TokenSupport:
         """
         counts = torch.tensor([len(row) for row in rows], dtype=torch.int64)
         flat = torch.tensor([token for row in rows for token in row], dtype=torch.int64)
-        return cls.from_places(flat, torch.repeat_interleave(counts), len(rows), vocabulary, name)
+        return cls.from_places(flat, torch.repeat_interleave(counts), len(rows), vocabulary, partial(_named, name))
 
     @classmethod
-    def from_places(cls, ids: Tensor, places: Tensor, positions: int, vocabulary: int, name: str = "") -> TokenSupport:
-        """Store ids `[M]` with the position of each `[M]`, in any order; raises as `from_lists`."""
+    def from_places(
+        cls, ids: Tensor, places: Tensor, positions: int, vocabulary: int, named: Callable[[int], str]
+    ) -> TokenSupport:
+        """Store ids `[M]` with the position of each `[M]`, in any order; `named` names a position. Raises as `from_lists`."""
         for bad in ((ids < 0) | (ids >= vocabulary)).nonzero()[:1, 0].tolist():
             raise RecordError(
-                f"rollout {name}, token {int(places[bad])}: its sampling mask lists id {int(ids[bad])}; allowed: 0 to "
-                f"{vocabulary - 1}."
+                f"{named(int(places[bad]))}: its sampling mask lists id {int(ids[bad])}; allowed: 0 to {vocabulary - 1}."
             )
         keys = (places * vocabulary + ids).sort().values
         for twice in (keys.diff() == 0).nonzero()[:1, 0].tolist():
-            raise RecordError(
-                f"rollout {name}, token {int(keys[twice]) // vocabulary}: its sampling mask lists an id twice."
-            )
+            raise RecordError(f"{named(int(keys[twice]) // vocabulary)}: its sampling mask lists an id twice.")
         offsets = torch.zeros(positions + 1, dtype=torch.int64)
         offsets[1:] = torch.bincount(places, minlength=positions).cumsum(0)
         return cls(ids=(keys % vocabulary).to(_narrow(vocabulary)), offsets=offsets, vocabulary=vocabulary)
@@ -108,7 +110,7 @@ class TokenSupport:
         left = torch.tensor(values, dtype=torch.float64) > -math.inf  # False for NaN
         place = torch.repeat_interleave(counts)
         cut = torch.bincount(place[~left], minlength=len(counts)) > 0
-        return _support_of_left(ids[left], place[left], cut, asked=asked, vocabulary=vocabulary, name=name)
+        return _support_of_left(ids[left], place[left], cut, asked, vocabulary, partial(_named, name))
 
     @classmethod
     def joined(cls, parts: Sequence[TokenSupport]) -> TokenSupport:
@@ -154,12 +156,13 @@ class TokenSupport:
                 f"rollout {name}: {len(tokens)} response tokens and sampling masks of {len(self)} positions; one of each is "
                 "needed."
             )
-        sampled = torch.tensor(tokens, dtype=torch.int64)
-        inside = torch.zeros(len(self), dtype=torch.bool)
-        place = torch.repeat_interleave(torch.arange(len(self)), self.counts)
-        inside[place[self.ids.long() == sampled[place]]] = True
-        if bool((outside := torch.tensor(mask, dtype=torch.bool) & ~inside).any()):
-            token = int(outside.nonzero()[0])
+        # In numpy, whose calls cost a third of torch's: a batch has hundreds of responses of a few dozen tokens.
+        sampled = np.asarray(tokens, dtype=np.int64)
+        inside = np.zeros(len(self), dtype=bool)
+        place = np.repeat(np.arange(len(self)), self.counts.numpy())
+        inside[place[self.ids.numpy() == sampled[place]]] = True
+        if (outside := np.asarray(mask, dtype=bool) & ~inside).any():
+            token = int(outside.argmax())
             count = int(self.counts[token])
             raise RecordError(
                 f"rollout {name}, token {token} (id {tokens[token]}): not among the {count} tokens of its sampling mask, so "
@@ -198,24 +201,50 @@ class LeftTokens:
         sampled = np.where(left[:, 0], ids[:, 0], -1)
         self._read.append((likeliest.astype(np.int32), counts, ~left.all(1), sampled.astype(np.int32)))
 
+    def read(self) -> list[tuple[Any, ...]]:
+        """Return what is known of the positions so far, in parts."""
+        self._settle()
+        return self._read
+
     def support(self, *, asked: int, vocabulary: int, name: str = "") -> TokenSupport:
         """Return the support of the positions so far; arguments and errors as for `TokenSupport.from_top`."""
-        self._settle()
-        if not self._read:
-            return TokenSupport.empty(0, vocabulary)
-        ids, counts, cut, sampled = (
-            torch.from_numpy(np.concatenate(column)) for column in zip(*self._read, strict=True)
-        )
-        place = torch.repeat_interleave(torch.arange(len(counts)), counts)
-        # The sampled token may be less likely than all of the most likely ones.
-        besides = sampled >= 0
-        besides[place[ids == sampled[place]]] = False
-        ids, place = torch.cat([ids, sampled[besides]]), torch.cat([place, besides.nonzero()[:, 0]])
-        return _support_of_left(ids, place, cut, asked=asked, vocabulary=vocabulary, name=name)
+        return _support_of_read(self.read(), asked, vocabulary, partial(_named, name))
+
+
+def supports_of(responses: Sequence[LeftTokens], *, asked: int, vocabulary: int) -> list[TokenSupport]:
+    """Return what `LeftTokens.support` returns of each response, which errors name by its index, from one pass over all."""
+    read = [response.read() for response in responses]
+    ends = list(accumulate((sum(len(cut) for _, _, cut, _ in parts) for parts in read), initial=0))
+
+    def named(position: int) -> str:
+        row = bisect_right(ends, position) - 1
+        return _named(str(row), position - ends[row])
+
+    joined = _support_of_read([part for parts in read for part in parts], asked, vocabulary, named)
+    rows = (joined.slice(first, last) for first, last in pairwise(ends))
+    return [replace(row, ids=row.ids.clone()) for row in rows]  # a view would hold, and pickle, the ids of all
+
+
+def _named(name: str, token: int) -> str:
+    return f"rollout {name}, token {token}"
+
+
+def _support_of_read(
+    read: Sequence[tuple[Any, ...]], asked: int, vocabulary: int, named: Callable[[int], str]
+) -> TokenSupport:
+    if not read:
+        return TokenSupport.empty(0, vocabulary)
+    ids, counts, cut, sampled = (torch.from_numpy(np.concatenate(column)) for column in zip(*read, strict=True))
+    place = torch.repeat_interleave(torch.arange(len(counts)), counts)
+    # The sampled token may be less likely than all of the most likely ones.
+    besides = sampled >= 0
+    besides[place[ids == sampled[place]]] = False
+    ids, place = torch.cat([ids, sampled[besides]]), torch.cat([place, besides.nonzero()[:, 0]])
+    return _support_of_left(ids, place, cut, asked, vocabulary, named)
 
 
 def _support_of_left(
-    ids: Tensor, place: Tensor, cut: Tensor, *, asked: int, vocabulary: int, name: str
+    ids: Tensor, place: Tensor, cut: Tensor, asked: int, vocabulary: int, named: Callable[[int], str]
 ) -> TokenSupport:
     """Return the support from the reported ids that were left `[M]`, the position of each, and whether any was cut off `[T]`."""
     total = torch.bincount(place, minlength=len(cut))
@@ -223,13 +252,13 @@ def _support_of_left(
     unknown = ~(cut & (total < min(asked, vocabulary))) & (total < vocabulary)
     for token in (unknown | (total == 0)).nonzero()[:1, 0].tolist():
         if not unknown[token]:
-            raise RecordError(f"rollout {name}, token {token}: the engine reported no token that could be sampled.")
+            raise RecordError(f"{named(token)}: the engine reported no token that could be sampled.")
         raise RecordError(
-            f"rollout {name}, token {token}: at least {int(total[token])} tokens were left to sample from, and the engine was "
-            f"asked for {asked}: what is left is not known. Raise mismatch.sampling_mask.max_support above {asked}, or truncate "
-            "harder (top_k)."
+            f"{named(token)}: at least {int(total[token])} tokens were left to sample from, and the engine was asked for "
+            f"{asked}: what is left is not known. Raise mismatch.sampling_mask.max_support above {asked}, or truncate harder "
+            "(top_k)."
         )
-    return TokenSupport.from_places(ids, place, len(cut), vocabulary, name)
+    return TokenSupport.from_places(ids, place, len(cut), vocabulary, named)
 
 
 # Log-probabilities over them, with their gradient.

@@ -19,7 +19,7 @@ from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.patching import Patch
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs
+from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs, supports_of
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,8 @@ class EngineMasks:
             raise RecordError("the engine returned no log-probabilities, of which sampling masks are made.")
         kept = _kept(outputs or ())
         if kept or (outputs is not None and not outputs):
-            return [self._of_completion(row, tokens, kept) for row, tokens in enumerate(completions)], result
+            left = [self._left_of(row, tokens, kept) for row, tokens in enumerate(completions)]
+            return supports_of(left, asked=self.asked, vocabulary=self.vocabulary), result
         supports, sampled = [], []
         for row, (tokens, values, names) in enumerate(zip(completions, tops, ids, strict=True)):
             found = TokenSupport.from_top(names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row))
@@ -57,15 +58,15 @@ class EngineMasks:
             sampled.append([[top[of.index(token)]] for token, top, of in zip(tokens, values, names, strict=True)])
         return supports, (prompts, completions, sampled, [[[token] for token in tokens] for tokens in completions])
 
-    def _of_completion(self, row: int, tokens: Any, kept: dict[int, LeftTokens]) -> TokenSupport:
+    def _left_of(self, row: int, tokens: Any, kept: dict[int, LeftTokens]) -> LeftTokens:
         if not tokens:
-            return TokenSupport.empty(0, self.vocabulary)
+            return LeftTokens()
         if (left := kept.get(id(tokens))) is None:
             raise RecordError(
                 f"rollout {row}: its tokens are not those of an output of LLM.generate: something stands between the engine and "
                 "TRL, so that its sampling masks are not known. Remove it, or mismatch.sampling_mask."
             )
-        return left.support(asked=self.asked, vocabulary=self.vocabulary, name=str(row))
+        return left
 
 
 def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,7 +13,7 @@ from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import RecordError
-from mismatch_ext.sampling_mask import PENDING, LeftTokens, TokenSupport
+from mismatch_ext.sampling_mask import PENDING, LeftTokens, TokenSupport, supports_of
 
 Columns = tuple[NDArray[np.int32], NDArray[np.float32]]
 
@@ -61,6 +62,36 @@ def test_arrays_give_the_masks_and_the_errors_that_lists_give() -> None:
         assert ours == theirs
         errors += isinstance(ours, str)
     assert 100 < errors < 500
+
+
+def test_responses_read_together_have_the_masks_and_the_errors_of_each_alone() -> None:
+    generator = np.random.default_rng(2)
+    refused = 0
+    for _ in range(300):
+        asked, vocabulary = 8, 20
+        lengths = generator.integers(0, 4, size=int(generator.integers(1, 6)))
+        responses = []
+        for length in (*lengths, PENDING + 1):
+            ids, logprobs = drawn(generator, int(length), vocabulary, asked)
+            logprobs[generator.random(len(ids)) < 0.95, 4:] = -math.inf
+            responses.append(LeftTokens())
+            for row in range(len(ids)):
+                responses[-1].take(ids[row : row + 1], logprobs[row : row + 1])
+        try:
+            alone = [
+                each.support(asked=asked, vocabulary=vocabulary, name=str(row)) for row, each in enumerate(responses)
+            ]
+        except RecordError as error:
+            with pytest.raises(RecordError, match=re.escape(str(error))):
+                supports_of(responses, asked=asked, vocabulary=vocabulary)
+            refused += 1
+            continue
+        together = supports_of(responses, asked=asked, vocabulary=vocabulary)
+        for one, other in zip(alone, together, strict=True):
+            assert one.ids.equal(other.ids) and one.offsets.equal(other.offsets)
+            assert one.ids.dtype == other.ids.dtype and other.ids.untyped_storage().nbytes() == other.ids.nbytes
+    assert 50 < refused < 280
+    assert supports_of([], asked=8, vocabulary=20) == []
 
 
 def test_a_response_is_read_as_it_grows_and_what_was_cut_off_takes_no_memory() -> None:
