@@ -50,6 +50,25 @@ def test_pages_quote_the_figures_that_take_seconds() -> None:
     assert f"no KL term {below['none']}, k1 in the loss {below['k1 loss']}" in kl
 
 
+def test_the_page_on_the_rate_quotes_its_record() -> None:
+    text = (ROOT / "evidence/lr_gap.md").read_text(encoding="utf-8")
+    last_third, beyond = (
+        text.partition(title)[2].partition("\n### ")[0] for title in ("### Last", "### On minus off, b")
+    )
+    cells = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in last_third.splitlines()
+        if row[:1] == "|" and " ± " in row
+    ]
+    assert len(cells) == 9
+    for row in cells:
+        quoted = [" ± ".join(f"{float(part):.3f}" for part in cell.split(" ± ")) for cell in row[4:7]]
+        assert f"| {' | '.join(quoted)} |" in page("lr"), row
+    left = [row.split("|")[5] for row in beyond.splitlines() if " ± " in row]
+    rewards = [[f"{float(part):.3f}" for part in cell.partition("(")[0].split("±")] for cell in left]
+    assert len(rewards) == 2 and "Left for the mismatch: " + " and ".join(map(" ± ".join, rewards)) in page("lr")
+
+
 def test_pages_quote_the_recorded_costs() -> None:
     rows, kl, verl = costs("python -m benchmarks"), page("kl"), page("verl")
 
