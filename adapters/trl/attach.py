@@ -87,9 +87,10 @@ class Attached(TrainerRun):
             super().__init__(trainer, MismatchConfig(level="observe"), trainer.args.output_dir)
         self.verdicts.at(lambda: self.step)
         self.engine = engine_of(trainer, self.ranks)
-        self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self.audit()
+        with self.verdicts.checking("sampling"):
+            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.sampling)
+        self.audit()
         if not self.proves:
             self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
         self.checked = Updates(self, vocabulary=plain_vocabulary(trainer._tokenizer, trainer.accelerator.device))

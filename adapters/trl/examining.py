@@ -67,7 +67,7 @@ class Examiner:
             trainer_dtype=self.run.compute_dtype,
             trainer_weights=max(held, key=held.__getitem__),
             engine_dtype=checked.reading.model_dtype,
-            temperature=self.trainer.temperature,
+            temperature=self.run.temperature,
             replays=routing is not None and routing.mode == "R3",
             head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
         )

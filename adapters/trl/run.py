@@ -162,6 +162,7 @@ class TrlRun(TrainerRun):
     def begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         trainer = self.trainer
+        self.temperature: float = trainer.temperature  # TRL builds it into what scores; later values of the attribute are not
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
@@ -230,10 +231,11 @@ class TrlRun(TrainerRun):
     def follow_sampling(self) -> None:
         """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
         trainer, engine = self.trainer, self.trainer.vllm_generation
-        if engine.temperature != trainer.temperature:
+        if {engine.temperature, trainer.temperature} != {self.temperature}:
             raise ConfigError(
-                f"the engine samples with temperature={engine.temperature}, and the trainer scores with {trainer.temperature}: "
-                "set trainer.temperature and trainer.vllm_generation.temperature together."
+                f"the temperature changed after the trainer was built, to {engine.temperature} in trainer.vllm_generation and "
+                f"{trainer.temperature} in the trainer: TRL's trainer scores with {self.temperature}, which it was built with. "
+                "Give the temperature in the arguments."
             )
         found = sampling_settings(engine, trainer.args.generation_kwargs)
         if found == self.sampling:

@@ -175,6 +175,14 @@ def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
     }
 
 
+def at_two_temperatures(model: str, out: str) -> list[str]:
+    """Measure an engine that samples at another temperature than the trainer scores with, and return what failed."""
+    trainer = build(model, out, generation_kwargs={"temperature": 0.5}, max_steps=1)
+    measured = attach(trainer)
+    trainer.train()
+    return [event.message for event in read_run(measured.log.run_dir).events if event.name == "observed"]
+
+
 def refused(model: str, out: str) -> dict[str, str]:
     """Attach to what it cannot serve, and twice."""
     said = {}

@@ -114,6 +114,11 @@ def test_an_engine_that_sleeps_is_asked_awake(run: Run, dense: Path, tmp_path: P
     assert lost["verdict"] == "garbled" and any("weight_sync failed" in message for message in lost["findings"])
 
 
+def test_a_setting_that_a_block_refuses_warns(run: Run, dense: Path, tmp_path: Path) -> None:
+    (said,) = run(scenarios.at_two_temperatures, model=dense, out=tmp_path).expect()
+    assert "sampling failed" in said and "generation_kwargs['temperature']=0.5 but temperature=1.0" in said
+
+
 def test_what_it_cannot_serve_is_refused(run: Run, dense: Path, tmp_path: Path) -> None:
     said = run(scenarios.refused, model=dense, out=tmp_path).expect()
     words = {

@@ -54,14 +54,17 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
         vllm_generation=SimpleNamespace(**settings),
     )  # fmt: skip
     vars(run).update(
-        trainer=trainer, sampling=SamplingSettings(top_p=0.9), block=MismatchConfig.parse({}),
+        trainer=trainer, sampling=SamplingSettings(top_p=0.9), temperature=1.0, block=MismatchConfig.parse({}),
         log=SimpleNamespace(sampled_with=logged.append),
     )  # fmt: skip
     run.follow_sampling()
     assert logged == []
-    trainer.temperature = trainer.vllm_generation.temperature = 0.7
+    trainer.vllm_generation.top_k = 8
     run.follow_sampling()
-    assert run.sampling == logged[0] == SamplingSettings(temperature=0.7, top_p=0.9)
-    trainer.vllm_generation.temperature = 0.5
-    with pytest.raises(ConfigError, match=r"temperature=0.5.*0.7.*together"):
-        run.follow_sampling()
+    assert run.sampling == logged[0] == SamplingSettings(top_k=8, top_p=0.9)
+    # TRL's trainer scores with the temperature that it was built with, whatever its attribute says.
+    for changed in ((trainer,), (trainer, trainer.vllm_generation)):
+        for side in changed:
+            side.temperature = 0.7
+        with pytest.raises(ConfigError, match=r"0.7 in the trainer: TRL's trainer scores with 1.0"):
+            run.follow_sampling()
