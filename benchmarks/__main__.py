@@ -16,19 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.harness import measured_on
 
-NAMES = (
-    "metrics",
-    "precision",
-    "correction",
-    "kl_full",
-    "routing",
-    "sampling_mask",
-    "replay",
-    "doctor",
-    "verl_scale",
-    "trl_server",
-    "trl_step",
-)
+NAMES = ("precision", "correction", "kl_full", "routing", "verl_scale", "trl_server", "trl_step")
 FIGURES = "quick"
 """Runs only if it is named."""
 

@@ -1,8 +1,7 @@
-"""Times ingest and alignment of recorded routing against verl 0.9.1's own path, and measures the size of a trace."""
+"""Times ingest and alignment of recorded routing against verl 0.9.1's own path."""
 
 from __future__ import annotations
 
-import base64
 import warnings
 from typing import Any
 
@@ -89,27 +88,6 @@ def ours(ids: list[Ids], tokens: list[int]) -> tuple[Tensor, Tensor]:
     return trace.parts[0], mask
 
 
-def sizes() -> list[dict[str, Any]]:
-    """Return bytes per token of a trace against the same ids in the forms that others keep and send."""
-    ids, tokens = recordings()
-    rows = len(ids[0])
-    ours = ingested(0, ids[0], tokens[0]).nbytes / rows
-    forms = {
-        "int16 (verl)": ids[0].astype(np.int16).nbytes,
-        "int32 in base64 (SGLang, slime)": len(base64.b64encode(ids[0].astype(np.int32).tobytes())),
-    }
-    return [
-        {
-            "name": f"bytes per token of routing, {LAYERS} layers, top {TOP_K} of {EXPERTS}, vs {form}",
-            "ours": ours,
-            "theirs": size / rows,
-            "ratio": size / rows / ours,
-            "equal": "the same ids",
-        }
-        for form, size in forms.items()
-    ]
-
-
 def run() -> list[dict[str, Any]]:
     """Return the rows of this benchmark."""
     verl = Verl()
@@ -129,11 +107,12 @@ def run() -> list[dict[str, Any]]:
         torch.nested.as_nested_tensor([f["response_mask"] for f in fields], layout=torch.jagged)
         return ours(ids, tokens)
 
-    row = paired(
-        f"routes checked, stored and packed vs verl 0.9.1 unchecked, its own functions; {what}",
-        ours_with_rollouts,
-        lambda: verl.prepare(ids, tokens),
-        equal="every recorded expert id and the whole mask",
-        repeats=7,
-    )
-    return [row, *sizes()]
+    return [
+        paired(
+            f"routes checked, stored and packed vs verl 0.9.1 unchecked, its own functions; {what}",
+            ours_with_rollouts,
+            lambda: verl.prepare(ids, tokens),
+            equal="every recorded expert id and the whole mask",
+            repeats=7,
+        )
+    ]

@@ -7,8 +7,6 @@ printed: of the clock, and of the processor time of trainer and server together,
 
 from __future__ import annotations
 
-import argparse
-import json
 import os
 import tempfile
 from collections.abc import Iterator
@@ -158,10 +156,3 @@ def same_learned(ours: dict[str, float], theirs: dict[str, float]) -> bool:
     if ours["num_tokens"] != theirs["num_tokens"] or ours["reward"] != theirs["reward"]:
         return False
     return all(abs(ours[name] - theirs[name]) <= 1e-5 + 1e-3 * abs(theirs[name]) for name in ("loss", "grad_norm"))
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--steps", type=int, default=8)
-    for row in run(parser.parse_args().steps):
-        print(json.dumps(row))

@@ -2,9 +2,10 @@
 
     python -m benchmarks.gpu --model PATH --experts PATH --out runs/gpu
 
-Needs torch and transformers alone. The engine is transformers' own decode with a KV cache, in the engine's dtype. The trainer
-scores the same tokens in one pass, and so does an oracle in float32 with the engine's rounded weights. Without `--model` or
-`--experts` the weights are random. `--device cpu --quick` runs the same code in a minute.
+Needs torch and transformers, and vLLM for `gate`. The engine of the other parts is transformers' own decode with a KV cache,
+in the engine's dtype. The trainer scores the same tokens in one pass, and so does an oracle in float32 with the engine's
+rounded weights. Without `--model` or `--experts` the weights are random, and `gate` takes the shipped model.
+`--device cpu --quick` runs the same code in a minute.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import copy
 import json
 import math
 import shlex
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -26,11 +28,12 @@ from mismatch_ext.adapters.transformers.doctor.models import end_tokens, load_mo
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
 from torch import Tensor, nn
 from tqdm import tqdm
-from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from benchmarks.bench_kl_full import FORMS
 from benchmarks.bench_precision import trained
 from benchmarks.harness import measured_on, paired
+from examples.arithmetic.shipped import shipped_model
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.routing import RoutingTrace, agreement, agreement_metrics, align
@@ -40,12 +43,8 @@ from mismatch_ext.versions import installed
 DTYPES = {"float32 (control)": torch.float32, "bf16": torch.bfloat16, "FP16": torch.float16}
 VOCABULARIES = {"Llama 3": 128_256, "Qwen3": 151_936, "Gemma 3": 262_144}
 MEASURES = ("logp_abs_diff_mean", "k3_kl", "f_1.1", "f_2", "logp_abs_diff_max")
-PROMPTS = (
-    "Janet has 16 eggs, eats three and bakes with four. She sells the rest for two dollars each. How much does she make?",
-    "Prove that the sum of two even numbers is even. Write the proof in three lines, name what you use, and say where.",
-    "Write a Python function that returns the longest common prefix of a list of strings. Explain why it is correct.",
-    "A train leaves at nine at eighty kilometres an hour; another leaves at ten at a hundred. When do they meet, and where?",
-)
+PROMPTS = Path(__file__).with_name("gpu_prompts.txt")
+ARITHMETIC = Path(__file__).parents[1] / "examples/doctor/prompts.jsonl"  # of the shipped model
 Row = dict[str, Any]
 
 
@@ -116,10 +115,7 @@ def policy(given: argparse.Namespace, experts: bool, scale: Scale) -> tuple[nn.M
     if (routing_shape(model) is not None) != experts:
         raise ValueError(f"{path} is a model {'without' if experts else 'with'} experts; give it by the other option")
     if path:
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        rows = (
-            read_prompts(Path(given.prompts), path) if given.prompts else [tokenizer(x)["input_ids"] for x in PROMPTS]
-        )
+        rows = read_prompts(given.prompts, path)
         width = min(scale.prompt, *map(len, rows))
         prompts = torch.tensor([ids[:width] for ids in rows]).repeat(-(-scale.responses // len(rows)), 1)
     else:
@@ -185,6 +181,19 @@ def gap(trainer: Tensor, engine: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the measures of a gap that the page shows, and the number of tokens."""
     metrics = gap_metrics(gap_sums(trainer, engine, mask))
     return {name: float(metrics[name]) for name in MEASURES} | {"tokens": int(mask.sum())}
+
+
+def measure_gate(given: argparse.Namespace, scale: Scale) -> Iterator[Row]:
+    """Yield what `mismatch-ext gate` measures, in a process of its own."""
+    model, prompts = given.model or shipped_model("dense"), given.prompts if given.model else ARITHMETIC
+    command = [sys.executable, "-m", "mismatch_ext", "gate", "--model", model, "--prompts", prompts]
+    command += ["--json", given.out / "gate.json", *(["--quick"] if given.quick else [])]
+    status = subprocess.run(command, stdout=subprocess.DEVNULL, check=False).returncode
+    if status not in (0, 1):  # 1 is a gate that did not pass
+        raise RuntimeError(f"{shlex.join(map(str, command))} ended with {status}")
+    for figure in json.loads((given.out / "gate.json").read_text(encoding="utf-8"))["figures"]:
+        row = {"model": Path(model).name, "figure": figure["name"], "measured": figure["value"]}
+        yield row if figure["limit"] is None else row | {"at most": figure["limit"], "limit by": figure["by"]}
 
 
 def measure_gap(given: argparse.Namespace, scale: Scale) -> Iterator[Row]:
@@ -307,6 +316,8 @@ def _cost(
 
 
 PARTS: dict[str, tuple[str, Callable[[argparse.Namespace, Scale], Iterator[Row]]]] = {
+    # First, because vLLM takes a share of the whole memory.
+    "gate": ("`mismatch-ext gate`, vLLM against transformers in bf16", measure_gate),
     "gap": ("Gap of decode and prefill, by dtype", measure_gap),
     "experts": ("Experts: the trainer's own routes, and the engine's replayed", measure_experts),
     "costs": ("Costs, ours over theirs", measure_costs),
@@ -355,7 +366,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="", help="folder of a dense checkpoint; default: random weights")
     parser.add_argument("--experts", default="", help="folder of a checkpoint with experts; default: random weights")
-    parser.add_argument("--prompts", default="", help="file of prompts for these, as `mismatch-ext doctor` takes it")
+    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="for these, as `mismatch-ext doctor` takes them")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))

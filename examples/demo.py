@@ -118,26 +118,6 @@ def train(setting: Setting, model: Path, run_dir: Path, steps: int, prompts: int
     return time.perf_counter() - start
 
 
-def summarized(runs: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return what each run measured in each split, and its mean reward over the first and last five steps."""
-    rows = []
-    for name, data in runs.items():
-        for split in data.splits:
-            rewards = [reward for reward in data.series("reward", split)[1] if reward is not None]
-            window = max(1, min(5, len(rewards) // 2))
-            rows.append(
-                {
-                    "run": name,
-                    "split": split,
-                    "steps": len([record for record in data.steps if record.split == split]),
-                    "values": {key: pooled(data, key, split) for key in COLUMNS.values()},
-                    "reward_first": sum(rewards[:window]) / window,
-                    "reward_last": sum(rewards[-window:]) / window,
-                }
-            )
-    return rows
-
-
 def table_of(title: str, headings: Iterable[str]) -> Table:
     """Return an empty table whose first two columns are the run and the set of prompts."""
     table = Table(title=title)
@@ -232,7 +212,10 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
         steps = (setting.steps if args.steps is None else args.steps) if trains else 0
         seconds[setting.name] = train(setting, model, run_dir, steps, args.prompts)
         runs[setting.name] = read_run(run_dir / setting.name)
-    rows, replay = summarized(runs), replay_rows(runs)
+    command = [sys.executable, "-m", "mismatch_ext", "report", str(run_dir), "--json"]
+    report = json.loads(subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout)
+    # The folder may hold runs of an earlier call.
+    rows, replay = [row for row in report["rows"] if row["run"] in runs], replay_rows(runs)
     intervals = compare(kind, {setting.name: read_sequences(run_dir / setting.name) for setting in chosen})
     header = runs[chosen[0].name].header
     document = {
@@ -254,10 +237,8 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
     print_replay(replay, console)
     print_intervals(intervals, console)
     console.print(f"training and measuring took {sum(seconds.values()):.0f} s on {header['run']['device']}")
-    command = [sys.executable, "-m", "mismatch_ext", "report", str(run_dir)]
-    path, verdict = subprocess.run(command, check=True, capture_output=True, encoding="utf-8").stdout.splitlines()[:2]
-    console.print(verdict)
-    console.print(f"report: {path}", soft_wrap=True)
+    console.print(report["verdict"])
+    console.print(f"report: {report['report']}", soft_wrap=True)
 
 
 def settings(kind: str, full: bool) -> list[Setting]:

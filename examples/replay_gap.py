@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from examples.arithmetic.shipped import shipped_model
-from examples.demo import COLUMNS, EVALUATED, FP32, R3, Setting, table_of, train
+from examples.demo import EVALUATED, FP32, R3, Setting, print_replay, replay_rows, train
 from examples.sequences import MEASURES, left_by_replay, read_sequences
 from mismatch_ext import read_run
 
@@ -31,9 +31,9 @@ BF16 = Setting(name="bf16", title="", block={"precision": {"dtype": "bfloat16"},
 ORACLE = Setting(name="float32", title="", block={**FP32, **R3}, steps=0)
 
 
-def measured(run: Path, split: str) -> dict[str, Any]:
+def measured(run: Any, split: str) -> dict[str, Any]:
     """Return the last evaluation's figures of a split, with replay and (`native/`) without."""
-    metrics = [record.metrics for record in read_run(run).steps if record.split == split][-1]
+    metrics = [record.metrics for record in run.steps if record.split == split][-1]
     return {name.removeprefix("mismatch/"): value for name, value in metrics.items() if name.startswith("mismatch/")}
 
 
@@ -45,40 +45,24 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=3072, help="prompts per evaluation set in bf16")
     parser.add_argument("--oracle-prompts", type=int, default=512, help="prompts per evaluation set in float32")
     args = parser.parse_args()
-    after = ("--eval_when", "after", "--save_model", str(args.steps > 0))
+    after = ("--eval_when", "after", "--save_model", "True")
     train(BF16, shipped_model("moe"), args.out, args.steps, args.prompts, *after)
-    train(ORACLE, args.out / BF16.name if args.steps else shipped_model("moe"), args.out, 0, args.oracle_prompts)
-    runs = {
-        name: {split: measured(args.out / name, split) for split, _ in EVALUATED} for name in (BF16.name, ORACLE.name)
-    }
-    sums, header = read_sequences(args.out / BF16.name), read_run(args.out / BF16.name).header
+    train(ORACLE, args.out / BF16.name, args.out, 0, args.oracle_prompts)
+    runs = {setting.name: read_run(args.out / setting.name) for setting in (BF16, ORACLE)}
+    sums = read_sequences(args.out / BF16.name)
     left = {split: {name: left_by_replay(sums, split, name) for name in MEASURES} for split, _ in EVALUATED}
     summary = {
         "steps": args.steps,
-        "measured_on": header["run"]["device"],
-        "versions": header["versions"],
-        "runs": runs,
+        "runs": {name: {split: measured(run, split) for split, _ in EVALUATED} for name, run in runs.items()},
         "left": {split: {name: asdict(interval) for name, interval in by.items()} for split, by in left.items()},
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
     console = Console(width=170)
-    table = table_of("Gap between vLLM and TRL in nats, by pairs of the same tokens", ("tokens", "routes", *COLUMNS))
-    for name, by_split in runs.items():
-        for split, label in EVALUATED:
-            for prefix, routes in (("native/", "its own"), ("", "replayed")):
-                figures = [f"{by_split[split][prefix + key]:.2e}" for key in COLUMNS.values()]
-                table.add_row(name, label, f"{by_split[split]['tokens']:.0f}", routes, *figures, end_section=not prefix)
-    console.print(table)
+    print_replay(replay_rows(runs), console)
     for split, label in EVALUATED:
         k3, mean = (format(left[split][name], ".3g") for name in ("k3", "abs"))
         console.print(f"{label}: replay leaves {k3} of k3 and {mean} of the mean |Δlogp|, with 95 % intervals")
-    for name, by_split in runs.items():
-        for split, label in EVALUATED:
-            share, tokens = (by_split[split][f"routing/{key}"] for key in ("set_mismatch_frac", "compared_tokens"))
-            console.print(
-                f"{name}, {label}: {100 * share:.2g} % of the (token, layer) pairs differ, of {tokens:.0f} tokens"
-            )
 
 
 if __name__ == "__main__":

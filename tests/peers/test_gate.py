@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ import pytest
 from mismatch_ext.adapters import cli
 
 from examples.arithmetic.shipped import FOLDER
+from tests.commands import shell
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -38,3 +40,14 @@ def test_a_gate_of_no_batches_is_refused(tmp_path: Path, capsys: pytest.CaptureF
     (tmp_path / "prompts.txt").write_text("1+1=\n")
     words = ["gate", "--model", str(FOLDER / "dense"), "--prompts", str(tmp_path / "prompts.txt"), "--batches", "0"]
     assert cli.main(words) == 2 and "--batches: 0 is not allowed; allowed: >= 1" in capsys.readouterr().err
+
+
+@pytest.mark.engine
+@pytest.mark.nightly
+def test_the_benchmark_of_a_gpu_records_the_gates_figures(tmp_path: Path) -> None:
+    shell(f"python -m benchmarks.gpu --device cpu --quick --parts gate --out {tmp_path}")
+    rows = json.loads((tmp_path / "record.json").read_text(encoding="utf-8"))["figures"]["gate"]
+    limited = [row for row in rows if "at most" in row]
+    assert limited and all(0 <= row["measured"] <= row["at most"] for row in limited)
+    page = (tmp_path / "page.md").read_text(encoding="utf-8")
+    assert all(f"| dense | {row['figure']} | {row['measured']:.3g} |" in page for row in rows)

@@ -13,7 +13,9 @@ from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_correction as scenarios
+    from tests.peers.trl import scenarios_kl_terms as own
 else:
+    own = named("tests.peers.trl.scenarios_kl_terms")
     scenarios = named("tests.peers.trl.scenarios_correction")
 
 pytestmark = pytest.mark.engine
@@ -45,6 +47,15 @@ def test_other_corrections_are_the_hand_computed_ones(run: Run, dense: Path, tmp
         assert errors["weight_error"] < 1e-5 and errors["gradient_error"] < 1e-5, name
         # The correction changes the gradient, so that the comparison can fail.
         assert errors["effect"] > 1e-3, name
+
+
+def test_trls_own_modes_are_certified_by_enumeration(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(own.corrections, model=str(dense), out=str(tmp_path)).expect()
+    # Weights of whole responses give the gradient of the expected reward; the engine's log-probabilities arrive as float32.
+    assert found.pop("unbounded")["bias"] < 1e-6 and len(found) == 4
+    for mode, judged in found.items():
+        assert judged["theirs"] == pytest.approx(judged["ours"], rel=1e-5, abs=1e-6), mode
+        assert judged["theirs"]["bias"] > 0.01, mode
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,17 @@ def test_verls_own_terms_are_those_of_the_page(run: Run) -> None:
     assert not any(by[kind, "off-policy"]["regularizes"] for kind in ("low_var_kl", "low_var_kl+", "kl"))
 
 
+@pytest.mark.in_process
+def test_verls_own_presets_are_certified_by_enumeration(run: Run) -> None:
+    found = run(own.corrections).expect()
+    unbounded, disabled = found.pop("unbounded"), found["disabled"]["theirs"]
+    assert unbounded["bias"] < 1e-9 and len(found) == 16
+    for name, judged in found.items():
+        assert judged["theirs"] == pytest.approx(judged["ours"], rel=1e-5, abs=1e-8), name
+        # Each of them is biased, and does something.
+        assert judged["theirs"]["bias"] > 0.05 and (judged["theirs"] != disabled) == (name != "disabled"), name
+
+
 @pytest.mark.parametrize(
     "scenario", [pytest.param(in_engine.engine_exact, marks=pytest.mark.in_process), in_engine.engine_exact_on_ranks]
 )

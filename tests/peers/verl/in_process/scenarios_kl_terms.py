@@ -1,4 +1,4 @@
-"""verl's own KL terms by exact enumeration: `python -m tests.peers.verl.in_process.scenarios_kl_terms`."""
+"""verl's own KL terms and corrections by exact enumeration: `python -m tests.peers.verl.in_process.scenarios_kl_terms`."""
 
 from __future__ import annotations
 
@@ -10,15 +10,20 @@ from typing import Any
 import numpy as np
 import torch
 import verl
+from mismatch_ext.adapters.verl.refusals import QUIRKS, VERL_PRESETS
 from torch import Tensor
 from verl.protocol import DataProto
+from verl.trainer.config.algorithm import RolloutCorrectionConfig
 from verl.trainer.ppo.core_algos import FixedKLController, compute_rloo_outcome_advantage
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.workers.utils.losses import ppo_loss
 
-from mismatch_ext.testing import Term, moments, row_term
+from mismatch_ext.presets import PRESETS
+from mismatch_ext.testing import RowLoss, Term, moments, row_term
+from tests.oracles.corrections import judged, judged_ours
 from tests.oracles.kl.hosts import SAMPLINGS, judge, problem_of
-from tests.peers.verl.in_process.losses import batch_of, driven, host_config, loss_on
+from tests.peers.verl.in_process.losses import actor_config, batch_of, driven, host_config, loss_on
 
 ACTOR = "actor_rollout_ref.actor"
 LOSSES = ("low_var_kl", "low_var_kl+", "kl")
@@ -88,6 +93,39 @@ def terms() -> list[dict[str, Any]]:
         )
     )  # fmt: skip
     return [dataclasses.asdict(term) for term in found]
+
+
+def corrections() -> dict[str, Any]:
+    """Judge verl's rollout correction by each of its presets, beside ours; the old policy is the one that is trained."""
+    found = {}
+    for name in sorted(VERL_PRESETS):
+        if PRESETS[name].loss == "ppo_clip" and PRESETS[name].mode == "bypass":
+            continue  # the ratio that it clips is the weight
+        theirs = getattr(RolloutCorrectionConfig, name)()
+        ours = dataclasses.replace(PRESETS[name], compat=QUIRKS)
+        found[name] = {"theirs": judged(corrected_loss(theirs)), "ours": judged_ours(ours)}
+    unbounded = RolloutCorrectionConfig.decoupled_seq_is(threshold=1e9)
+    return found | {"unbounded": judged(corrected_loss(unbounded))}
+
+
+def corrected_loss(settings: RolloutCorrectionConfig) -> RowLoss:
+    """Return verl's policy loss of one response, of whose weights and mask its driver and its loss take care by settings."""
+    chosen = {"loss_mode": "bypass_mode", "rollout_correction": settings} if settings.bypass_mode else {}
+    config = actor_config(loss=chosen)
+
+    def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor, reward: Tensor) -> Tensor:
+        fields = {
+            "old_log_probs": behavior_logprobs if settings.bypass_mode else logprobs.detach(),
+            "rollout_log_probs": behavior_logprobs, "response_mask": torch.ones(logprobs.shape, dtype=torch.long),
+        }  # fmt: skip
+        batch = DataProto.from_dict(tensors={**fields, "advantages": reward[:, None].expand_as(logprobs)})
+        if not settings.bypass_mode:
+            batch, _ = compute_rollout_correction_and_add_to_batch(batch, settings)
+        given = {name: list(tensor) for name, tensor in batch.batch.items()}
+        data = batch_of(list(fields["response_mask"]), given)
+        return loss_on(partial(ppo_loss, config=config), logprobs, data)[0] * logprobs.numel()
+
+    return loss
 
 
 if __name__ == "__main__":
