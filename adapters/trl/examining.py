@@ -10,6 +10,7 @@ from mismatch_ext.adapters.placeholders import placeholders_of
 from mismatch_ext.adapters.transformers.doctor.in_run import (
     Computing,
     Rows,
+    buffers_of,
     class_of,
     copy_of,
     examine_batch,
@@ -72,7 +73,8 @@ class Examiner:
             head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
         )
         rows = rows_of(output, gap, records, EXAMINED_TOKENS, placeholders_of(policy.config.to_dict()))
-        copy = copy_of(sent.take(), class_of(policy), policy.config, accelerator.device)
+        weights = {**buffers_of(policy), **sent.take()}
+        copy = copy_of(weights, class_of(policy), policy.config, accelerator.device)
         return examine_batch(rows, computing, copy, self._scored_again())
 
     def _scored_again(self) -> Callable[[Sample], Sample] | None:

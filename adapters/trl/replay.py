@@ -79,14 +79,10 @@ def matching(
 ) -> list[RoutingTrace] | None:
     """Return the routes of each row of a scoring pass: its own, or those of the same tokens; None if some are not known."""
     ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
+    if bool((real[:, 1:] & ~real[:, :-1]).sum(1).add(real[:, 0]).gt(1).any()):
+        return None  # padding between tokens
     rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
-    if any(
-        int(mask.nonzero()[-1] - mask.nonzero()[0]) + 1 != len(row)
-        for row, mask in zip(rows, real, strict=True)
-        if len(row)
-    ):
-        return None
-    truncated = [not bool(mask[-length:].any()) for mask in real]
+    truncated = (~real[:, -length:].any(1)).tolist()
     pairs = list(zip(rows, truncated, strict=True))
     if len(rows) == len(traces) and all(_is_of(trace, *pair) for trace, pair in zip(traces, pairs, strict=True)):
         return list(traces)

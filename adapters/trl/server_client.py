@@ -57,7 +57,7 @@ class CheckedClient(_Base):
             self.choices += answer["choices"]
         return answer
 
-    def init_communicator(self, device: Any = 0) -> None:
+    def init_communicator(self, device: Any = 0, *args: Any, **kwargs: Any) -> None:
         """Check the server, then agree with it on how weights travel."""
         self.remote = RemoteEngine(self.http)
         is_fresh(self.remote)  # raises if an update failed half-way
@@ -65,12 +65,14 @@ class CheckedClient(_Base):
         if self.remote.backend == BACKEND:
             self.http.post("/init_weight_transfer_engine", {"init_info": {}})
         else:
-            super().init_communicator(device)
+            super().init_communicator(device, *args, **kwargs)
 
-    def update_named_params(self, metadata: Any, named_params: Iterator[tuple[str, Tensor]]) -> None:
+    def update_named_params(
+        self, metadata: Any, named_params: Iterator[tuple[str, Tensor]], *args: Any, **kwargs: Any
+    ) -> None:
         """Update weights as TRL does, in the bodies of requests where the server takes them so."""
         if self.remote.backend != BACKEND:
-            super().update_named_params(metadata, named_params)
+            super().update_named_params(metadata, named_params, *args, **kwargs)
             return
         if not self._updating_weights:
             self._start_weight_update()
@@ -78,10 +80,10 @@ class CheckedClient(_Base):
         if not self._updating_weights:
             self._finish_weight_update()
 
-    def _start_weight_update(self) -> None:
+    def _start_weight_update(self, *args: Any, **kwargs: Any) -> None:
         self.expect_own_weights()
         self.remote.weight_version = self.stamps.begin()
-        super()._start_weight_update()
+        super()._start_weight_update(*args, **kwargs)
 
     def _finish_weight_update(self) -> None:
         self.http.post("/finish_weight_update", {"weight_version": self.stamps.end()})

@@ -59,7 +59,6 @@ class RunDoctor:
         """Examine a batch by `look`, print the table, write `doctor.json` and an event; return metrics, {} after an error."""
         assert self._why is not None
         why, self._why, self._last = self._why, None, step
-        self._examined.add(why)
         folder = self._run_dir / f"doctor_step_{step}"
         try:
             diagnosis = look()
@@ -71,6 +70,7 @@ class RunDoctor:
             logger.warning(message, exc_info=error)
             self._event("warning", EVENT, message, {"because": why})
             return {}
+        self._examined.add(why)  # of a metric whose batch could not be examined, a later alarm asks again
         say(f"mismatch-ext: batch of step {step} examined ({why})\n{table}\n{folder / DOCTOR_FILE}")
         self._event(*event)
         return {

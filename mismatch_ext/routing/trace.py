@@ -186,22 +186,26 @@ class RoutingTrace:
 
     def slice(self, first: int, last: int) -> RoutingTrace:
         """Return rows first to last - 1, without copying; `start` and `versions` are adapted."""
+        before = [version for row, version in self.versions if row <= first][-1]
+        after = [(row - first, version) for row, version in self.versions if first < row < last]
+        return replace(
+            self,
+            parts=self._parts(first, last) or (self.parts[0][:0],),
+            start=self.start + first,
+            versions=((0, before), *after),
+            tokens=None if self.tokens is None else self.tokens[: self.start + last],
+            starts=None if self.starts is None else self.starts[: self.start + last],
+        )
+
+    def _parts(self, first: int, last: int) -> tuple[Tensor, ...]:
+        """Return the blocks of rows first to last - 1, without copying; those without rows are left out."""
         parts, at = [], 0
         for part in self.parts:
             low, high = max(first - at, 0), min(last - at, len(part))
             if low < high:
                 parts.append(part[low:high] if high - low < len(part) else part)
             at += len(part)
-        before = [version for row, version in self.versions if row <= first][-1]
-        after = [(row - first, version) for row, version in self.versions if first < row < last]
-        return replace(
-            self,
-            parts=tuple(parts) or (self.parts[0][:0],),
-            start=self.start + first,
-            versions=((0, before), *after),
-            tokens=None if self.tokens is None else self.tokens[: self.start + last],
-            starts=None if self.starts is None else self.starts[: self.start + last],
-        )
+        return tuple(parts)
 
     @classmethod
     def concat(cls, traces: Sequence[RoutingTrace]) -> RoutingTrace:
@@ -318,12 +322,13 @@ def share_prompts(
             sharing.append(trace)
             continue
         variants = prompts.setdefault((group, trace.start, trace.layers, trace.num_experts), [])
-        prompt = trace.slice(0, rows).experts
+        found = trace._parts(0, rows)
+        prompt = found[0] if len(found) == 1 else torch.cat(found)
         block = next((variant for variant in variants if torch.equal(variant, prompt)), None)
         if block is None:
             # Copy, because a view would keep the whole recording in memory, including the response rows.
             block = prompt.clone()
             variants.append(block)
-        response = tuple(part.clone() for part in trace.slice(rows, trace.rows).parts if len(part))
+        response = tuple(part.clone() for part in trace._parts(rows, trace.rows))
         sharing.append(replace(trace, parts=(block, *response)))
     return sharing

@@ -14,7 +14,7 @@ import torch
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose
 from mismatch_ext.doctor.in_run import RunDoctor, rows_within
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.loop import Run
@@ -114,6 +114,27 @@ def test_whatever_fails_is_an_event_and_the_run_goes_on(tmp_path: Path) -> None:
     (event,) = [event for event in read_run(tmp_path).events if event.name == "doctor"]
     assert event.level == "warning" and "step 7" in event.message and "MemoryError: no room for a copy" in event.message
     assert not list(tmp_path.glob("doctor_*"))
+
+
+def test_a_later_alarm_asks_again_where_a_batch_could_not_be_examined(tmp_path: Path) -> None:
+    def fails() -> Diagnosis:
+        raise RecordError("every response of the batch has an image in its prompt")
+
+    log = log_of(tmp_path, doctor="on_alarm")
+    doctor = doctor_of(log)
+    for step in (2, 60):
+        log.watch(step - 1, {"one": 0.0})
+        log.watch(step, {"one": 2.0})
+        assert doctor.due
+        doctor.examine(step, fails)
+    log.watch(110, {"one": 0.0})
+    log.watch(111, {"one": 2.0})
+    doctor.examine(111, diagnosis)
+    log.watch(170, {"one": 0.0})
+    log.watch(171, {"one": 2.0})
+    assert not doctor.due
+    told = [event.message for event in read_run(tmp_path).events if event.name == "doctor"]
+    assert len(told) == 3 and all("has an image" in message for message in told[:2])
 
 
 def test_a_file_that_cannot_be_written_is_an_event_too(tmp_path: Path) -> None:

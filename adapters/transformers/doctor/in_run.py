@@ -97,6 +97,16 @@ class SentWeights:
         return weights
 
 
+def buffers_of(model: nn.Module) -> dict[str, Tensor]:
+    """Return the buffers that a checkpoint holds, such as a router's correction bias; no engine is sent them in an update."""
+    return {
+        f"{path}.{name}" if path else name: buffer
+        for path, module in model.named_modules()
+        for name, buffer in module.named_buffers(recurse=False)
+        if name not in module._non_persistent_buffers_set
+    }
+
+
 def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device: torch.device) -> nn.Module:
     """Build a separate model in float32 from the weights that the engine is sent, without moving on the run's random numbers.
 

@@ -13,7 +13,7 @@ import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.blocks import alike, compared
 from mismatch_ext.adapters.placeholders import placeholders_of
-from mismatch_ext.adapters.transformers.doctor.in_run import class_of, copy_of, unexaminable
+from mismatch_ext.adapters.transformers.doctor.in_run import buffers_of, class_of, copy_of, unexaminable
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.trl.examining import rows_of
@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import RecordError
 from tests.oracles.routing.images import whole_model
+from tests.peers.transformers.cases import FAMILIES
 
 ROWS, PROMPT, LENGTH = 48, 4, 24
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -106,6 +107,19 @@ def test_a_model_with_images_is_examined_on_text(name: str) -> None:
     assert unexaminable(whole.config) is None and whole.config.image_token_id in placeholders_of(whole.config.to_dict())
     sent = {key: tensor.detach().float() for key, tensor in whole.named_parameters()}
     copied = copy_of(sent, class_of(whole), whole.config, torch.device("cpu"))
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.no_grad():
+        assert torch.allclose(copied(input_ids=ids).logits, whole.float()(input_ids=ids).logits, atol=1e-5)
+
+
+def test_a_router_has_its_correction_bias_in_the_copy_though_no_engine_is_sent_it() -> None:
+    whole = FAMILIES["deepseek_v3"].build().eval()
+    buffers = buffers_of(whole)
+    assert buffers and all(name.endswith("e_score_correction_bias") for name in buffers)
+    sent = {key: tensor.detach().float() for key, tensor in whole.named_parameters()}
+    with pytest.raises(RecordError, match="e_score_correction_bias"):
+        copy_of(sent, class_of(whole), whole.config, torch.device("cpu"))
+    copied = copy_of({**buffers, **sent}, class_of(whole), whole.config, torch.device("cpu"))
     ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
         assert torch.allclose(copied(input_ids=ids).logits, whole.float()(input_ids=ids).logits, atol=1e-5)

@@ -8,15 +8,23 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
-TRAINER, ENGINE = "trl/trainer/grpo_trainer.py", "trl/generation/vllm_generation.py"
+TRAINER, RLOO = "trl/trainer/grpo_trainer.py", "trl/trainer/rloo_trainer.py"
+ENGINE, CLIENT = "trl/generation/vllm_generation.py", "trl/generation/vllm_client.py"
+OF_A_TRAINER = (
+    "_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards", "_prepare_inputs",
+    "_get_per_token_logps_and_entropies", "compute_loss", "_compute_loss", "training_step", "log", "_save_checkpoint",
+)  # fmt: skip
 TOUCHED = {
-    TRAINER: (
-        "_generate_and_score_completions", "_generate", "_generate_single_turn", "_calculate_rewards", "_prepare_inputs",
-        "_get_per_token_logps_and_entropies", "compute_loss", "_compute_loss", "training_step", "log",
-    ),
+    TRAINER: OF_A_TRAINER,
+    RLOO: OF_A_TRAINER,
     ENGINE: ("sync_weights", "generate", "_iter_named_params", "_init_vllm"),
-}  # fmt: skip
-"""Methods of TRL that we override, wrap or call, by file."""
+    CLIENT: ("_get", "_post", "init_communicator", "update_named_params", "_start_weight_update", "generate"),
+    "trl/trainer/utils.py": ("add_fused_lm_head", "_fused_forward", "use_adapter"),
+    "trl/kernels/chunked_logprob.py": ("forward",),
+}
+"""Functions of TRL that we override, wrap, replace or call, by file."""
+IN_OUR_HANDS = {CLIENT: ("_finish_weight_update", "reset_prefix_cache")}
+"""Those that ours replace without calling TRL's, so that nothing can be passed on."""
 
 Change = Callable[[Path], None]
 
@@ -71,7 +79,7 @@ def with_argument(touched: Mapping[str, tuple[str, ...]]) -> Change:
                 added.append((*_end(*node.args.args, *node.args.defaults), ", of_a_later_release=None"))
             for call in ast.walk(ast.parse(text)):
                 if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute) and call.func.attr in every:
-                    if ast.unparse(call.func.value) not in ("self", "self.vllm_generation"):
+                    if ast.unparse(call.func.value) not in ("self", "self.vllm_generation", "self.vllm_client"):
                         continue  # its parent's, or another object's
                     given = (*call.args, *(keyword.value for keyword in call.keywords))
                     line, at = _end(*given) if given else _end(call)
@@ -116,7 +124,7 @@ SYNC = "    def sync_weights(self):\n"
 RATIO = 'token_loss * inputs["importance_sampling_ratio"]'
 
 HARMLESS: dict[str, Change] = {
-    "docstrings and comments": documented(TOUCHED),
+    "docstrings and comments": documented({**TOUCHED, CLIENT: (*TOUCHED[CLIENT], *IN_OUR_HANDS[CLIENT])}),
     "a keyword argument in each method": with_argument(TOUCHED),
     "a helper out of the loss": replaced(
         TRAINER, (CLIP, "            coef_2 = self._clipped(coef_1)\n"), (HEAD, HELPER + HEAD)

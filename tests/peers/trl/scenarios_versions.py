@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import trl
-from mismatch_ext.adapters.trl import attach
+from mismatch_ext.adapters.trl import MismatchRLOOConfig, MismatchRLOOTrainer, attach
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import SeamError, UntestedVersionWarning
@@ -58,9 +58,18 @@ def newer(model: str, out: str, engine: bool) -> dict[str, Any]:
             {"routing": {"mode": "R2"}},
         ):
             try:
-                moved.append(trained(build(model, out, block, **plain)))
+                moved.append(trained(build(model, out, block, **plain, save_strategy="steps", save_steps=1)))
             except SeamError as error:
                 refused.append(str(error))
+        given = {**arguments(f"{out}/rloo", **plain), "mismatch": {"routing": {"mode": "R2"}}}
+        given.pop("vllm_importance_sampling_mode")
+        moved.append(
+            trained(
+                MismatchRLOOTrainer(
+                    model=model, reward_funcs=graded, args=MismatchRLOOConfig(**given), train_dataset=rows()
+                )
+            )
+        )
         if engine:
             moved.append(
                 trained(

@@ -6,6 +6,7 @@ import importlib
 import inspect
 import textwrap
 from pathlib import Path
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -109,6 +110,21 @@ def test_overrides_pass_on_what_a_later_release_adds() -> None:
         assert heard.pop() == {"of_a_later_release": True}, name
 
 
+def test_the_server_clients_overrides_do_so_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = importlib.import_module("mismatch_ext.adapters.trl.server_client")
+    monkeypatch.setattr(client, "RemoteEngine", lambda _: SimpleNamespace(backend="nccl"))
+    monkeypatch.setattr(client, "is_fresh", lambda _: True)
+    monkeypatch.setattr(client.CheckedClient, "expect_own_weights", lambda _: None)
+    heard: list[Any] = []
+    given = {"init_communicator": (), "update_named_params": ({}, iter(())), "_start_weight_update": ()}
+    host = type("Host", (), dict.fromkeys(given, lambda self, *_, **named: heard.append(named)))
+    mine = object.__new__(client.client_of(lambda *_: None)(host))
+    vars(mine).update(http=None, stamps=client.Stamps())
+    for name, arguments in given.items():
+        getattr(mine, name)(*arguments, of_a_later_release=True)
+        assert heard.pop() == {"of_a_later_release": True}, name
+
+
 WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 
 
@@ -126,7 +142,7 @@ def test_a_newer_version_that_computes_the_same_runs_every_section_with_one_warn
         engine=engine,
     ).expect()  # fmt: skip
     assert found["trl"].startswith(str(copy)) and found["refused"] == []
-    assert all(found["moved"]) and len(found["moved"]) == (5 if engine else 3)
+    assert all(found["moved"]) and len(found["moved"]) == (6 if engine else 4)
     assert len(found["untested"]) == 1 and "trl 1.18.2" in found["untested"][0]
 
 
