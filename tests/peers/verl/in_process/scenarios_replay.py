@@ -335,7 +335,7 @@ def moved(built: Any, routes: Tensor, uids: list[str]) -> dict[str, str]:
     given = torch.cat([rows[1], rows[1].new_zeros(2, *rows[1].shape[1:])]), rows[0][:12], *rows[2:]
     plain = [without_digests(row) for row in rows]
     ids = [row.clone() for row in good["input_ids"].unbind()]
-    ids[1][8] += 1
+    ids[1][8] = 3 + (ids[1][8] - 2) % 13
     again = {"input_ids": ids, "responses": [row[-count:] for row, count in zip(ids, RESPONSES, strict=True)]}
     last = [row.clone() for row in good["loss_mask"].unbind()]
     last[1][-4:] = 0
