@@ -86,7 +86,7 @@ class ReplayGuard:
             records = engine.engine_config.router_replay.mode == "R2" and forward_only and data.get(FIELD) is None
             if not records:
                 others = not check_routes(engine, data, forward_only)
-                run = _plain(engine, data)
+                run = data if others else _plain(engine, data)
         if any(gathered(others)):
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self._others += 1
@@ -233,7 +233,8 @@ def _plain(engine: Any, data: Any) -> Any:
     if engine.engine_config.router_replay.mode == "R2":
         return data
     run = data.exclude(FIELD)
-    run[FIELD] = torch.nested.as_nested_tensor([without_digests(row) for row in routes(data)], layout=torch.jagged)
+    rows = [without_digests(row) for row in routes(data) if row is not None]  # checked
+    run[FIELD] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
     return run
 
 

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
@@ -303,8 +303,8 @@ def lengths(data: Any) -> list[int]:
     return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
 
 
-def _is_trace(array: Any) -> bool:
-    return isinstance(array, Tensor) and array.dim() == 3 and not array.is_floating_point()
+def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
+    return array is not None and array.dim() == 3 and not array.is_floating_point()
 
 
 def other_than_recorded(data: Any, needed: list[int]) -> dict[int, int]:
@@ -346,7 +346,7 @@ def check_tokens(others: dict[int, int], data: Any, rank: int, forward_only: boo
         raise RoutingError(ALTERED.format(names(data, rank)[row], len(others), len(data), token))
 
 
-def routes(data: Any) -> list[Any]:
+def routes(data: Any) -> list[Tensor | None]:
     """Return the routes of each sample as they came `[rows, layers, K]`, None where a sample has none; raises RoutingError."""
     field = data.get(FIELD, None)
     if field is None:
@@ -356,7 +356,8 @@ def routes(data: Any) -> list[Any]:
             "old log-probabilities before this one."
         )
     # A stack of objects where some are None.
-    return list(field.unbind() if isinstance(field, Tensor) else field.tolist())
+    rows = field.unbind() if isinstance(field, Tensor) else field.tolist()
+    return [None if row is None else torch.as_tensor(row) for row in rows]
 
 
 def needed(data: Any) -> list[int]:

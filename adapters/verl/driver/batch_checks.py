@@ -55,7 +55,7 @@ def without_routes(batch: Any, routing: RoutingConfig | None) -> Iterator[None]:
         batch.fields = given
 
 
-class ExpertLoads(RolloutMoELoadBalanceMetricsAccumulator):  # type: ignore[misc]
+class ExpertLoads(RolloutMoELoadBalanceMetricsAccumulator):
     """verl's metrics of the experts' load, which it takes of the routes in the driver."""
 
     def update(self, routed_experts: Tensor | None, *args: Any, **kwargs: Any) -> bool:
