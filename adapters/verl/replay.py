@@ -340,7 +340,7 @@ def altered(data: Any) -> dict[int, int]:
 
 
 def check_tokens(others: dict[int, int], data: Any, rank: int, forward_only: bool) -> None:
-    """Raise RoutingError for an update of samples whose routes are of other tokens; scores of them are nobody's routes."""
+    """Raise RoutingError for an update of samples whose routes are of other tokens; in a scoring pass the model routes them."""
     if others and not forward_only:
         row, token = next(iter(others.items()))
         raise RoutingError(ALTERED.format(names(data, rank)[row], len(others), len(data), token))

@@ -33,6 +33,8 @@ def test_routes_of_verls_own_loops_are_proven_and_those_of_other_tokens_are_not(
             assert own["other"], name
         else:  # with one expert for a token, a lost row looks like expert 0
             assert own["missing"] > 0 and not own["other"], name
+            # Of routes with too few rows nobody knows which ones are missing.
+            assert (own["proven"] == 0) == (case == "rows missing"), name
         # A token has eight bytes more than its routes, whatever a template rewrites, and reward functions can write the rest.
         assert own["bytes"] == 8 * own["tokens"]
         assert own["extra"] < 300 + 20 * int(turns), own["extra"]

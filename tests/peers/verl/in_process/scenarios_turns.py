@@ -117,6 +117,7 @@ def routed() -> dict[str, Any]:
                 needed = len(row["prompts"]) + int(row["response_mask"].nonzero()[-1])
                 count, other = proven(row["routed_experts"], row["input_ids"])
                 found[f"{case} {top_k} {turns}"] = {
+                    "proven": count,
                     "missing": max(needed - count, 0),
                     "other": other and count < needed,
                     "shape": list(without_digests(row["routed_experts"]).shape),
