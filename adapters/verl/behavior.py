@@ -1,7 +1,8 @@
 """What verl's own loss and engine do with made-up inputs, asked when a worker starts: neither a version nor a text can tell.
 
-The block's terms are added to verl's loss and weighed as it weighs its own, and routes and masks are laid out as its engine lays
-tokens out. Both are asked in a few milliseconds. What a pass did with them is shown by the pass itself.
+The block's terms are added to verl's loss and weighed as it weighs its own, and the weights of a correction are to multiply it.
+Routes and masks are laid out as its engine lays tokens out. All is asked in a few milliseconds. What a pass did with them is
+shown by the pass itself.
 """
 
 from __future__ import annotations
@@ -47,7 +48,9 @@ def _computed(mode: str) -> dict[str, Any]:
     wave = torch.sin(1.3 * torch.arange(1.0, sum(RESPONSES) + 1))
     advantages, old = 0.5 + wave, -2 + 0.4 * wave
     policy = (old + 0.1 * torch.cos(2.1 * torch.arange(1.0, sum(RESPONSES) + 1))).requires_grad_()
+    weights = 1 - 0.5 * wave
     fields = {"old_log_probs": old, "advantages": advantages, "ref_log_prob": old - 1, "rollout_log_probs": old + 1}
+    fields["rollout_is_weights"] = weights
     data = TensorDict(
         {
             "prompts": _rows(torch.arange(sum(PROMPTS)), PROMPTS),
@@ -67,7 +70,7 @@ def _computed(mode: str) -> dict[str, Any]:
     )
     loss, _ = ppo_loss(config, {"log_probs": _rows(scores, _lengths())}, data)
     (slope,) = torch.autograd.grad(loss, policy)
-    term = -advantages * (policy - old).exp()
+    term = -advantages * (policy - old).exp() * weights
     wanted = _mean(term, mode)
     (slope_wanted,) = torch.autograd.grad(wanted, policy)
     mask = data["response_mask"].to_padded_tensor(0).bool()

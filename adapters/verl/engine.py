@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 import torch
 from mismatch_ext.adapters.verl.behavior import check_layout
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.loss import check_own, needs_own_loss
+from mismatch_ext.adapters.verl.loss import check_update, needs_own_loss, weighs
 from mismatch_ext.adapters.verl.replay import EngineReplay
 from verl.utils import torch_functional
 from verl.utils.device import get_device_name
@@ -69,12 +69,14 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
     def forward_backward_batch(
         self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes."""
-        block = self.run_block
-        key = None if forward_only or block is None else needs_own_loss(block.acting)
-        if key is not None:
+        """Run a mini-batch as the parent does; raises ConfigError if it updates by another loss than the block takes.
+
+        Raises RecordError if samples of an update have no weights, and the block corrects by weights.
+        """
+        block = None if self.run_block is None or forward_only else self.run_block.acting
+        if block is not None and (needs_own_loss(block) or weighs(block)):
             with together(WORLD):
-                check_own(loss_function, key)
+                check_update(loss_function, data, block)
         return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
 
     def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:

@@ -31,6 +31,8 @@ from mismatch_ext.presets import ResolvedCorrection
 BYPASS = "bypass_mode"
 COEF = "mismatch_kl_coef"
 """Key of the batch's `extra_info` that carries the KL's coefficient from the driver."""
+WEIGHTS = "rollout_is_weights"
+"""verl's field of the weights by which its driver corrects, and its policy loss multiplies each token."""
 BASELINE = "mismatch_kl_baseline"
 """Field of the batch that holds the driver's baseline of each token, nats."""
 FIELDS = ("ref_log_prob", "loss_mask", "old_log_probs", "rollout_log_probs", BASELINE)
@@ -47,17 +49,30 @@ def needs_own_loss(block: MismatchConfig) -> str | None:
     return "correction.mode='bypass'" if settings is not None and settings.mode == "bypass" else None
 
 
+def weighs(block: MismatchConfig) -> bool:
+    """Tell whether verl's policy loss is to be multiplied by weights that its driver has put into the batch."""
+    settings = None if block.correction is None else settings_of(block.correction)
+    return settings is not None and settings.mode == "decoupled" and settings.level != "none"
+
+
 def module_of(loss: Any) -> str:
     """Return the module of the function that computes a loss."""
     return str(getattr(loss, "func", loss).__module__)
 
 
-def check_own(loss: Any, key: str) -> None:
-    """Raise ConfigError if an update is to run with another loss than this module's, which a key of the block takes."""
-    if module_of(loss) != __name__:
+def check_update(loss: Any, data: Any, block: MismatchConfig) -> None:
+    """Raise if an update is to run with another loss than the block takes, or without the weights that multiply it."""
+    key = needs_own_loss(block)
+    if module_of(loss) not in (__name__, *(() if key else (ppo_loss.__module__,))):
+        takes = "this package" if key else "verl's own or of this package"
         raise ConfigError(
-            f"mismatch.{key}: it takes a loss of this package, and this update has the loss of {module_of(loss)}. Something has "
-            "replaced or wrapped the loss after the start, as set_loss_fn does. Remove that."
+            f"mismatch.{key or 'correction'}: it takes a loss of {takes}, and this update has the loss of {module_of(loss)}. "
+            "Something has replaced or wrapped the loss after the start, as set_loss_fn does. Remove that."
+        )
+    if weighs(block) and WEIGHTS not in data:
+        raise RecordError(
+            f"mismatch.correction: this update's samples have no {WEIGHTS!r}, by which verl's loss would weigh them. Something "
+            "between the driver's advantages and the update has dropped the field; pass it on with the others."
         )
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.loss import BASELINE, sampled_by
+from mismatch_ext.adapters.verl.loss import BASELINE, WEIGHTS, sampled_by
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from tensordict import TensorDict
 from torch import Tensor
@@ -33,8 +33,8 @@ CHUNK = 64
 """Rows that are fetched at a time; a larger group of answers to one prompt is fetched whole for its baseline."""
 OLD, SCORED, ROLLOUT, REFERENCE = "old_log_probs", "log_probs", "rollout_log_probs", "ref_log_prob"
 MASK, EXTRA = "response_mask", "extra_fields"
-BEFORE, WEIGHTS = "loss_mask", "rollout_is_weights"
-"""verl's mask before its rollout correction rejects tokens from `MASK`, and the correction's weights."""
+BEFORE = "loss_mask"
+"""verl's mask before its rollout correction rejects tokens from `MASK`."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,16 @@ from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.engine import REQUIRED, SteeredEngine, register
-from mismatch_ext.adapters.verl.replay import ALTERED, altered, lengths, names, routes
+from mismatch_ext.adapters.verl.replay import (
+    FIELD,
+    altered,
+    check_tokens,
+    lengths,
+    names,
+    other_than_recorded,
+    routes,
+)
+from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from torch import nn
 from torch.optim import Optimizer
@@ -66,33 +75,27 @@ class ReplayGuard:
         self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
-    def batch(self, engine: Any, data: Any, forward_only: bool) -> Iterator[None]:
-        """Check the routes of a batch's samples, and then that all routers replayed or recorded it; all ranks raise together."""
+    def batch(self, engine: Any, data: Any, forward_only: bool) -> Iterator[Any]:
+        """Check a batch's routes, give what verl is to run, and check that all routers replayed it; all ranks raise together."""
         if not self._replays(engine, data, forward_only):
-            yield
+            yield data
             return
-        others = False
+        others, run = False, data
         with together(WORLD):
             routers = self._routers(engine)
-            records = (
-                engine.engine_config.router_replay.mode == "R2" and forward_only and data.get("routed_experts") is None
-            )
+            records = engine.engine_config.router_replay.mode == "R2" and forward_only and data.get(FIELD) is None
             if not records:
-                others = is_of_other_tokens(data, forward_only)
-                check_routes(engine, data)
+                others = not check_routes(engine, data, forward_only)
+                run = data if others else _plain(engine, data)
         if any(gathered(others)):
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self._others += 1
-            tu.assign_non_tensor(data, **{FLAG: False})
-            try:
-                yield
-            finally:
-                tu.assign_non_tensor(data, **{FLAG: True})
+            yield tu.assign_non_tensor(data.exclude(FIELD), **{FLAG: False})
             return
         self._passes = WeakKeyDictionary()
         try:
             with nullcontext() if self.agreement is None else self.agreement.batch():
-                yield
+                yield run
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
             # verl clears its queues at the end of a batch that succeeds; the next one would replay what is left in them.
@@ -202,39 +205,50 @@ def moe_layers(config: Any) -> tuple[int, ...]:
     return tuple(index for index in range(config.num_layers) if is_moe_layer(config, index))
 
 
-def is_of_other_tokens(data: Any, forward_only: bool) -> bool:
-    """Tell whether samples of a scoring pass have other tokens than their routes were recorded of; refuse those of an update."""
-    changed = altered(data)
-    if changed and not forward_only:
-        rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-        raise RoutingError(ALTERED.format(names(data, rank)[changed[0]], len(changed), len(data)))
-    return bool(changed)
+def check_routes(engine: Any, data: Any, forward_only: bool) -> bool:
+    """Check the routes of a batch's samples, in the rows that verl's Megatron engine replays; raises RoutingError.
 
-
-def check_routes(engine: Any, data: Any) -> None:
-    """Check the routes of a batch's samples, in the rows that verl's Megatron engine replays; raises RoutingError."""
+    Returns False for a scoring pass over other tokens than its routes were recorded of.
+    """
     config, layers = engine.tf_config, moe_layers(engine.tf_config)
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
     tokens = lengths(data)
     recorded = engine.engine_config.router_replay.mode == "R2"
     if recorded:
-        replayed = tokens
+        replayed, others = tokens, altered(data)
     else:  # all rows but a sample's last, and none of one without a response: verl says which
         replayed = [int(mask.sum()) for mask in build_r3_replay_mask(data["input_ids"], data["response_mask"]).unbind()]
-    for array, count, rows, name in zip(routes(data), tokens, replayed, names(data, rank), strict=True):
-        _check_sample(array, name, config, layers, rows, (count,) if recorded else (count, count - 1))
+        others = other_than_recorded(data, replayed)
+    check_tokens(others, data, rank, forward_only)
+    if others:
+        return False
+    found = zip(routes(data), data["input_ids"].unbind(), replayed, names(data, rank), strict=True)
+    for array, ids, rows, name in found:
+        _check_sample(array, ids, name, config, layers, rows, recorded=recorded)
+    return True
+
+
+def _plain(engine: Any, data: Any) -> Any:
+    """Return a batch whose routes verl can read."""
+    if engine.engine_config.router_replay.mode == "R2":
+        return data
+    run = data.exclude(FIELD)
+    rows = [without_digests(row) for row in routes(data) if row is not None]  # checked
+    run[FIELD] = torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+    return run
 
 
 def _check_sample(
-    array: Any, name: str, config: Any, layers: tuple[int, ...], replayed: int, allowed: tuple[int, ...]
+    array: Any, tokens: torch.Tensor, name: str, config: Any, layers: tuple[int, ...], replayed: int, *, recorded: bool
 ) -> None:
     """Check one sample's routes; `ingest` refuses what is not a tensor of three dimensions."""
     where, ids = f"request {name}", array
     if isinstance(array, torch.Tensor) and array.dim() == 3:
-        ids = array.detach().cpu()
+        ids = array.detach().cpu() if recorded else without_digests(array.detach().cpu())
+        allowed = (len(tokens),) if recorded else (len(tokens), len(tokens) - 1)
         if len(ids) not in allowed:
             raise RoutingError(
-                f"{where}: routing has {len(ids)} rows; allowed: {' or '.join(map(str, allowed))} for {allowed[0]} tokens. They "
+                f"{where}: routing has {len(ids)} rows; allowed: {' or '.join(map(str, allowed))} for {len(tokens)} tokens. They "
                 "were lost on the way, or are another sample's."
             )
         if ids.shape[1] not in (len(layers), config.num_layers):
@@ -242,14 +256,13 @@ def _check_sample(
                 f"{where}: routing has {ids.shape[1]} layers; allowed: {len(layers)}, the model's MoE layers, or "
                 f"{config.num_layers}, all of them. Was it recorded in another model?"
             )
-        ids = ids[:replayed]
-        zero = (ids == 0).flatten(1).all(1)
-        if config.moe_router_topk > 1 and replayed and bool(zero[-1]):
-            real = int((~zero).nonzero()[-1]) + 1 if not bool(zero.all()) else 0
+        real = _recorded_rows(ids, config.moe_router_topk) if recorded else proven(array, tokens)[0]
+        if real < replayed:
             raise RoutingError(
-                f"{where}: routing has {real} rows, and zeros from there on, but verl replays {replayed}: the others would go to "
-                "expert 0 alone. The rollout engine did not record them, or an agent loop added tokens after the last generation."
+                f"{where}: routing has {real} rows, but verl replays {replayed}: the others would go to expert 0 alone. The "
+                "rollout engine did not record them, or an agent loop added tokens after the last generation."
             )
+        ids = ids[:replayed]
     RoutingTrace.ingest(
         ids,
         num_experts=config.num_moe_experts,
@@ -260,6 +273,12 @@ def _check_sample(
         top_k=config.moe_router_topk,
         last_row=True,
     )
+
+
+def _recorded_rows(ids: torch.Tensor, top_k: int) -> int:
+    """Return how many rows R2 recorded; with one expert per token, a row of zeros is one of them."""
+    some = ids.flatten(1).any(1).nonzero()
+    return len(ids) if top_k == 1 else int(some[-1]) + 1 if len(some) else 0
 
 
 @cache
@@ -337,8 +356,8 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
         """Run a mini-batch as the parent does; its routes are checked before any of it is reordered, split or sent."""
         if self.block is None or self.block.routing is None:
             return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
-        with guarded()[0].batch(self, data, forward_only):
-            return super().forward_backward_batch(data, loss_function, forward_only, *args, **kwargs)
+        with guarded()[0].batch(self, data, forward_only) as run:
+            return super().forward_backward_batch(run, loss_function, forward_only, *args, **kwargs)
 
     def _controlled(self) -> LrControl:
         assert self.block is not None and self.block.lr is not None

@@ -14,11 +14,12 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
+from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.ulysses import (
@@ -37,7 +38,7 @@ from mismatch_ext.routing.trace import Span, stamped
 
 FIELD = "routed_experts"
 TOKENS = "routed_tokens"
-"""Field of the token ids whose routes R2 recorded; R3's routes are those of `prompts` and `responses`."""
+"""Field of the token ids whose routes R2 recorded; R3's routes carry digests of theirs."""
 NATIVE = "mismatch_native"
 """Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
 SAMPLES = "mismatch_samples"
@@ -46,8 +47,9 @@ counted; whether its routes are of the present weights."""
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 ALTERED = (
-    "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples): input_ids were changed "
-    "without routed_experts, or routes were moved without their samples. Give an update the tokens that were sampled."
+    "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples), from token {} on: text "
+    "was tokenized again, input_ids were changed without routed_experts, or routes are another turn's or sample's. Give an "
+    "update the ids that the engine was given and sampled, and the routes that came with them."
 )
 
 
@@ -134,11 +136,12 @@ class EngineReplay(RouteReplay):
         records = self.config.mode == "R2" and forward_only and not reference
         run = data.exclude(FIELD, TOKENS)
         with together(WORLD):
-            # Routes that came with altered samples would be replaced by those that are recorded of other tokens.
-            others = altered(data) if not records or data.get(FIELD, None) is not None else []
-            if others and not forward_only:
-                raise RoutingError(ALTERED.format(names(data, rank)[others[0]], len(others), len(data)))
-            if not records:
+            if self.config.mode == "R3":
+                others = other_than_recorded(data, needed(data))
+            else:  # routes that came with altered samples would be replaced by those that are recorded of other tokens
+                others = altered(data) if not records or data.get(FIELD, None) is not None else {}
+            check_tokens(others, data, rank, forward_only)
+            if not records and not others:
                 run[FIELD], run[SAMPLES] = self.ingest(data, rank)
         if any(gathered(bool(others))):
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
@@ -235,13 +238,13 @@ class EngineReplay(RouteReplay):
         """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run."""
         kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
         fields, samples = [], []
-        for array, tokens, rows, span, name in zip(
-            routes(data), lengths(data), needed(data), versions(data), names(data, rank), strict=True
+        for array, ids, rows, span, name in zip(
+            routes(data), data["input_ids"].unbind(), needed(data), versions(data), names(data, rank), strict=True
         ):
-            experts = torch.zeros((tokens, len(self.layout.layers), self.layout.top_k), dtype=kind)
-            recorded = self._ingested(array, tokens, name) if self.config.mode == "R2" else None
+            experts = torch.zeros((len(ids), len(self.layout.layers), self.layout.top_k), dtype=kind)
+            recorded = self._ingested(array, len(ids), name) if self.config.mode == "R2" else None
             present = True
-            if self.config.mode == "R3" and (recorded := self._recorded(array, tokens, rows, name)) is not None:
+            if self.config.mode == "R3" and (recorded := self._recorded(array, ids, rows, name)) is not None:
                 recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
                 sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
                 present = not self.takes_older or recorded.versions[0][1] == sent
@@ -252,32 +255,22 @@ class EngineReplay(RouteReplay):
             samples.append((count, rows > 0, present))
         return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
 
-    def _recorded(self, array: Any, tokens: int, needed: int, name: str) -> RoutingTrace | None:
-        """Read an engine's routes as verl hands them on: rows that were not recorded are zero, come last, and have no loss."""
-        ids = None if array is None else torch.as_tensor(array)
-        if ids is None or ids.dim() != 3 or ids.is_floating_point():
-            return self._ingested(array, tokens, name)  # says what is wrong with it
-        if len(ids) not in (tokens, tokens - 1):
+    def _recorded(self, array: Any, tokens: Tensor, needed: int, name: str) -> RoutingTrace | None:
+        """Read an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
+        if not _is_trace(array):
+            return self._ingested(array, len(tokens), name)  # says what is wrong with it
+        if len(array) not in (len(tokens), len(tokens) - 1):
             raise RoutingError(
-                f"request {name}: routing has {len(ids)} rows for {tokens} tokens; allowed: one for each, or all but the last. "
-                "They were lost on the way from the rollout engine, or are another sample's."
+                f"request {name}: routing has {len(array)} rows for {len(tokens)} tokens; allowed: one for each, or all but the "
+                "last. They were lost on the way from the rollout engine, or are another sample's."
             )
-        recorded = len(ids)
-        if not needed and not bool(ids.any()):
-            recorded = 0
-        elif self.layout.top_k > 1:
-            # Only the end is scanned: a whole scan would take longer than all other checks, and earlier zeros are refused anyway.
-            while recorded and not bool(ids[recorded - 1].any()):
-                recorded -= 1
-        elif recorded == tokens:
-            # With one expert per token a row of zeros is a valid route. Only its place, the last one, says that it is not one.
-            recorded -= 1
+        recorded, _ = proven(array, tokens)
         if recorded < needed:
             raise RoutingError(
-                f"request {name}: routing has {recorded} rows for {tokens} tokens, and zeros from there on, but its loss depends "
-                f"on the first {needed}; the rollout engine did not record them, or they were lost on the way."
+                f"request {name}: routing has {recorded} rows for {len(tokens)} tokens, but its loss depends on the first "
+                f"{needed}; the rollout engine did not record them, or they were lost on the way."
             )
-        return self._ingested(ids[:recorded], recorded, name) if recorded else None
+        return self._ingested(without_digests(array)[:recorded], recorded, name) if recorded else None
 
     def _ingested(self, array: Any, tokens: int, name: str) -> RoutingTrace:
         layout = self.layout
@@ -310,11 +303,25 @@ def lengths(data: Any) -> list[int]:
     return [int(count) for count in data["input_ids"].offsets().diff().tolist()]
 
 
-def altered(data: Any) -> list[int]:
-    """Return the samples that have a loss, but other token ids than their routes were recorded of.
+def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
+    return array is not None and array.dim() == 3 and not array.is_floating_point()
 
-    With R3 these ids are the agent loop's prompt and response; where they are missing or padded, there is nothing to compare
-    with.
+
+def other_than_recorded(data: Any, needed: list[int]) -> dict[int, int]:
+    """Return which samples R3's routes are not of, in the first rows, as many as `needed`, and from which token on."""
+    found = {}
+    for row, (array, ids, rows) in enumerate(zip(routes(data), data["input_ids"].unbind(), needed, strict=True)):
+        count, other = proven(array, ids) if _is_trace(array) else (0, False)
+        if other and count < rows:
+            found[row] = count
+    return found
+
+
+def altered(data: Any) -> dict[int, int]:
+    """Return which samples with a loss have other token ids than R2 recorded their routes of, and from which token on.
+
+    verl's Megatron engine returns no ids with the routes. They are then the agent loop's prompt and response; where these are
+    missing or padded, there is nothing to compare with.
     """
     field, prompts, responses = (data.get(name, None) for name in (TOKENS, "prompts", "responses"))
     if field is not None:
@@ -322,12 +329,24 @@ def altered(data: Any) -> list[int]:
     elif prompts is not None and responses is not None and prompts.is_nested and responses.is_nested:
         sampled = [torch.cat(pair) for pair in zip(prompts.unbind(), responses.unbind(), strict=True)]
     else:
-        return []
-    rows = zip(sampled, data["input_ids"].unbind(), needed(data), strict=True)
-    return [row for row, (ids, now, loss) in enumerate(rows) if loss and not torch.equal(ids.cpu().long(), now.cpu())]
+        return {}
+    found = {}
+    for row, (then, now, rows) in enumerate(zip(sampled, data["input_ids"].unbind(), needed(data), strict=True)):
+        count = min(len(then), len(now))
+        wrong = (then[:count].cpu().long() != now[:count].cpu()).nonzero()
+        if rows and (len(wrong) or len(then) != len(now)):
+            found[row] = int(wrong[0]) if len(wrong) else count
+    return found
 
 
-def routes(data: Any) -> list[Any]:
+def check_tokens(others: dict[int, int], data: Any, rank: int, forward_only: bool) -> None:
+    """Raise RoutingError for an update of samples whose routes are of other tokens; in a scoring pass the model routes them."""
+    if others and not forward_only:
+        row, token = next(iter(others.items()))
+        raise RoutingError(ALTERED.format(names(data, rank)[row], len(others), len(data), token))
+
+
+def routes(data: Any) -> list[Tensor | None]:
     """Return the routes of each sample as they came `[rows, layers, K]`, None where a sample has none; raises RoutingError."""
     field = data.get(FIELD, None)
     if field is None:
@@ -337,7 +356,8 @@ def routes(data: Any) -> list[Any]:
             "old log-probabilities before this one."
         )
     # A stack of objects where some are None.
-    return list(field.unbind() if isinstance(field, Tensor) else field.tolist())
+    rows = field.unbind() if isinstance(field, Tensor) else field.tolist()
+    return [None if row is None else torch.as_tensor(row) for row in rows]
 
 
 def needed(data: Any) -> list[int]:

@@ -193,8 +193,10 @@ SEAMS = (
             exists("verl.workers.rollout.llm_server:FullyAsyncLLMServerClient.generate", "request_id"),
             exists("verl.workers.rollout.replica:TokenOutput.routed_experts"),
             exists(f"{_TRAINER}:PPOTrainer.get_llm_client"),
+            exists("verl.trainer.ppo.metric_utils:RolloutMoELoadBalanceMetricsAccumulator.update", "routed_experts"),
         ),
-        checked="a token without a version counts as unknown, and never as one of the present weights",
+        checked="a token without a version counts as unknown, and never as one of the present weights; routes without "
+        "a digest of their tokens are refused",
         upstream=_SOURCE + "workers/rollout/llm_server.py",
         where=("verl",),
     ),

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
 from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.block import block_of, mode_of
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked, register_engine
-from mismatch_ext.adapters.verl.loss import make_loss, module_of, needs_own_loss
+from mismatch_ext.adapters.verl.loss import make_loss, module_of, needs_own_loss, weighs
 from mismatch_ext.adapters.vllm.weights import is_comparable
 from torch import Tensor, nn
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -106,7 +106,7 @@ class MismatchWorker(ActorRolloutRefWorker):
                 )
         if not self._verdicts.observes:
             config = self.loss_fn.keywords["config"]
-            if needs_own_loss(block) is not None:
+            if needs_own_loss(block) is not None or weighs(block):
                 check_loss(block, config.loss_agg_mode)
             self._actor.set_loss_fn(make_loss(config, block))
         with self._verdicts.checking("readiness"):

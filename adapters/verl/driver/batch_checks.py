@@ -9,6 +9,9 @@ from typing import Any
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.measure import sampled_rows
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
+from mismatch_ext.adapters.verl.rollout.digests import without_digests
+from torch import Tensor
+from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulator
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
@@ -50,3 +53,12 @@ def without_routes(batch: Any, routing: RoutingConfig | None) -> Iterator[None]:
         yield
     finally:
         batch.fields = given
+
+
+class ExpertLoads(RolloutMoELoadBalanceMetricsAccumulator):
+    """verl's metrics of the experts' load, which it takes of the routes in the driver."""
+
+    def update(self, routed_experts: Tensor | None, *args: Any, **kwargs: Any) -> bool:
+        """Count as verl does."""
+        given = None if routed_experts is None else without_digests(routed_experts)
+        return bool(super().update(given, *args, **kwargs))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.batch_checks import check_routes, versions, without_routes
+from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, check_routes, versions, without_routes
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
@@ -85,6 +85,8 @@ class MismatchTrainer(_Host):
         self._resumed: dict[str, Any] = {}
         self._updated_step = self._saved_step = 0
         super().__init__(config)
+        if self._has_routes:
+            self._rollout_moe_lb_metrics_accumulator = ExpertLoads(config.actor_rollout_ref.model)
         self._kl = None if block.kl is None else DriverKl(block.kl, config)
         if self.trainer_mode != SYNC and not bypasses(config):
             self._log.follow_versions()
@@ -118,7 +120,8 @@ class MismatchTrainer(_Host):
     def get_llm_client(self, *args: Any, **kwargs: Any) -> Any:
         """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
         acting = self._block.acting
-        return versioned(super().get_llm_client(*args, **kwargs), turns=bool(acting.routing or acting.sampling_mask))
+        client = super().get_llm_client(*args, **kwargs)
+        return versioned(client, turns=bool(acting.routing or acting.sampling_mask), replayed=self._has_routes)
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""

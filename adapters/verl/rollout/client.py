@@ -15,9 +15,11 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
+from mismatch_ext.adapters.verl.rollout.digests import with_digests
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.sampling_mask import TokenSupport
 from mismatch_ext.turns import Calls
 
@@ -76,9 +78,15 @@ def present_calls() -> Calls:
 class Recorder(LLMServerClient):
     """Sees every request to a server, the first one and those that resume it."""
 
+    replayed = False
+    """Whether R3 replays the routes of the answers, which then carry digests of their tokens."""
+
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as verl does, and note the weights' version, and the token from which on they sampled."""
         output = await super().generate(*args, **kwargs)
+        if self.replayed and output.routed_experts is not None:
+            tokens = [*kwargs["prompt_ids"], *output.token_ids]
+            output.routed_experts = with_digests(output.routed_experts, tokens)
         segments = _present.get()
         # Noted even if it was interrupted before its first token: verl's first and last version count such a request too.
         masks = output.extra_fields.pop(MASKS, None)
@@ -136,10 +144,11 @@ class TurnsClient(Conversing, Recorder):
     """verl's client of synchronous modes."""
 
 
-def versioned(client: Any, *, turns: bool = False) -> Any:
+def versioned(client: Any, *, turns: bool = False, replayed: bool = False) -> Any:
     """Make a client of verl's own class note versions, and return it; a client of another class is left alone, with a warning.
 
     `turns` says that rollouts have routes or masks of each turn; without them versions are only of use where answers are resumed.
+    `replayed` says that R3 replays the routes. Raises ConfigError if nobody would say which tokens these are of.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
@@ -147,11 +156,19 @@ def versioned(client: Any, *, turns: bool = False) -> Any:
         if turns:
             client.__class__ = TurnsClient
     elif not isinstance(client, Recorder) and (turns or isinstance(client, FullyAsyncLLMServerClient)):
+        found = f"the client of verl's rollout servers has class {type(client).__name__}, not verl's own"
+        derive = (
+            "Derive it from TurnsClient or (asynchronous) VersionedClient in mismatch_ext.adapters.verl.rollout.client."
+        )
+        if replayed:
+            raise ConfigError(
+                f"mismatch.routing.mode=R3, but {found}: nobody says which tokens routes are of. {derive}"
+            )
         warnings.warn(
-            f"mismatch-ext: the client of verl's rollout servers has class {type(client).__name__}, not verl's own, so that "
-            "nobody notes which weights and experts sampled which turn. Versions are those of a rollout's last answer, and "
-            "routes are those of its last prefill. Derive it from mismatch_ext.adapters.verl.rollout.client's TurnsClient, or in "
-            "the asynchronous modes VersionedClient.",
+            f"mismatch-ext: {found}, so that nobody notes which weights and experts sampled which turn. Versions are those of a "
+            f"rollout's last answer. {derive}",
             stacklevel=2,
         )
+    if isinstance(client, Recorder):
+        client.replayed = replayed
     return client

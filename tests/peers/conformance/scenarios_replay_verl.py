@@ -34,7 +34,7 @@ def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
     routes = own_routes(model)
     built = worker(model, {"routing": {"mode": "R3", "measured": 0.5}}, engine={"seed": seed}, optimizer={"lr": 0.0})
     engine, during = built.engine, []
-    data = scored(built, batch(routed_experts=routes))
+    data = scored(built, batch(rollout=routes))
     update(built, data)  # makes the optimizer's state
     before = alive(4)
     handle = engine.module.register_forward_pre_hook(lambda *_: during.append(alive(4) - before))
@@ -47,7 +47,7 @@ def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
         # No engine records the route of the last token.
         given = nested([torch.cat([plant(row[:-1]), row[-1:]]) for row in routes.unbind()])
         with overridden(replay, _checked=False):
-            planted = batch(routed_experts=given)
+            planted = batch(rollout=given)
             planted["old_log_probs"] = data["old_log_probs"]
             return refused(update, built, planted)
 
@@ -60,7 +60,7 @@ def replay(model: str, seed: int, passes: int) -> dict[str, Any]:
         engine.mismatch_metrics()
         results = []
         for _ in range(count):
-            built.infer_batch(batch(routed_experts=routes))
+            built.infer_batch(batch(rollout=routes))
             results.append("routing/compared_tokens" in engine.mismatch_metrics())
         return results
 

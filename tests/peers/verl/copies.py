@@ -51,6 +51,11 @@ HARMFUL: dict[str, tuple[Change, str, str]] = {
         "mismatch.kl",
         "loss_agg_mode='token-mean': on made-up rows the loss is off by",
     ),
+    "weights that the loss leaves out": (
+        replaced(ALGOS, ("        pg_losses = pg_losses * rollout_is_weights", "        pass")),
+        "mismatch.kl",
+        "loss_agg_mode='token-mean': on made-up rows the loss is off by",
+    ),
     "micro-batches that are run past forward_step": (
         replaced(ENGINE, ("self.forward_step(micro_batch,", "FSDPEngineWithLMHead.forward_step(self, micro_batch,")),
         "mismatch.routing",

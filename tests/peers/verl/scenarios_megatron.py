@@ -41,6 +41,7 @@ from tests.peers.megatron.cpu import (
     same,
     start,
 )
+from tests.peers.verl.in_process.routes import carrying
 
 PROMPTS, RESPONSES = (4, 3, 5), (5, 4, 3)
 TOKENS = [9, 7, 8]
@@ -149,6 +150,9 @@ def loss(model_output: Any, data: Any, dp_group: Any) -> tuple[Tensor, dict[str,
 
 def passed(engine: Any, data: TensorDict, forward_only: bool = False, function: Any = loss) -> dict[str, Any]:
     """Run a batch, and return log-probabilities, gradients and what the routers handed on, by layer and micro-batch."""
+    if "routed_experts" in data.keys() and getattr(engine, "block", None) is R3:  # a TensorDict iterates over its rows
+        sampled = [torch.cat(pair) for pair in zip(data["prompts"].unbind(), data["responses"].unbind(), strict=True)]
+        data["routed_experts"] = carrying(data["routed_experts"], nested(sampled))
     with chosen(engine.module[0]) as maps:
         output = engine.forward_backward_batch(data, None if forward_only else function, forward_only=forward_only)
     logps = [row.clone() for row in output["model_output"]["log_probs"].unbind()]

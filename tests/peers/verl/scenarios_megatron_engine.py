@@ -29,7 +29,7 @@ from verl.utils import tensordict_utils as tu
 
 from tests.peers.megatron.cpu import chosen
 from tests.peers.verl.cpu.megatron_engine import CALLED, OVERRIDES, megatron_on_cpu
-from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
+from tests.peers.verl.in_process.routes import as_rollout, carrying, nested, other, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
 TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
@@ -87,10 +87,11 @@ def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> 
     return built
 
 
-def batch(**fields: Tensor) -> TensorDict:
+def batch(rollout: Tensor | None = None, **fields: Tensor) -> TensorDict:
     """Return a batch of four samples as verl's trainer hands it to a worker.
 
     Args:
+        rollout: Routes that a rollout engine recorded of their tokens.
         fields: Further fields.
     """
     prompts, responses = [], []
@@ -113,6 +114,8 @@ def batch(**fields: Tensor) -> TensorDict:
         },
         batch_size=len(whole),
     )
+    if rollout is not None:
+        data["routed_experts"] = carrying(rollout, data["input_ids"])
     options = {"calculate_entropy": True, "global_token_num": TOKENS, "compute_loss": False}
     tu.assign_non_tensor(data, temperature=1.0, uid=["first", "second", "third", "fourth"], **options)
     return data
@@ -232,7 +235,7 @@ def replay(model: str) -> dict[str, Any]:
     routes = as_rollout(ran["routes"])
     for name, given in (("own", routes), ("other", other(routes))):
         built = worker(model, R3)
-        ran = both(built, batch(routed_experts=given))
+        ran = both(built, batch(rollout=given))
         found[name] = {**plain(ran), "obeyed": obeyed(ran["seen"], given), "own": obeyed(ran["seen"], routes)}
         found[name] |= {"metrics": built.mismatch_metrics(), "again": built.mismatch_metrics()}
         # What the first layer chooses does not depend on what is replayed.
@@ -249,7 +252,7 @@ def lost(built: Any, routes: Tensor, name: str) -> str:
         given[1][-4:] = 0
     else:
         given[1].zero_()
-    data = batch() if name == "all" else batch(routed_experts=nested(given))
+    data = batch() if name == "all" else batch(rollout=nested(given))
     if name != "update":
         return refused(built.compute_log_prob, data)
     data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
@@ -278,7 +281,7 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
     }.items():
         rate = 1.0 if name != "dynamic" else 0.0
         built = worker(model, {"routing": {"mode": "R3", "measured": rate}, **OFF}, *overrides)
-        ran = both(built, batch(routed_experts=given))
+        ran = both(built, batch(rollout=given))
         passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
         found[name] = {
             **plain(ran),
@@ -302,7 +305,7 @@ def reference(model: str) -> dict[str, Any]:
     built = MismatchWorker(config.actor_rollout_ref, "actor")
     built.role = "actor_ref"  # verl has no role of both that builds no rollout
     built.init_model()
-    data = batch(routed_experts=routes)
+    data = batch(rollout=routes)
     found: dict[str, Any] = {"expected": expected}
     for name in ("before", "after"):
         found[name] = rows(reference_logprobs(built, data))

@@ -196,6 +196,20 @@ def test_tokens_without_a_loss_need_no_routes(faulty: Result) -> None:
     assert faulty["filler"] == faulty["tool_answer"] == "nothing was refused"
 
 
+def test_routes_of_other_tokens_than_a_samples_are_refused(faulty: Result) -> None:
+    words = "its token ids are others than those that its routes were recorded of"
+    for fault, sample, said in (
+        ("of_another_sample", 0, f"{words} (2 of 4 samples), from token 0 on"),
+        ("of_no_tokens", 0, f"{words} (4 of 4 samples), from token 0 on"),
+        ("encoded_again", 1, f"{words} (1 of 4 samples), from token 8 on"),
+    ):
+        name = "abcd"[sample]
+        assert faulty[fault].startswith(f"RoutingError: request {sample} of rank 0's mini-batch (uid {name}): {said}")
+    # Scores may be asked for of any tokens, and what comes after the last token that counts was never replayed.
+    for fault in ("good", "encoded_again_scored", "encoded_again_without_loss"):
+        assert faulty[fault] == "nothing was refused", faulty[fault]
+
+
 def test_rows_that_fill_up_a_batch_are_no_routes_and_are_not_counted(run: Run, moe: Path) -> None:
     found = run(replaying.filled_up, model=moe).expect()
     for case, own in found.items():

@@ -240,6 +240,10 @@ def test_a_loss_that_is_replaced_after_the_start_trains_nothing(run: Run, tmp_pa
         assert stock.startswith(f"ConfigError: {key}") and "the loss of verl.workers.utils.losses" in stock, name
     for name in ("observed", "neither"):  # they run with verl's own loss
         assert found[name] == ["nothing was refused", "nothing was refused", True], name
+    weighted, plain, wrapped = found["weights"]
+    assert weighted == "nothing was refused"
+    assert plain.startswith("RecordError: mismatch.correction: this update's samples have no 'rollout_is_weights'")
+    assert wrapped.startswith("ConfigError: mismatch.correction: it takes a loss of verl's own or of this package")
 
 
 def test_presets_by_name_are_verls_own_methods(direct: Any) -> None:

@@ -50,6 +50,12 @@ def test_an_engine_that_does_not_record_its_routing(model: Path, tmp_path: Path)
     assert "EngineError" in run.log and "does not record routing" in run.log
 
 
+def test_text_that_an_agent_loop_tokenizes_again(model: Path, tmp_path: Path) -> None:
+    run = failed(tmp_path, "+mismatch.routing={mode:R3,measured:1.0}", model=model, fault="encoded_again")
+    assert "RoutingError" in run.log
+    assert "its token ids are others than those that its routes were recorded of (1 of" in run.log
+
+
 def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
     run = failed(tmp_path, "+mismatch.monitor={}", model=model)

@@ -25,6 +25,10 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     assert (
         found["other"] == "object" and "the client of verl's rollout servers has class object, not verl's own" in told
     )
+    # R3 replays nothing of which nobody says the tokens.
+    assert found["replayed"].startswith(
+        "ConfigError: mismatch.routing.mode=R3, but the client of verl's rollout servers has class"
+    )
 
 
 def test_answers_under_one_id_keep_their_own_versions(run: Run) -> None:

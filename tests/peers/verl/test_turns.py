@@ -1,4 +1,4 @@
-"""Sampling masks of an agent loop's turns, which go into the batch with the tokens that they are of."""
+"""Masks and routes of an agent loop's turns, which go into the batch with the tokens that they are of."""
 
 from __future__ import annotations
 
@@ -20,3 +20,26 @@ def test_masks_go_with_the_tokens_that_they_are_of_or_it_is_said_why_not(run: Ru
     assert "rollout r, token 1: at least 24 tokens were left" in found["unknown masks"]
     assert "an answer of 2 tokens has sampling masks of 1" in found["fewer masks"]
     assert "no call of the engine has sampled its tokens" in found["another client"]
+
+
+def test_routes_of_verls_own_loops_are_proven_and_those_of_other_tokens_are_not(run: Run) -> None:
+    found = run(scenarios.routed).expect()
+    for name, own in found.items():
+        case, top_k, turns = name.rsplit(" ", 2)
+        assert own["shape"] == [own["tokens"], 3, int(top_k)], name
+        if case in ("single", "tools", "glm", "resumed", "truncated"):
+            assert own["missing"] == 0, name
+        elif case in ("encoded again", "other context"):
+            assert own["other"], name
+        else:  # with one expert for a token, a lost row looks like expert 0
+            assert own["missing"] > 0 and not own["other"], name
+            # Of routes with too few rows nobody knows which ones are missing.
+            assert (own["proven"] == 0) == (case == "rows missing"), name
+        # A token has eight bytes more than its routes, whatever a template rewrites, and reward functions can write the rest.
+        assert own["bytes"] == 8 * own["tokens"]
+        assert own["extra"] < 300 + 20 * int(turns), own["extra"]
+
+
+def test_verls_metrics_of_the_experts_load_are_those_without_digests(run: Run) -> None:
+    alone, carrying = run(scenarios.loads).expect()
+    assert alone == carrying and len(alone) > 6

@@ -93,6 +93,15 @@ def lost_routes() -> None:
     _spoil_one_answer(STEPS["lost_routes"], spoil)
 
 
+def encoded_again() -> None:
+    """Let one answer's second token be another, as text may be tokenized again."""
+
+    def spoil(output: Any) -> None:
+        output.response_ids[1] = 3 + (output.response_ids[1] + 1) % 10
+
+    _spoil_one_answer(STEPS["encoded_again"], spoil)
+
+
 def stale_weights() -> None:
     """Let vLLM's worker receive the weights after the step as always, and load none of them."""
 
@@ -159,6 +168,7 @@ FAULTS = {
         no_routed_experts,
         nonfinite_logprob,
         lost_routes,
+        encoded_again,
         stale_weights,
         null_logprob,
     )

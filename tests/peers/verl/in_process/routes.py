@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.verl.rollout.digests import with_digests
 from torch import Tensor
 
 from mismatch_ext.errors import MismatchError
@@ -21,6 +22,17 @@ def as_rollout(routes: Tensor) -> Tensor:
     rows = [row.to(torch.int16).clone() for row in routes.unbind()]
     for row in rows:
         row[-1] = 0
+    return nested(rows)
+
+
+def carrying(routes: Tensor, tokens: Tensor) -> Tensor:
+    """Return routes with digests of their samples' tokens, as rollouts carry them; zeros at a sample's end were not recorded."""
+    rows = []
+    for row, ids in zip(routes.unbind(), tokens.unbind(), strict=True):
+        found = torch.from_numpy(with_digests(row, ids.tolist()))
+        recorded = row.flatten(1).any(1).nonzero() if row.shape[-1] > 1 else torch.tensor([[len(ids) - 2]])
+        found[int(recorded[-1]) + 1 if len(recorded) else 0 :] = 0
+        rows.append(found)
     return nested(rows)
 
 

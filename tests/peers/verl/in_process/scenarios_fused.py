@@ -59,7 +59,7 @@ def measured(models: dict[str, str], name: str, fused: bool, routes: Any) -> dic
         use_fused_kernels=fused,
         optimizer={"clip_grad": 1e9},
     )
-    fields = {"routed_experts": routes} if "routing" in block else {}
+    fields = {"rollout": routes} if "routing" in block else {}
     data = sampled(built, temperature, **fields)
     found: dict[str, Any] = {"logprobs": [row.tolist() for row in data["old_log_probs"].unbind()]}
     entropy = built.infer_batch(tu.assign_non_tensor(data.clone(), calculate_entropy=True))["entropy"]

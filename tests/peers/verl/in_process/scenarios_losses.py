@@ -270,7 +270,18 @@ def replaced(out: str) -> dict[str, Any]:
         built.set_loss_fn(stock)
         found[name] = [own, refused(update, built, data), before != parameters(built)]
         built.infer_batch(tu.assign_non_tensor(data.clone(), compute_loss=False))  # scores are not trained on
-    return found
+    return found | {"weights": _weighed(policy, data)}
+
+
+def _weighed(policy: str, data: TensorDict) -> list[str]:
+    """Update with weights of a correction, without them, and with a loss that nobody knows to multiply by them."""
+    block = {"correction": {"preset": "token_truncate"}}
+    built, weighted = worker(policy, block), data.clone()
+    weighted["rollout_is_weights"] = data["old_log_probs"].exp()
+    built.set_loss_fn(make_loss(actor_config(), block_of(**block)))
+    found = [refused(update, built, weighted), refused(update, built, data)]
+    built.set_loss_fn(lambda **given: ppo_loss(actor_config(), **given))
+    return [*found, refused(update, built, weighted)]
 
 
 def by_hand(engine: Engine, data: TensorDict, weigh: Any) -> Tensor:

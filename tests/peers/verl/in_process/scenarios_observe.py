@@ -30,7 +30,7 @@ def observe(model: str) -> dict[str, Any]:
     """Train stock and observed, with the rollout's routes in the batch."""
     routes = own_routes(model)
     return {
-        name: _trained(worker(model, block, vendor=vendor), batch(routed_experts=routes))
+        name: _trained(worker(model, block, vendor=vendor), batch(rollout=routes))
         for name, block, vendor in (("verl", None, None), ("observe", BLOCK, "mismatch"))
     }
 

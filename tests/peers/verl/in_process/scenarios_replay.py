@@ -19,6 +19,7 @@ import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
 from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.verl.rollout.digests import without_digests
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
@@ -32,7 +33,7 @@ from mismatch_ext.errors import UntestedVersionWarning
 from mismatch_ext.precision.readiness import ReadinessReport, scan_weights
 from mismatch_ext.weights import Piece, added, compare_sums, sums_of
 from tests.peers.forks import on_ranks
-from tests.peers.verl.in_process.routes import as_rollout, nested, other, refused
+from tests.peers.verl.in_process.routes import as_rollout, carrying, nested, other, refused
 from tests.peers.verl.in_process.scenarios_training import overflowing
 from tests.peers.verl.in_process.workers import (
     PROMPTS,
@@ -145,7 +146,7 @@ def replay(model: str) -> dict[str, Any]:
     for name, given in (("own", routes), ("other", other(routes))):
         for checkpointing in (False, True):
             built = worker(model, {"routing": R3}, enable_gradient_checkpointing=checkpointing)
-            data = batch(routed_experts=given)
+            data = batch(rollout=given)
             with experts_seen(built) as seen:
                 data = scored(built, data)
             key = f"{name}_checkpointed" if checkpointing else name
@@ -160,7 +161,7 @@ def replay(model: str) -> dict[str, Any]:
             found[f"{key}_seen"] = [handed[i, : n - 1].tolist() for i, n in enumerate(lengths)]
             found[f"{key}_asked"] = [row[:-1, 0].tolist() for row in given.unbind()]
             found[f"{key}_last"] = [handed[i, n - 1].tolist() for i, n in enumerate(lengths)]
-    asked = tu.assign_non_tensor(batch(routed_experts=other(routes)), mismatch_native=True)
+    asked = tu.assign_non_tensor(batch(rollout=other(routes)), mismatch_native=True)
     found["asked_native"] = logprobs(built, asked) == logprobs(
         built, tu.assign_non_tensor(batch(), mismatch_native=True)
     )
@@ -186,7 +187,7 @@ def other_tokens(model: str) -> dict[str, Any]:
     for mode in ("R3", "R2"):
         for packed in (False, True):
             built = worker(model, {"routing": {"mode": mode, "measured": 1.0}}, use_remove_padding=packed)
-            data = scored(built, batch(routed_experts=routes) if mode == "R3" else batch())
+            data = scored(built, batch(rollout=routes) if mode == "R3" else batch())
             own: dict[str, Any] = {"scored": [row.tolist() for row in data["old_log_probs"].unbind()]}
             own["altered"] = logprobs(built, changed(data))
             own["refused"] = refused(update, built, changed(data))
@@ -238,7 +239,7 @@ def layouts(model: str) -> dict[str, Any]:
     }.items():
         built = worker(model, {"routing": R3}, **options)
         with experts_seen(built) as seen:
-            data = scored(built, batch(range(8), routed_experts=routes))
+            data = scored(built, batch(range(8), rollout=routes))
         asked = Counter(tuple(row[0].tolist()) for sample in routes.unbind() for row in sample[:-1])
         metrics = update(built, data, mini_batch=4, epochs=2, shuffle=True)
         found[name] = {
@@ -268,7 +269,7 @@ def faults(model: str) -> dict[str, Any]:
     def tried(number: int, change: Any, **fields: Any) -> str:
         given = list(copy.deepcopy(routes))
         given[number] = change(given[number])
-        data = batch(routed_experts=nested(given), **fields)
+        data = batch(rollout=nested(given), **fields)
         data["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
         tu.assign_non_tensor(data, uid=uids)
         return refused(update, built, data)
@@ -290,7 +291,7 @@ def faults(model: str) -> dict[str, Any]:
     }
     # Layers swapped in all samples: only the model can tell.
     swapped = nested([row.flip(1) for row in routes])
-    found["swapped"] = refused(built.infer_batch, batch(routed_experts=swapped))
+    found["swapped"] = refused(built.infer_batch, batch(rollout=swapped))
     found["untouched"] = before == parameters(built)
     # What has no loss needs no routes: samples that fill up a batch, and what an agent loop adds at the end.
     masks = [torch.ones(n, dtype=torch.long) for n in RESPONSES]
@@ -302,6 +303,7 @@ def faults(model: str) -> dict[str, Any]:
     ends = {"loss_mask": nested(masks), "response_mask": nested(masks)}
     found["tool_answer"] = tried(0, lambda row: put(row, slice(9, None), 0), **ends)
     found["tool_answer_short"] = tried(0, lambda row: put(row, slice(8, None), 0), **ends)
+    found |= moved(built, nested(routes), uids)
     # From here on the engine has sent weights, of version 3.
     built.engine.replay.weight_version = 3
     found["of_nobody"] = tried(0, torch.clone)
@@ -316,12 +318,43 @@ def faults(model: str) -> dict[str, Any]:
     return found
 
 
+def moved(built: Any, routes: Tensor, uids: list[str]) -> dict[str, str]:
+    """Hand the engine routes that are right for other tokens, as agent loops and batches may that move them by position."""
+    good = batch(rollout=routes)
+    good["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
+    tu.assign_non_tensor(good, uid=uids)
+    rows = list(good["routed_experts"].unbind())
+
+    def changed(**fields: Any) -> TensorDict:
+        data = good.clone()
+        for name, parts in fields.items():
+            data[name] = nested(parts)
+        return data
+
+    # As verl's worker lays routes out: a row for each token.
+    given = torch.cat([rows[1], rows[1].new_zeros(2, *rows[1].shape[1:])]), rows[0][:12], *rows[2:]
+    plain = [without_digests(row) for row in rows]
+    ids = [row.clone() for row in good["input_ids"].unbind()]
+    ids[1][8] = 3 + (ids[1][8] - 2) % 13
+    again = {"input_ids": ids, "responses": [row[-count:] for row, count in zip(ids, RESPONSES, strict=True)]}
+    last = [row.clone() for row in good["loss_mask"].unbind()]
+    last[1][-4:] = 0
+    return {
+        "good": refused(update, built, good),
+        "of_another_sample": refused(update, built, changed(routed_experts=given)),
+        "of_no_tokens": refused(update, built, changed(routed_experts=plain)),
+        "encoded_again": refused(update, built, changed(**again)),
+        "encoded_again_scored": refused(built.infer_batch, changed(**again)),
+        "encoded_again_without_loss": refused(update, built, changed(**again, loss_mask=last)),
+    }
+
+
 def unhooked(model: str) -> dict[str, Any]:
     """Score and update with an engine of verl's that runs its micro-batches without our `forward_step`."""
     routes, found = other(own_routes(model)), {}
     for mode in ("R3", "R2"):
         built = worker(model, {"routing": {"mode": mode, "measured": 1.0}})
-        data = scored(built, batch(routed_experts=routes) if mode == "R3" else batch())
+        data = scored(built, batch(rollout=routes) if mode == "R3" else batch())
         before = parameters(built)
         built.engine.forward_step = partial(FSDPEngineWithLMHead.forward_step, built.engine)
         found[mode] = {
@@ -346,6 +379,12 @@ def filled_up(model: str) -> dict[str, Any]:
         filler = torch.full((128, 2, 1), 1 if mode == "R2" else 0)
         routes = [*(as_rollout(own) if mode == "R3" else own).to(torch.int16).unbind(), filler.to(torch.int16)]
         data["routed_experts"] = nested(routes)
+        if mode == "R3":
+            data["routed_experts"] = carrying(data["routed_experts"], data["input_ids"])
+            # As verl fills a batch up, with zeros alone.
+            data["routed_experts"] = nested(
+                [*data["routed_experts"].unbind()[:2], torch.zeros(128, 6, 1, dtype=torch.int16)]
+            )
         with experts_seen(built) as seen:
             update(built, data)
         last = 0 if mode == "R2" else 1
@@ -379,9 +418,9 @@ def reference(model: str) -> dict[str, Any]:
     found: dict[str, Any] = {"native": logprobs(worker(model, vendor=None), batch())}
     for name, block in (("off", R3), ("on", {**R3, "reference": True})):
         built = worker(model, {"routing": block}, engine={"forward_only": True})
-        found[name] = logprobs(built, batch(routed_experts=routes))
+        found[name] = logprobs(built, batch(rollout=routes))
         found[f"{name}_metrics"] = built.engine.mismatch_metrics()
-    found["actor"] = logprobs(worker(model, {"routing": R3}), batch(routed_experts=routes))
+    found["actor"] = logprobs(worker(model, {"routing": R3}), batch(rollout=routes))
     return found
 
 
@@ -393,7 +432,7 @@ def adapter(model: str) -> dict[str, Any]:
     for mode in ("R2", "R3"):
         for wanted in (False, True):
             built = worker(model, {"routing": {"mode": mode, "reference": wanted}}, **lora)
-            data = batch(routed_experts=complete if mode == "R2" else as_rollout(complete))
+            data = batch(routed_experts=complete) if mode == "R2" else batch(rollout=as_rollout(complete))
             base = built.infer_batch(tu.assign_non_tensor(data.clone(), no_lora_adapter=True))
             found[f"{mode}_base_{wanted}"] = [
                 row.tolist() for row in response_from_nested(base["log_probs"], data["response_mask"]).unbind()
@@ -437,7 +476,7 @@ def sharded(model: str, routes: str, path: str) -> dict[str, Any]:
             model, {"routing": {"mode": mode, "measured": 1.0}}, engine={"use_orig_params": strategy() == "fsdp"}
         )
         mine, rows = share(given)
-        data = batch(mine, routed_experts=nested(rows)) if mode == "R3" else batch(mine)
+        data = batch(mine, rollout=nested(rows)) if mode == "R3" else batch(mine)
         data = scored(built, data)
         found[mode] = sum(everywhere([row.tolist() for row in data["old_log_probs"].unbind()]), [])
         found[f"{mode}_routes"] = sum(everywhere([row.tolist() for row in data["routed_experts"].unbind()]), [])
@@ -516,7 +555,7 @@ def rank_faults(moe: str, dense: str, routes: str) -> dict[str, Any]:
     last = torch.distributed.get_rank() == torch.distributed.get_world_size() - 1
     if last:
         rows[1] = torch.zeros_like(rows[1])
-    found: dict[str, Any] = {"lost": everywhere(refused(built.infer_batch, batch(mine, routed_experts=nested(rows))))}
+    found: dict[str, Any] = {"lost": everywhere(refused(built.infer_batch, batch(mine, rollout=nested(rows))))}
     built = worker(dense, {"precision": {"dtype": "float16", "init_scale": 1024.0}}, dtype="float16")
     data = scored(built, batch(mine))
     update(built, data)

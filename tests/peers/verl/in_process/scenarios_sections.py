@@ -28,7 +28,7 @@ from mismatch_ext.names import VERL
 from mismatch_ext.patching import revert
 from tests.peers.section_cases import CASES, names
 from tests.peers.verl.in_process.losses import driven, host_config, relative
-from tests.peers.verl.in_process.routes import as_rollout, nested, other
+from tests.peers.verl.in_process.routes import as_rollout, carrying, nested, other
 from tests.peers.verl.in_process.scenarios_driver import baseline_of
 from tests.peers.verl.in_process.scenarios_losses import Engine, build_models, sampled_batch
 from tests.peers.verl.in_process.scenarios_replay import experts_seen
@@ -200,7 +200,7 @@ def routing(model: str, keys: dict[str, Any], config: DictConfig, block: Mismatc
     recorder = built if keys["mode"] == "R2" else worker(model, {"routing": {"mode": "R2"}})
     data = scored(recorder, batch())
     changed = other(data["routed_experts"])
-    data["routed_experts"] = changed if keys["mode"] == "R2" else as_rollout(changed)
+    data["routed_experts"] = changed if keys["mode"] == "R2" else carrying(as_rollout(changed), data["input_ids"])
     with experts_seen(built) as seen:
         update(built, data)
     layer = [row[:, 0].long() for row in changed.unbind()]

@@ -14,6 +14,8 @@ from transformers import BatchEncoding
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from tests.peers.verl.in_process.routes import refused
+
 
 def resumed() -> dict[str, Any]:
     """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
@@ -67,6 +69,7 @@ def resumed() -> dict[str, Any]:
         other = versioned(object(), turns=True)
         versioned(object.__new__(LLMServerClient))
         versioned(object.__new__(type("Derived", (TurnsClient,), {})), turns=True)
+    replayed = refused(versioned, object(), turns=True, replayed=True)
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],
@@ -77,6 +80,7 @@ def resumed() -> dict[str, Any]:
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
         "other": type(other).__name__,
         "told": [str(one.message) for one in told],
+        "replayed": replayed,
     }
 
 

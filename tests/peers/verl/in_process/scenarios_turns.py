@@ -1,19 +1,29 @@
-"""Masks of what verl's agent loops make of their turns, by what its client was answered; no server is started."""
+"""Masks and routes of what agent loops make of their turns, by what verl's client was answered; no server is started."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from typing import Any
+from unittest import mock
 
+import numpy as np
 import torch
+from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads
 from mismatch_ext.adapters.verl.rollout.client import MASKS, following, versioned
+from mismatch_ext.adapters.verl.rollout.digests import proven, with_digests, without_digests
 from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, UNKNOWN, add_masks, support_of
 from omegaconf import OmegaConf
-from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput
-from verl.workers.rollout.llm_server import LLMServerClient
+from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
+from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulator
+from verl.utils.dataset.rl_dataset import RLHFDataset
+from verl.utils.tokenizer.continuous_token import GLMContinuousTokenBuilder
+from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 from verl.workers.rollout.replica import TokenOutput
 
+from examples.arithmetic.tokenizer import make_tokenizer
 from mismatch_ext.sampling_mask import TokenSupport
+from tests.peers.verl.cpu.agent_loop import SeededSingleTurn, SeededTools
 
 PROMPT, ANSWERS, TOOL = [7, 8, 9], ([1, 2], [3, 4], [5]), [0, 6]
 
@@ -86,3 +96,120 @@ async def _loop(client: Any) -> AgentLoopOutput:
         metrics=AgentLoopMetrics(),
         extra_fields={"tool_rewards": []},
     )
+
+
+# Routes
+
+LAYERS, EXPERTS = 3, 16
+ENDS = ("<|observation|>", "<|user|>")
+"""GLM's models end a turn by one of these; verl trims it off before it adds a tool's answer, which begins with it."""
+LOOPS = ("single", "tools", "glm", "resumed", "truncated")
+"""verl's own loops, and what happens to them."""
+
+
+def routed() -> dict[str, Any]:
+    """Run verl's own loops, and loops that do not keep what the engine was given, and read what the rows' routes prove."""
+    found: dict[str, Any] = {}
+    for top_k in (4, 1):
+        for case in (*LOOPS, "encoded again", "first turn", "other context", "rows missing"):
+            for turns in (2, 12):
+                row = asyncio.run(_row(case, top_k, turns))
+                needed = len(row["prompts"]) + int(row["response_mask"].nonzero()[-1])
+                count, other = proven(row["routed_experts"], row["input_ids"])
+                found[f"{case} {top_k} {turns}"] = {
+                    "proven": count,
+                    "missing": max(needed - count, 0),
+                    "other": other and count < needed,
+                    "shape": list(without_digests(row["routed_experts"]).shape),
+                    "tokens": len(row["input_ids"]),
+                    "bytes": row["routed_experts"].nbytes - 2 * len(row["input_ids"]) * LAYERS * top_k,
+                    "extra": len(json.dumps(row["extra_fields"])),
+                }
+    return found
+
+
+async def _row(case: str, top_k: int, turns: int) -> dict[str, Any]:
+    """Return a row of verl's batch, as its worker makes it of what a loop returns."""
+    tokenizer, drawn = make_tokenizer(), torch.Generator().manual_seed(0)
+    tokenizer.add_special_tokens({"additional_special_tokens": list(ENDS)})
+    tokenizer.chat_template = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+    end = tokenizer.convert_tokens_to_ids(ENDS[:1] if case == "glm" else [])
+
+    async def answer(self: Any, request_id: Any, *, prompt_ids: list[int], **_: Any) -> TokenOutput:
+        tokens = [*torch.randint(3, 10, (4,), generator=drawn).tolist(), *end]
+        rows = len(prompt_ids) + len(tokens) - 1 - (case == "rows missing")
+        ids = torch.rand((rows, LAYERS, EXPERTS), generator=drawn).argsort(-1)[..., :top_k]
+        return TokenOutput(
+            token_ids=tokens,
+            log_probs=[-1.0] * len(tokens),
+            stop_reason="aborted" if case == "resumed" and ids.sum() % 2 else "completed",
+            # One expert per token may be expert 0 in every layer.
+            routed_experts=(ids * (top_k > 1)).numpy().astype(np.uint8),
+            extra_fields={"global_steps": 4},
+        )
+
+    client = object.__new__(FullyAsyncLLMServerClient if case == "resumed" else LLMServerClient)
+    multi_turn = {
+        "max_user_turns": None, "max_assistant_turns": turns, "max_parallel_calls": 1, "format": "hermes",
+        "max_tool_response_length": 64, "tool_response_truncate_side": "middle",
+    }  # fmt: skip
+    length = 10 if case == "truncated" else 400
+    rollout = {"prompt_length": 64, "response_length": length, "full_determinism": False, "multi_turn": multi_turn}
+    client.config = config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
+    asked = versioned(client, turns=True, replayed=True)
+    slept = asyncio.sleep
+    with (
+        mock.patch.object(LLMServerClient, "generate", answer),
+        mock.patch.object(asyncio, "sleep", lambda _: slept(0)),  # verl waits before it resumes
+    ):
+        if case == "other context":
+            output = await _forgetful(asked)
+        else:
+            given: dict[str, Any] = {
+                "trainer_config": DictConfigWrap(config), "data_config": DictConfigWrap(config.data),
+                "server_manager": asked, "tokenizer": tokenizer, "processor": None, "dataset_cls": RLHFDataset,
+            }  # fmt: skip
+            loop: Any = SeededSingleTurn(**given) if case == "single" else SeededTools(**given)
+            loop.max_assistant_turns = turns
+            if case == "glm":
+                rendered = loop.continuous_token_builder._tokenize_tool_group
+                loop.continuous_token_builder = GLMContinuousTokenBuilder(tokenizer)
+                loop.continuous_token_builder._tokenize_tool_group = lambda *args, **kwargs: (
+                    end + rendered(*args, **kwargs)
+                )
+            asks = {"raw_prompt": [{"role": "user", "content": "12+34="}], "session_id": 0, "global_steps": 1}
+            output = await loop.run({}, **asks)
+    if case == "encoded again":
+        output.response_ids[2] += 1
+    if case == "first turn":
+        output.routed_experts = output.routed_experts[: len(output.prompt_ids) + 3]
+    row = output.as_dict()
+    return {**row, "input_ids": torch.cat([row["prompts"], row["responses"]])}
+
+
+async def _forgetful(client: Any) -> AgentLoopOutput:
+    """Ask for a second turn without the first one's answer, which the row has nevertheless."""
+    first = await client.generate("a", prompt_ids=PROMPT, sampling_params={})
+    second = await client.generate("b", prompt_ids=[*PROMPT, *TOOL], sampling_params={})
+    response = [*first.token_ids, *TOOL, *second.token_ids]
+    rows = [first.routed_experts, second.routed_experts[2:]]
+    return AgentLoopOutput(
+        prompt_ids=PROMPT,
+        response_ids=response,
+        response_mask=[1] * 4 + [0] * len(TOOL) + [1] * 4,
+        routed_experts=np.concatenate(rows),
+        metrics=AgentLoopMetrics(),
+        extra_fields=first.extra_fields,
+    )
+
+
+def loads() -> list[Any]:
+    """Return what verl's metrics say of the experts' load, of routes alone and of routes that carry digests."""
+    ids = torch.rand((12, LAYERS, EXPERTS), generator=torch.Generator().manual_seed(0)).argsort(-1)[..., :4]
+    carrying = torch.from_numpy(with_digests(ids, range(12)))
+    found = []
+    for kind, given in ((RolloutMoELoadBalanceMetricsAccumulator, ids), (ExpertLoads, carrying)):
+        counted = kind()
+        assert counted.update(given[None], torch.ones(1, 8), EXPERTS)
+        found.append(counted.pop_metrics())
+    return found

@@ -91,7 +91,7 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
             override_config={"attn_implementation": ATTENTION},
             engine={"ulysses_sequence_parallel_size": ranks, "use_orig_params": True},
         )
-        data = scored(built, batch(range(8), routed_experts=nested(given)) if mode == "R3" else batch(range(8)))
+        data = scored(built, batch(range(8), rollout=nested(given)) if mode == "R3" else batch(range(8)))
         found[mode] = [row.tolist() for row in data["old_log_probs"].unbind()]
         found[f"{mode}_routes"] = [row.tolist() for row in data["routed_experts"].unbind()]
 
@@ -105,7 +105,7 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
         if mode == "R3":
             lost = [row.clone() for row in given]
             lost[1][3] = 0
-            found["lost"] = everywhere(refused(built.infer_batch, batch(range(8), routed_experts=nested(lost))))
+            found["lost"] = everywhere(refused(built.infer_batch, batch(range(8), rollout=nested(lost))))
     if dist.get_rank() == 0:
         torch.save(gradients, path)
     return found

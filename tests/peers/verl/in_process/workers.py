@@ -30,7 +30,7 @@ from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.precision.dtypes import SHORT
-from tests.peers.verl.in_process.routes import nested
+from tests.peers.verl.in_process.routes import carrying, nested
 
 torch.set_num_threads(1)
 
@@ -129,11 +129,12 @@ def worker(
     return built
 
 
-def batch(samples: Sequence[int] = (0, 1, 2, 3), **fields: Tensor) -> TensorDict:
+def batch(samples: Sequence[int] = (0, 1, 2, 3), rollout: Tensor | None = None, **fields: Tensor) -> TensorDict:
     """Return a batch as verl's trainer hands it to a worker; a sample has the same tokens in every batch.
 
     Args:
         samples: Numbers of the samples.
+        rollout: Routes that a rollout engine recorded of their tokens.
         fields: Further fields.
     """
     prompts, responses = [], []
@@ -157,6 +158,8 @@ def batch(samples: Sequence[int] = (0, 1, 2, 3), **fields: Tensor) -> TensorDict
         },
         batch_size=len(whole),
     )
+    if rollout is not None:
+        data["routed_experts"] = carrying(rollout, data["input_ids"])
     tu.assign_non_tensor(
         data, temperature=1.0, calculate_entropy=True, global_token_num=[len(ids) for ids in whole], compute_loss=False
     )

@@ -1,0 +1,69 @@
+"""R3's routes with the tokens that they are of: each row carries a digest of its token and of all before it.
+
+Agent loops, verl's queue and its batches move routes by position. A row's digest moves with it, as further layers behind the
+model's own, so that the engine which replays a row can tell whether it is of the tokens that it is given.
+
+Shapes: T tokens, R rows, L layers, D further layers, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+BYTES = 4
+"""Bytes of a digest, a byte in a slot: engines and verl keep expert ids in eight bits or more."""
+
+
+def digests(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint8]:
+    """Return a digest for each token `[T, BYTES]`, uint8, of the token and of all before it; none is zero."""
+    ids = np.asarray(tokens, np.uint64)
+    places = np.arange(len(ids), dtype=np.uint64) << np.uint64(32)
+    sums = _mixed(np.cumsum(_mixed(ids | places), dtype=np.uint64)) >> np.uint64(32)
+    return (sums.astype("<u4") | np.uint32(1)).view(np.uint8).reshape(-1, BYTES)
+
+
+def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Return the finalizer of SplitMix64 (Steele et al., OOPSLA 2014) of each value."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def with_digests(routes: Any, tokens: Sequence[int]) -> NDArray[Any]:
+    """Return an answer's routes `[R, L + D, K]` with digests of its tokens, prompt too; zeros if rows are missing or surplus."""
+    routes = np.asarray(routes)
+    rows, _, top_k = routes.shape
+    further = _layers(top_k)
+    layers = np.zeros((rows, further * top_k), routes.dtype)
+    if rows in (len(tokens) - 1, len(tokens)):  # otherwise nobody says which token a row is of
+        layers[:, :BYTES] = digests(tokens)[:rows]
+    return np.concatenate([routes, layers.reshape(rows, further, top_k)], axis=1)
+
+
+def without_digests(routes: Tensor) -> Tensor:
+    """Return the routes `[..., L, K]` alone."""
+    return routes[..., : max(routes.shape[-2] - _layers(routes.shape[-1]), 0), :]
+
+
+def proven(routes: Tensor, tokens: Tensor) -> tuple[int, bool]:
+    """Return how many rows of routes with digests, from the first on, are of these tokens `[T]`, and whether the next has others.
+
+    A next row without a digest was not recorded.
+    """
+    found = routes[:, without_digests(routes).shape[1] :].flatten(1)[: len(tokens), :BYTES].cpu()
+    wanted = torch.from_numpy(digests(tokens.cpu().numpy()))[: len(found)]
+    if found.shape != wanted.shape:  # fewer layers than a digest takes
+        return 0, True
+    wrong = (found != wanted).any(1).nonzero()
+    rows = int(wrong[0]) if len(wrong) else len(found)
+    return rows, rows < len(found) and bool(found[rows].any())
+
+
+def _layers(top_k: int) -> int:
+    return -(-BYTES // top_k)
