@@ -41,7 +41,8 @@ NEAR = 0.01
 # all settings of a kind together, so that it also mends what another of them did. Sampling is fitted by exact formulas; a model
 # of an engine's rounding, such as of fp8, is not exact.
 MOST, MOST_SAMPLED = 0.75, 0.9
-# Causes are named only if they explain at least this part of what is not rounding: the next best would be wrong.
+# Causes are named only if they explain at least this part of what is not rounding, of all tokens and of those that they move
+# most: the next best would be wrong.
 LEAST_PART = 0.5
 # The trainer's error is rounding up to this size. On 14 clean runs (a dense model and one with experts; bfloat16, float16,
 # float32; three seeds; temperatures 1 and 0.7) the trainer's was at most 1.22 and the engine's at most 1.14.
@@ -380,7 +381,7 @@ def diagnose(
         f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})" for fit in explained.fits if fit.hints and not explained.named
     ]
     if explained.named and not noise.is_rounding(explained.rest):
-        part = 1 - noise.excess(explained.rest) / max(noise.excess(explained.error), 1e-300)
+        part = _least_part(explained, scores.own - table.logprob)
         if part < LEAST_PART and not noise.is_rounding(explained.rest / _sharper(explained, scores.temperature)):
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
@@ -653,6 +654,20 @@ def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
         response=int(sample.row[at]), token=int(sample.place[at]), gap=float(gap[at]),
         parts={name: float(term[at]) for name, term in terms.items()},
     )  # fmt: skip
+
+
+def _least_part(explained: Explained, own: Floats) -> float:
+    """Return the part of what is not rounding (`own` `[N]`) that causes explain, of all tokens or of those that they move most."""
+
+    def part(at: Any) -> float:
+        error, rest, rounding = (float(np.abs(x[at]).mean()) ** 2 for x in (explained.error, explained.rest, own))
+        # Independent errors add in squares.
+        return 1 - max(0.0, rest - rounding) / max(error - rounding, 1e-300)
+
+    moved = np.abs(explained.error - explained.rest)
+    order = np.argsort(-moved)
+    half = order[: int(np.searchsorted(moved[order].cumsum(), moved.sum() / 2)) + 1]
+    return min(part(slice(None)), part(half))
 
 
 def _sharper(explained: Explained, temperature: float) -> float:
