@@ -657,7 +657,7 @@ def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
 
 
 def _least_part(explained: Explained, own: Floats) -> float:
-    """Return the part of what is not rounding (`own` `[N]`) that causes explain, of all tokens or of those that they move most."""
+    """Return the part of what is not rounding (`own` `[N]`) that is explained: of all tokens, or of those that move most."""
 
     def part(at: Any) -> float:
         error, rest, rounding = (float(np.abs(x[at]).mean()) ** 2 for x in (explained.error, explained.rest, own))

@@ -168,6 +168,12 @@ class Scorer:
             ]
         return self._joined(row_logprobs)
 
+    def with_grad(self, rows: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each of these rows and its tokens' log-probabilities `[T]` under the engine's routes, for gradients."""
+        for row, logits in self._passes(self.sample, self.sample.routes, only=rows, most_rows=1, grad=True):
+            tokens = torch.tensor(self.sample.responses[row], device=logits.device)
+            yield row, (logits / self.temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
     def as_trainer(self) -> AbstractContextManager[None]:
         """Compute as the run's trainer does."""
         return as_trainer(self.model, *self._trainer)
@@ -376,6 +382,7 @@ def passes(
     layout: str = "right",
     most_rows: int = MOST_ROWS,
     training: bool = False,
+    grad: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
@@ -391,7 +398,7 @@ def passes(
         batch, order = order[:count], order[count:]
         made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
         mode = evaluating(model, training=training)
-        with torch.no_grad(), mode, _routed(model, shape, batch, made, routes, taken):
+        with torch.set_grad_enabled(grad), mode, _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)
         for row, (place, start) in zip(batch, made.places, strict=True):
             yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]
