@@ -135,6 +135,8 @@ class Scores:
     # Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the same
     # model in the engine's dtype does; None if the engine's are not known.
     flips: tuple[float, float] | None = None
+    # A layer and two of its experts whose exchange explains most of these, and the share of that layer's that it explains.
+    exchanged: tuple[int, int, int, float] | None = None
     straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
     layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
     rungs: tuple[Rung, ...] = ()
@@ -381,7 +383,7 @@ def diagnose(
         f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})" for fit in explained.fits if fit.hints and not explained.named
     ]
     if explained.named and not noise.is_rounding(explained.rest):
-        part = _least_part(explained, scores.own - table.logprob)
+        part = least_part(explained.error, explained.rest, scores.own - table.logprob)
         if part < LEAST_PART and not noise.is_rounding(explained.rest / _sharper(explained, scores.temperature)):
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
@@ -416,7 +418,7 @@ def diagnose(
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
     plain = complete and all(fit.cause.family in ("sampling", "reporting") for fit in explained.named)
     if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
-        named.append(_by_router(scores.flips, parts.get(ROUTES)))
+        named.append(_by_router(scores.flips, scores.exchanged, parts.get(ROUTES)))
     if apart is not None:
         named.insert(0, _by_decode(apart, parts.get(DECODED)))
     if late := judge_start(sample):
@@ -599,6 +601,23 @@ def other_model(diagnosis: Diagnosis, far: float) -> Diagnosis:
     return replace(diagnosis, causes=(cause,), parts=parts, verdict="explained", unexplained=0.0, explained=None)
 
 
+def least_part(error: Floats, rest: Floats, own: Floats) -> float:
+    """Return the part of an error that causes explain: of all tokens, or of those that they move most if that is less.
+
+    `rest` is what they leave and `own` mere rounding, which does not count; all are `[N]`.
+    """
+
+    def part(at: Any) -> float:
+        before, after, rounding = (float(np.abs(x[at]).mean()) ** 2 for x in (error, rest, own))
+        # Independent errors add in squares.
+        return 1 - max(0.0, after - rounding) / max(before - rounding, 1e-300)
+
+    moved = np.abs(error - rest)
+    order = np.argsort(-moved)
+    half = order[: int(np.searchsorted(moved[order].cumsum(), moved.sum() / 2)) + 1]
+    return min(part(slice(None)), part(half))
+
+
 def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
     """Return what each term `[N]` contributes to the gap d = engine - trainer, their sum, with a bootstrap over responses.
 
@@ -654,20 +673,6 @@ def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
         response=int(sample.row[at]), token=int(sample.place[at]), gap=float(gap[at]),
         parts={name: float(term[at]) for name, term in terms.items()},
     )  # fmt: skip
-
-
-def _least_part(explained: Explained, own: Floats) -> float:
-    """Return the part of what is not rounding (`own` `[N]`) that is explained: of all tokens, or of those that move most."""
-
-    def part(at: Any) -> float:
-        error, rest, rounding = (float(np.abs(x[at]).mean()) ** 2 for x in (explained.error, explained.rest, own))
-        # Independent errors add in squares.
-        return 1 - max(0.0, rest - rounding) / max(error - rounding, 1e-300)
-
-    moved = np.abs(explained.error - explained.rest)
-    order = np.argsort(-moved)
-    half = order[: int(np.searchsorted(moved[order].cumsum(), moved.sum() / 2)) + 1]
-    return min(part(slice(None)), part(half))
 
 
 def _sharper(explained: Explained, temperature: float) -> float:
@@ -760,12 +765,19 @@ def _by_head(
     return [_measured("head_dtype", other, sentence, ratio, part)]
 
 
-def _by_router(flips: tuple[float, float], part: Part | None) -> NamedCause:
+def _by_router(
+    flips: tuple[float, float], exchanged: tuple[int, int, int, float] | None, part: Part | None
+) -> NamedCause:
     """Return the cause that the engine's experts show, where rounding would not choose so many others."""
     sentence = (
         f"the engine chooses other experts than the trainer's router at {flips[0]:.1%} of tokens and layers, rounding "
         f"would at {flips[1]:.1%}: dtype or weights of its router (gate, correction bias)"
     )
+    if exchanged is not None:
+        layer, one, other, share = exchanged
+        sentence += (
+            f"; that experts {one} and {other} of layer {layer} are exchanged explains {share:.0%} of that layer's"
+        )
     return _measured("router", "routes", sentence, flips[0], part)
 
 

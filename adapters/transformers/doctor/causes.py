@@ -107,7 +107,8 @@ def _cause(
 
 def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
     model, cause = scorer.model, partial(_cause, scorer)
-    longest = max(map(len, scorer.sample.responses))
+    rows = zip(scorer.sample.prompts, scorer.sample.responses, strict=True)
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
     sizes = tuple(sorted({w for w in (*WINDOWS, *map(float, windows)) if w < longest})) or WINDOWS[:1]
     formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
     rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
@@ -238,7 +239,9 @@ def _of_exchanged(scorer: Scorer, layout: MoeLayout) -> list[Cause]:
         order[one], order[other] = other, one
         return weights(scorer.model, {names[id(p)]: p.detach()[order] for p in experts[layer].parameters()})
 
-    said = tuple(f"{one} and {other} of layer {layer}" for layer, one, other in pairs)
+    # Only routes tell the two apart.
+    either = "" if scorer.sample.routes else ", or their rows of the router"
+    said = tuple(f"{one} and {other} of layer {layer}{either}" for layer, one, other in pairs)
     return [_cause(scorer, "experts_exchanged", "experts", "experts", "the engine has exchanged experts {x}", change,
                    grid=_indices(pairs), names=said, needs=bool(pairs))]  # fmt: skip
 

@@ -150,9 +150,28 @@ def test_experts_that_an_engine_exchanged_are_named_with_their_layer(routed: boo
     trainer.model.requires_grad_(not routed)
     found = diagnose(taken, trainer.scores, of_model(trainer))
     assert [(cause.key, cause.said) for cause in found.causes] == [
-        ("experts_exchanged", "the engine has exchanged experts 3 and 12 of layer 1")
+        (
+            "experts_exchanged",
+            f"the engine has exchanged experts 3 and 12 of layer 1{'' if routed else ', or their rows of the router'}",
+        )
     ]
     assert found.verdict == "explained"
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_rows_of_a_router_that_an_engine_exchanged_are_told_from_its_routes(exchanged: bool, tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    served, made = load_model(folder), torch.Generator().manual_seed(0)
+    gate = served.get_parameter("model.layers.1.mlp.gate.weight")
+    with torch.no_grad():
+        rows = [*range(3), 12, *range(4, 12), 3, *range(13, 16)]
+        moved = gate + 0.3 * gate.std() * torch.randn(gate.shape, generator=made)
+        gate.copy_(gate[rows] if exchanged else moved)
+    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
+    asked = Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")
+    taken, trainer = as_if(folder, asked)
+    told = trainer.scores.exchanged
+    assert (told and told[:3]) == ((1, 3, 12) if exchanged else None)
 
 
 @pytest.mark.parametrize("what", ["mlp.experts", "mlp.gate"])
