@@ -149,9 +149,13 @@ LOGS = {
 # Ours is asked these too, and the rivals of today are not.
 OURS_ALONE = {
     "stale weights, ten steps": Log(Planted(older=(faults.moved(seed=1), faults.moved(by=1e-2))), one("stale_weights")),
-    # A log has no blocks, and no cause of the list exchanges experts: the honest answer is none.
     "experts 5 and 9 of layer 2 exchanged": Log(
-        Planted(kind="moe", weights=faults.exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."))
+        Planted(
+            kind="moe",
+            weights=faults.exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."),
+            said="experts 5 and 9 of layer 2",
+        ),
+        one("experts_exchanged"),
     ),
 }
 TWELVE = (

@@ -41,7 +41,8 @@ NEAR = 0.01
 # all settings of a kind together, so that it also mends what another of them did. Sampling is fitted by exact formulas; a model
 # of an engine's rounding, such as of fp8, is not exact.
 MOST, MOST_SAMPLED = 0.75, 0.9
-# Causes are named only if they explain at least this part of what is not rounding: the next best would be wrong.
+# Causes are named only if they explain at least this part of what is not rounding, of all tokens and of those that they move
+# most: the next best would be wrong.
 LEAST_PART = 0.5
 # The trainer's error is rounding up to this size. On 14 clean runs (a dense model and one with experts; bfloat16, float16,
 # float32; three seeds; temperatures 1 and 0.7) the trainer's was at most 1.22 and the engine's at most 1.14.
@@ -134,6 +135,8 @@ class Scores:
     # Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the same
     # model in the engine's dtype does; None if the engine's are not known.
     flips: tuple[float, float] | None = None
+    # A layer and two of its experts whose exchange explains most of these, and the share of that layer's that it explains.
+    exchanged: tuple[int, int, int, float] | None = None
     straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
     layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
     rungs: tuple[Rung, ...] = ()
@@ -380,7 +383,7 @@ def diagnose(
         f"{fit.cause.sentence(fit.x)} (z {fit.z:.1f})" for fit in explained.fits if fit.hints and not explained.named
     ]
     if explained.named and not noise.is_rounding(explained.rest):
-        part = 1 - noise.excess(explained.rest) / max(noise.excess(explained.error), 1e-300)
+        part = least_part(explained.error, explained.rest, scores.own - table.logprob)
         if part < LEAST_PART and not noise.is_rounding(explained.rest / _sharper(explained, scores.temperature)):
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
@@ -415,7 +418,7 @@ def diagnose(
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
     plain = complete and all(fit.cause.family in ("sampling", "reporting") for fit in explained.named)
     if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
-        named.append(_by_router(scores.flips, parts.get(ROUTES)))
+        named.append(_by_router(scores.flips, scores.exchanged, parts.get(ROUTES)))
     if apart is not None:
         named.insert(0, _by_decode(apart, parts.get(DECODED)))
     if late := judge_start(sample):
@@ -598,6 +601,23 @@ def other_model(diagnosis: Diagnosis, far: float) -> Diagnosis:
     return replace(diagnosis, causes=(cause,), parts=parts, verdict="explained", unexplained=0.0, explained=None)
 
 
+def least_part(error: Floats, rest: Floats, own: Floats) -> float:
+    """Return the part of an error that causes explain: of all tokens, or of those that they move most if that is less.
+
+    `rest` is what they leave and `own` mere rounding, which does not count; all are `[N]`.
+    """
+
+    def part(at: Any) -> float:
+        before, after, rounding = (float(np.abs(x[at]).mean()) ** 2 for x in (error, rest, own))
+        # Independent errors add in squares.
+        return 1 - max(0.0, after - rounding) / max(before - rounding, 1e-300)
+
+    moved = np.abs(error - rest)
+    order = np.argsort(-moved)
+    half = order[: int(np.searchsorted(moved[order].cumsum(), moved.sum() / 2)) + 1]
+    return min(part(slice(None)), part(half))
+
+
 def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) -> list[Part]:
     """Return what each term `[N]` contributes to the gap d = engine - trainer, their sum, with a bootstrap over responses.
 
@@ -745,12 +765,19 @@ def _by_head(
     return [_measured("head_dtype", other, sentence, ratio, part)]
 
 
-def _by_router(flips: tuple[float, float], part: Part | None) -> NamedCause:
+def _by_router(
+    flips: tuple[float, float], exchanged: tuple[int, int, int, float] | None, part: Part | None
+) -> NamedCause:
     """Return the cause that the engine's experts show, where rounding would not choose so many others."""
     sentence = (
         f"the engine chooses other experts than the trainer's router at {flips[0]:.1%} of tokens and layers, rounding "
         f"would at {flips[1]:.1%}: dtype or weights of its router (gate, correction bias)"
     )
+    if exchanged is not None:
+        layer, one, other, share = exchanged
+        sentence += (
+            f"; that experts {one} and {other} of layer {layer} are exchanged explains {share:.0%} of that layer's"
+        )
     return _measured("router", "routes", sentence, flips[0], part)
 
 

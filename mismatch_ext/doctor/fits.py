@@ -101,10 +101,6 @@ class Noise:
         """Whether errors are only rounding, by their median and their mean."""
         return self.size(errors) <= ROUNDING or float(np.abs(errors).mean()) <= FLOAT32
 
-    def excess(self, errors: Floats) -> float:
-        """Return the square of what is in errors besides rounding, in units of rounding: independent errors add in squares."""
-        return max(0.0, (float(np.abs(errors).mean()) / max(self.mean, FLOOR)) ** 2 - 1)
-
     def likelihood(self, errors: Floats) -> Floats:
         """Return the log-likelihood of each error as rounding, up to a constant `[N]`."""
         finite = np.isfinite(errors)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Sample, Scores, diagnose, report
-from mismatch_ext.doctor.diagnose import Block, farther, request_or_engine, taken_apart, with_blocks
+from mismatch_ext.doctor.diagnose import Block, farther, least_part, request_or_engine, taken_apart, with_blocks
 from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
@@ -41,6 +41,15 @@ def test_a_run_whose_pass_lost_its_mask_on_few_tokens_is_named_by_the_mean() -> 
 def test_what_explains_less_than_half_is_a_hint() -> None:
     found = diagnose(*drawn(lambda z: z * 1.04, extra=lambda z: drift(z, 0.1)))
     assert not found.causes and found.verdict == "unexplained" and found.hints, report(found)
+
+
+def test_a_cause_has_to_explain_the_tokens_that_it_moves_most() -> None:
+    """Log-probabilities of two digits are a nucleus of 0.995 where tokens are almost certain, and nowhere else."""
+    certain, own = np.arange(1000) >= 300, np.full(1000, 1e-4)
+    error = np.where(certain, 4e-3, 5e-3)
+    rest = np.where(certain, 1e-4, -5e-3)
+    assert np.abs(rest).mean() < 0.4 * np.abs(error).mean()
+    assert least_part(error, rest, own) < 0.05 < 0.95 < least_part(error, own, own)
 
 
 def test_a_cut_tail_is_told_beside_a_report_from_before_the_temperature() -> None:

@@ -19,6 +19,7 @@ from mismatch_ext.adapters.transformers.doctor.changes import (
     int4,
     int8,
     norms,
+    own_window,
     partly_rotated,
     quantized,
     rotary,
@@ -26,14 +27,15 @@ from mismatch_ext.adapters.transformers.doctor.changes import (
     rotators,
     rounding_cache,
     scaled,
+    seeing,
     weights,
-    windowed,
     with_int8_activations,
     yarn,
 )
+from mismatch_ext.adapters.transformers.doctor.exchanged import exchanged_pairs, stacked
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
-from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.transformers.routing import MoeLayout, moe_layout
 
 from mismatch_ext.doctor import Cause
 from mismatch_ext.doctor.sample import Floats
@@ -44,11 +46,15 @@ YARN = (2.0, 4.0, 8.0)
 PARTS = (0.25, 0.5, 0.75)
 EPSILONS = (0.01, 10.0, 100.0, 1000.0)
 WINDOWS = (8.0, 16.0, 32.0, 64.0, 128.0, 256.0, 512.0, 1024.0, 4096.0)
+# A window that no sequence is longer than.
+WHOLE = 2**30
 ATTENTION = (0.5, 0.9, 1.1, 2.0)
 CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
 FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALIZED = "norm_topk_prob"
+# Pairs of experts that are tried as exchanged.
+EXCHANGED = 8
 # How far from either end of a prompt a token is tried as the missing one, and about how many lengths of a cut prompt are tried.
 PLACES, LENGTHS = 6, 8
 Ids = tuple[int, ...]
@@ -101,7 +107,8 @@ def _cause(
 
 def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
     model, cause = scorer.model, partial(_cause, scorer)
-    longest = max(map(len, scorer.sample.responses))
+    rows = zip(scorer.sample.prompts, scorer.sample.responses, strict=True)
+    longest = max(len(prompt) + len(response) for prompt, response in rows)
     sizes = tuple(sorted({w for w in (*WINDOWS, *map(float, windows)) if w < longest})) or WINDOWS[:1]
     formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
     rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
@@ -124,7 +131,9 @@ def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
               lambda x: attributes(norms(model, "attn"), lambda eps: eps * x), grid=EPSILONS, neutral=1.0, steps=6,
               needs=bool(norms(model, "attn"))),
         cause("sliding_window", "config", "model", "the engine's attention sees {x} tokens",
-              lambda x: Attending(windowed(int(x))), grid=sizes, needs=torchs),
+              lambda x: seeing(model, int(x)), grid=sizes, needs=torchs or bool(own_window(model))),
+        cause("sliding_window", "config", "model", f"the engine's attention sees all tokens, the trainer's {own_window(model)}",
+              lambda _: seeing(model, WHOLE), needs=bool(own_window(model))),
         cause("attention_scale", "config", "model", "the engine's scale of attention is {x} times the trainer's",
               lambda x: Attending(scaled(x)), grid=ATTENTION, neutral=1.0, steps=6, needs=torchs),
         cause("attention_softcap", "config", "model", "the engine caps attention's scores softly at {x}",
@@ -212,7 +221,29 @@ def _of_experts(scorer: Scorer, counts: Sequence[int]) -> list[Cause]:
               lambda _: attributes(flags, lambda before: not before), needs=bool(flags)),
         cause("experts_per_token", "config", "model", "the engine chooses {x} experts for each token",
               lambda x: attributes(chooses, lambda _: int(x)), grid=tuple(map(float, near)), needs=counted),
+        *_of_exchanged(scorer, layout),
     ]  # fmt: skip
+
+
+def _of_exchanged(scorer: Scorer, layout: MoeLayout) -> list[Cause]:
+    """Return the cause in which two experts of a layer are exchanged, for the pairs that fit best to first order."""
+    experts = {
+        r.layer: r.experts for r in layout.routers if r.experts is not None and stacked(r.experts, layout.num_experts)
+    }
+    pairs = exchanged_pairs(scorer, experts)[:EXCHANGED] if experts else []
+    names = {id(p): name for name, p in scorer.model.named_parameters()}
+
+    def change(x: float) -> Any:
+        layer, one, other = pairs[int(x)]
+        order = list(range(layout.num_experts))
+        order[one], order[other] = other, one
+        return weights(scorer.model, {names[id(p)]: p.detach()[order] for p in experts[layer].parameters()})
+
+    # Only routes tell the two apart.
+    either = "" if scorer.sample.routes else ", or their rows of the router"
+    said = tuple(f"{one} and {other} of layer {layer}{either}" for layer, one, other in pairs)
+    return [_cause(scorer, "experts_exchanged", "experts", "experts", "the engine has exchanged experts {x}", change,
+                   grid=_indices(pairs), names=said, needs=bool(pairs))]  # fmt: skip
 
 
 def _of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[Cause]:

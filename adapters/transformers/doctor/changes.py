@@ -160,6 +160,21 @@ def windowed(window: int) -> Callable[..., Tensor]:
     return attention
 
 
+def own_window(model: nn.Module) -> int | None:
+    """Return the size of the sliding window that a model has in some layers; None if it has none."""
+    config = getattr(model, "config", None)
+    text: Any = config.get_text_config() if config is not None else None
+    slides = "sliding_attention" in (getattr(text, "layer_types", None) or ())
+    return getattr(text, "sliding_window", None) if slides else None
+
+
+def seeing(model: Any, window: int) -> Any:
+    """Give a model's sliding layers another window, which may be larger; all layers if the model has no window."""
+    if own_window(model) is None:
+        return Attending(windowed(window))
+    return attributes([(model.config.get_text_config(), "sliding_window")], lambda _: window)
+
+
 def scaled(factor: float) -> Callable[..., Tensor]:
     """Return attention whose scale is multiplied by a factor."""
 

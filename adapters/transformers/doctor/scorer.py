@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mismatch_ext.doctor import Sample, Scores
-from mismatch_ext.doctor.diagnose import Rung
+from mismatch_ext.doctor.diagnose import LEAST_PART, Rung
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
@@ -38,6 +38,8 @@ KEPT = 2**26
 NEAR = 1e-4
 # Tokens of each sequence by which it is tried whether packed sequences see one another.
 PACKED_TOKENS = 16
+# Two experts are exchanged if at least this share of the sets with one of them has the other instead.
+OBEYED = 0.8
 # Layouts that a run's trainer may use, by the value of --trainer-layout.
 LAYOUTS = {
     "right": "padding on the right",
@@ -111,7 +113,7 @@ class Scorer:
             logits=self._logits(sample),
             headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
-            flips=self._flips(),
+            **self._flips(),
             straight=straight if laid_out else None,
             layout=laid_out,
             rungs=rungs,
@@ -168,6 +170,12 @@ class Scorer:
             ]
         return self._joined(row_logprobs)
 
+    def with_grad(self, rows: list[int]) -> Iterator[tuple[int, Tensor]]:
+        """Yield each of these rows and its tokens' log-probabilities `[T]` under the engine's routes, for gradients."""
+        for row, logits in self._passes(self.sample, self.sample.routes, only=rows, most_rows=1, grad=True):
+            tokens = torch.tensor(self.sample.responses[row], device=logits.device)
+            yield row, (logits / self.temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
     def as_trainer(self) -> AbstractContextManager[None]:
         """Compute as the run's trainer does."""
         return as_trainer(self.model, *self._trainer)
@@ -186,15 +194,16 @@ class Scorer:
         row_logprobs = [self._picked(row, logits) for row, logits in self._passes(self.sample, None, taken=taken)]
         return self._joined(row_logprobs), tuple(taken[row] for row in sorted(taken)) or None
 
-    def _flips(self) -> tuple[float, float] | None:
-        """Return the shares of (token, layer) at which the model's own routes are not the engine's, or not its dtype's."""
+    def _flips(self) -> dict[str, Any]:
+        """Return how the model's own routes differ from the engine's, and from its dtype's; nothing without routes."""
         if self.shape is None or self.sample.routes is None:
-            return None
+            return {}
         _, exact = self._native()
         with self.cast(self.engine_dtype):
             _, rounded = self._native()
         assert exact is not None and rounded is not None  # a model with experts has routes
-        return differing(self.sample.routes, exact), differing(rounded, exact)
+        flips = differing(self.sample.routes, exact), differing(rounded, exact)
+        return {"flips": flips, "exchanged": exchanged_ids(self.sample.routes, exact)}
 
     def _logits(self, sample: Sample) -> Tensor | Projected:
         """Return the tokens' logits `[N, V]`: kept if they are few, otherwise projected whenever they are read."""
@@ -300,6 +309,36 @@ def differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) ->
     return count / total
 
 
+def exchanged_ids(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> tuple[int, int, int, float] | None:
+    """Return the layer and two experts whose exchange explains most differing sets, and the share that it explains there.
+
+    None unless it explains more than half of the layer that differs most, and nearly every set with one of the two obeys it.
+    """
+    sets = []
+    for side in (routes, others):
+        pairs = zip(routes, others, strict=True)
+        chosen = [
+            trace.experts[: min(one.rows, other.rows)].long() for trace, (one, other) in zip(side, pairs, strict=True)
+        ]
+        whole = torch.cat(chosen)
+        count = routes[0].num_experts
+        sets.append(torch.zeros(*whole.shape[:2], count, dtype=torch.bool).scatter_(2, whole, True).transpose(0, 1))
+    engine, own = sets
+    apart = (engine != own).any(-1).sum(-1)
+    layer = int(apart.argmax())
+    engine, own = engine[layer], own[layer]
+    # Sets that differ by one expert alone.
+    single = (engine != own).sum(-1) == 2
+    gained, lost = (engine & ~own)[single].float(), (own & ~engine)[single].float()
+    swaps = gained.T @ lost
+    swaps = swaps + swaps.T
+    one, other = divmod(int(swaps.argmax()), len(swaps))
+    share = float(swaps[one, other] / apart[layer].clamp(min=1))
+    obeyed = float(swaps[one, other] / (own[:, one] != own[:, other]).sum().clamp(min=1))
+    first, second = sorted((one, other))
+    return (routes[0].layers[layer], first, second, share) if share > LEAST_PART and obeyed > OBEYED else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Laid:
     """Sequences as a model is given them, and for each response its row, the column of its first token, and its whole length."""
@@ -376,6 +415,7 @@ def passes(
     layout: str = "right",
     most_rows: int = MOST_ROWS,
     training: bool = False,
+    grad: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
@@ -391,7 +431,7 @@ def passes(
         batch, order = order[:count], order[count:]
         made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
         mode = evaluating(model, training=training)
-        with torch.no_grad(), mode, _routed(model, shape, batch, made, routes, taken):
+        with torch.set_grad_enabled(grad), mode, _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)
         for row, (place, start) in zip(batch, made.places, strict=True):
             yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]

@@ -176,8 +176,8 @@ FRESH = {
     # Not on the list: the blocks of experts, or the router whose function it is. Their norm, scale and number are right.
     "28": Unseen(what="experts weighed by sigmoids, then normalized", kind="moe", engine=_sigmoid_gate, part=("router",),
                  place=MLP),
-    # Not on the list: layer 2's experts. The router chooses right.
-    "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", place=MLP[2:3],
+    # Not on the list when the doctor was first asked, which said layer 2's experts. It is now, with both and their layer.
+    "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", place=MLP[2:3], names=(("experts_exchanged",),),
                  loader=exchanged("layers.2.mlp.experts.3.", "layers.2.mlp.experts.7.")),
     # Not on the list, and no block is wrong on its own input: unexplained, without a place.
     "30": Unseen(what="embedding x 2", engine=_scaled_embedding),
@@ -195,10 +195,6 @@ FRESH = {
     "35": Unseen(what="log: one response in eight at its neighbour's prompt", log=_neighbours, place=(TOKENS, REQUEST)),
 }  # fmt: skip
 CHECKED = FRESH | {"13a": CLEAN["13a"]}
-# What it is known to get wrong, and how. Whoever mends one takes it off the list.
-KNOWN = {
-    "34": "It calls a quarter of what rounding to two digits leaves a top_p of 0.995.",
-}
 
 if __name__ == "__main__":
     main(CHECKED)

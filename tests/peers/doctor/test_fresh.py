@@ -10,11 +10,11 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(3600)
 
 
 def test_no_fault_that_nobody_had_in_mind_gets_a_wrong_name(tmp_path: Path) -> None:
-    """Of 15 faults and a clean run the doctor misjudges those that are known, and no other."""
-    from tests.peers.doctor.fresh import CHECKED, KNOWN
+    """Of 15 faults and a clean run the doctor misjudges none."""
+    from tests.peers.doctor.fresh import CHECKED
     from tests.peers.doctor.unseen import BAD, table
 
     rows = list(table(CHECKED, tmp_path))
     printed = "\n".join(map(str, rows))
     print(printed)
-    assert {row.number for row in rows if row.judged in BAD} == set(KNOWN), printed
+    assert not [row for row in rows if row.judged in BAD], printed

@@ -22,6 +22,7 @@ from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
+from safetensors.torch import load_file, save_file
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from examples.arithmetic.tokenizer import EOS_ID
@@ -99,6 +100,94 @@ def as_if(model: Path, engine: Scorer) -> tuple[Sample, Scorer]:
     said = tuple(tuple(next(values) if kept else math.nan for kept in mask) for mask in engine.sample.masks)
     taken = replace(engine.sample, logprobs=said)
     return taken, Scorer(load_model(model), taken, trainer_dtype="float32", engine_dtype="float32")
+
+
+@pytest.mark.parametrize(("engines", "said"), [(20, "sees 20 tokens"), (None, "sees all tokens, the trainer's 8")])
+def test_a_window_of_the_engine_that_is_wider_than_the_trainers_is_named(
+    engines: int | None, said: str, tmp_path: Path
+) -> None:
+    def folder(window: int | None) -> Path:
+        made = tiny_model("dense", tmp_path / f"window{window}")
+        config = json.loads((made / "config.json").read_text(encoding="utf-8"))
+        config |= {"use_sliding_window": window is not None, "sliding_window": window, "max_window_layers": 0}
+        config["layer_types"] = ["full_attention" if window is None else "sliding_attention"] * 2
+        (made / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return made
+
+    engine = Scorer(load_model(folder(engines)), sample(96), trainer_dtype="float32", engine_dtype="float32")
+    sides = Run(model=str(folder(8)), engine_model=str(folder(engines)))
+    taken, trainer = as_if(folder(8), engine)
+    found = diagnose(taken, trainer.scores, of_model(trainer, windows=engines_own(sides, WINDOW)))
+    assert [(cause.key, said in cause.said) for cause in found.causes] == [("sliding_window", True)]
+    assert found.verdict == "explained"
+
+
+def exchanged_in(folder: Path, target: Path, layer: int, one: int, other: int) -> Path:
+    """Copy a checkpoint with two experts of a layer exchanged."""
+    shutil.copytree(folder, target)
+    weights = load_file(folder / "model.safetensors")
+    for name in [name for name in weights if f"layers.{layer}.mlp.experts.{one}." in name]:
+        twin = name.replace(f".experts.{one}.", f".experts.{other}.")
+        weights[name], weights[twin] = weights[twin], weights[name]
+    save_file(weights, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def with_routes(scorer: Scorer) -> Sample:
+    """Return a scorer's sample with the routes that its model takes."""
+    return replace(scorer.sample, routes=scorer._native()[1])
+
+
+@pytest.mark.parametrize("routed", [True, False])
+def test_experts_that_an_engine_exchanged_are_named_with_their_layer(routed: bool, tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    served = load_model(exchanged_in(folder, tmp_path / "served", 1, 3, 12))
+    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
+    if routed:
+        engine = Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")
+    taken, trainer = as_if(folder, engine)
+    # As a merged adapter leaves it.
+    trainer.model.requires_grad_(not routed)
+    found = diagnose(taken, trainer.scores, of_model(trainer))
+    assert [(cause.key, cause.said) for cause in found.causes] == [
+        (
+            "experts_exchanged",
+            f"the engine has exchanged experts 3 and 12 of layer 1{'' if routed else ', or their rows of the router'}",
+        )
+    ]
+    assert found.verdict == "explained"
+
+
+@pytest.mark.parametrize("exchanged", [True, False])
+def test_rows_of_a_router_that_an_engine_exchanged_are_told_from_its_routes(exchanged: bool, tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    served, made = load_model(folder), torch.Generator().manual_seed(0)
+    gate = served.get_parameter("model.layers.1.mlp.gate.weight")
+    with torch.no_grad():
+        rows = [*range(3), 12, *range(4, 12), 3, *range(13, 16)]
+        moved = gate + 0.3 * gate.std() * torch.randn(gate.shape, generator=made)
+        gate.copy_(gate[rows] if exchanged else moved)
+    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
+    asked = Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")
+    taken, trainer = as_if(folder, asked)
+    told = trainer.scores.exchanged
+    assert (told and told[:3]) == ((1, 3, 12) if exchanged else None)
+
+
+@pytest.mark.parametrize("what", ["mlp.experts", "mlp.gate"])
+def test_experts_that_differ_at_random_are_not_called_exchanged(what: str, tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    served, made = load_model(folder), torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, weight in served.named_parameters():
+            if what in name:
+                weight += 0.3 * weight.std() * torch.randn(weight.shape, generator=made)
+    engine = Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32")
+    for asked in (engine, Scorer(served, with_routes(engine), trainer_dtype="float32", engine_dtype="float32")):
+        taken, trainer = as_if(folder, asked)
+        causes = of_model(trainer)
+        assert any(cause.key == "experts_exchanged" for cause in causes)
+        assert "experts_exchanged" not in {cause.key for cause in diagnose(taken, trainer.scores, causes).causes}
 
 
 def test_the_checkpoint_that_an_engine_kept_is_named(tmp_path: Path) -> None:
