@@ -279,8 +279,11 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str,
 def section_lines(block: MismatchConfig) -> list[str]:
     """Return a line with the settings of each section that is on, alarms aside."""
     sections = {name: dict(keys) for name, keys in block.to_dict().items() if isinstance(keys, Mapping)}
+    monitor = sections.get("monitor", {})
     for name in ("alarms", "default_alarms"):
-        sections.get("monitor", {}).pop(name, None)
+        monitor.pop(name, None)
+    if block.level == "observe" and monitor.get("weight_sync") == "error":
+        monitor["weight_sync"] = "warn"
     return [_line(name, keys) for name, keys in sections.items()]
 
 

@@ -70,7 +70,7 @@ class Section:
 CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
     "gap": [
         ("gap-mean", PREFIX + ABS_DIFF_MEAN, "Mean |Δlogp|", GAP,
-         "Lower is better: 1e-4 and below is rounding, healthy bfloat16 runs report 0.01 to 0.02.", True),
+         "Lower is better. The doctor measures how much of it is this model's own rounding.", True),
         ("gap-max", PREFIX + ABS_DIFF_MAX, "Largest |Δlogp|", "max |Δlogp| (nat)",
          "The worst single token of each step; jumps far above the mean point at few broken tokens.", True),
     ],
