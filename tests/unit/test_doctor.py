@@ -9,13 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
-from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.rollout import SamplingSettings
 
 VOCABULARY, RESPONSES, LENGTH = 24, 80, 30
 ROUNDING = 3e-3  # of logits, about bfloat16's
