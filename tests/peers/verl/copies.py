@@ -23,6 +23,9 @@ TOUCHED = {
         "_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage", "_update_actor", "_compute_metrics", "step",
         "_step_once", "_save_checkpoint", "_load_checkpoint", "on_init_end", "on_step_end",
     ),
+    "verl/trainer/ppo/v1/trainer_sync.py": ("on_init_end", "on_step_end"),
+    "verl/trainer/ppo/v1/trainer_colocate_async.py": ("on_init_end", "on_step_end"),
+    "verl/trainer/ppo/v1/trainer_separate_async.py": ("_compute_old_log_prob", "on_init_end", "on_step_end"),
     "verl/workers/engine_workers.py": ("init_model", "set_loss_fn"),
 }  # fmt: skip
 """Functions and methods of verl that we override, wrap or call, by file."""
