@@ -44,10 +44,23 @@ def _configure_compat(parser: argparse.ArgumentParser) -> None:
         dest="importing",
         help="import the peers and check names too, in about half a minute",
     )
+    parser.add_argument(
+        "--verl",
+        metavar="ARGUMENTS",
+        nargs=argparse.REMAINDER,
+        help="make the checks of verl's driver for these arguments of main_ppo, without Ray; comes last",
+    )
 
 
 def _compat(arguments: argparse.Namespace) -> int:
-    """Print what this package relies on in each installed peer, and which features work; the exit status is always 0."""
+    """Print which features work with the installed peers (status 0), or what verl's driver refuses (status 1)."""
+    if arguments.verl is not None:
+        from mismatch_ext.adapters.verl.dry_run import dry_run
+
+        found = dry_run([word for word in arguments.verl if word != "--json"])
+        as_json = arguments.json or "--json" in arguments.verl
+        say(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+        return found.status
     from mismatch_ext.adapters.compat import installed_environment
 
     from mismatch_ext.seams import table

@@ -305,7 +305,9 @@ ON_FAILURE = {"error": "stop", "warn": "warn", "off": "no check"}
 def _settings(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
     """Yield `key=value` for each setting that is set."""
     for key, value in settings.items():
-        if isinstance(value, Mapping):
+        if key == "parameter_dtypes" and value:  # counts would not compare: a CPU engine packs most of its weights away
+            yield f"parameters={' and '.join(value)}"
+        elif isinstance(value, Mapping):
             yield from _settings(value, f"{prefix}{key}.")
         elif key == "weight_sync":
             yield f"weight check after each update, on failure: {ON_FAILURE[value]}"

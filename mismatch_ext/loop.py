@@ -551,7 +551,13 @@ class Run:
     def _send(self) -> SyncVerdict | None:
         self._check_stepped()
         with self._together():
-            reading, samples = self.rollout.update(self.trainer.checkpoint_parameters())
+            answer = self.rollout.update(self.trainer.checkpoint_parameters())
+            if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], SyncReading)):
+                raise RecordError(
+                    f"{type(self.rollout).__name__}.update returned a {type(answer).__name__}; it must return a SyncReading and "
+                    "a mapping of samples for `compare`, which may be empty."
+                )
+            reading, samples = answer
             if not self._transfer_audited:
                 self._transfer_audited = True
                 with self._verdicts.checking("precision"):

@@ -319,11 +319,11 @@ def _prefill_status(
         return "garbled", f"{count} of {now.engine.numel()} engine log-probabilities are not finite."
     stale = ""
     if seen.moved:
-        stale = f"The trainer's log-probabilities moved by {seen.movement:.3g}, the engine's not in a bit."
+        stale = f"The trainer's log-probabilities moved by {seen.movement:.3g}, the engine's did not change at all."
     elif seen.older is not None:
         stale = f"The engine is at {seen.older:.3g} from the probes of an older trainer version."
     elif seen.frozen and changed:
-        stale = "The trainer's weights changed, the engine's log-probabilities not in a bit."
+        stale = "The trainer's weights changed, the engine's log-probabilities did not change at all."
     differing = [comparison for comparison in comparisons if not comparison.equal]
     if differing:
         previous = [comparison.name for comparison in differing if comparison.matches_previous]
@@ -373,7 +373,7 @@ def judge_decode(history: History, now: Look, dtype: str, numerics: float) -> tu
     if math.isinf(seen.gap):
         why, remedy = "Log-probabilities of decoded tokens are not finite.", "decodes_nan"
     elif seen.moved:
-        why = f"Decoded tokens have not changed in a bit, while prefill's scores of them moved by {seen.movement:.3g}."
+        why = f"Decoded tokens did not change at all, while prefill's scores of them moved by {seen.movement:.3g}."
     elif seen.older is not None:
         why = f"The engine decodes at {seen.older:.3g} from its prefill before an earlier update."
     elif seen.gap > seen.threshold:
@@ -586,19 +586,39 @@ class WeightVerifier:
         """Return prefill's scores of the probes, and the decoded tokens with prefill's scores of them."""
         count = self.decoded
         if count == 0:
-            return self.rollout.score(self.probes), None
+            return self._scored(self.probes), None
         # Decode before anything is scored, so that decoding meets whatever a cache still holds for these prompts.
         decoded = self.rollout.decode(self.prompts, count)
-        scores = self.rollout.score(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
+        if not isinstance(decoded, Decoded):
+            raise RecordError(f"{self._side}.decode returned a {type(decoded).__name__}; it must return a Decoded.")
+        rows, length = self.probes.shape
+        shapes = tuple(decoded.tokens.shape), tuple(decoded.logprobs.shape)
+        if shapes != ((rows, length), (rows, count)):
+            raise RecordError(
+                f"{self._side}.decode returned tokens {shapes[0]} and logprobs {shapes[1]}; allowed: tokens {(rows, length)}, "
+                f"the {length - count} of the prompt with {count} sampled ones, and logprobs {(rows, count)}."
+            )
+        scores = self._scored(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
         return scores[: len(self.probes)], decode_look(decoded, scores[len(self.probes) :, -count:])
+
+    @property
+    def _side(self) -> str:
+        return type(self.rollout).__name__
+
+    def _scored(self, tokens: Tensor) -> Tensor:
+        """Return prefill's scores of tokens, of the shape that they must have."""
+        scores, shape = self.rollout.score(tokens), (len(tokens), tokens.shape[1] - 1)
+        if tuple(getattr(scores, "shape", ())) != shape:
+            raise RecordError(
+                f"{self._side}.score returned {_described(scores)}; allowed: a tensor {shape}, a log-probability of each token "
+                "but the first."
+            )
+        return scores
 
     def _look(self, engine: Tensor, trainer: Tensor) -> Look:
         shape = (len(self.probes), self.probes.shape[1] - 1)
-        if not (tuple(engine.shape) == tuple(trainer.shape) == shape):
-            raise RecordError(
-                f"probe log-probabilities of shape {tuple(engine.shape)} (engine) and {tuple(trainer.shape)} (trainer); allowed: "
-                f"{shape}. Score the same probe tokens on both sides."
-            )
+        if tuple(trainer.shape) != shape:
+            raise RecordError(f"{type(self.trainer).__name__}.score returned {tuple(trainer.shape)}; allowed: {shape}.")
         engine, trainer = (x.detach().to("cpu", torch.float64, copy=True) for x in (engine, trainer))
         bad = (~torch.isfinite(trainer)).nonzero()
         if len(bad):
@@ -630,6 +650,10 @@ class WeightVerifier:
             self.state = state
             return None
         return f"the check of weight updates begins anew: {changed}."
+
+
+def _described(value: object) -> str:
+    return f"a tensor {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
 
 
 # Sums of bits, modulo 2^64: integer sums do not depend on their order, so equal weights have equal sums on all devices.

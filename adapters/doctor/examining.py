@@ -154,8 +154,9 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
                 trainer_logprobs(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature),
             )
             sample = logged.sample(shape)
-        diagnosis, _ = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
+        diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
         diagnosis = replace(diagnosis, seconds=rung.ended())
+    notes = (*notes, *logged.scored_while_training(sample, scorer.scores.trainer))
     return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.verl import refusals
 from mismatch_ext.adapters.verl.block import RunMode, hand_on, handed_on
 from mismatch_ext.adapters.verl.refusals import (
     ACTOR,
@@ -18,14 +21,13 @@ from mismatch_ext.adapters.verl.refusals import (
     ROLLOUT,
     TRAINERS,
     Asked,
-    refuse,
     settings_of,
     trainer_of,
 )
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
 
-from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, MismatchError
 from mismatch_ext.kl import ragged_bias
 from mismatch_ext.precision.dtypes import SHORT, spelled
@@ -36,6 +38,9 @@ from mismatch_ext.versions import PEERS, installed, on_cpu_build
 
 UNBOUNDED = (1e-9, 1e9)
 """Bounds of a mask that has none: verl wants both, and its ratios are from exp(-20) to exp(20)."""
+
+OFF = {"doctor": None, "weight_sync": "off"}
+"""Keys of `monitor` that can be refused alone, and their values that ask for nothing."""
 
 
 def prepare(config: DictConfig) -> dict[str, Any]:
@@ -55,13 +60,11 @@ def _prepare(config: DictConfig) -> None:
     given: Any = OmegaConf.to_container(config.mismatch, resolve=True)  # whatever the user wrote; `parse` checks it
     block = MismatchConfig.parse(given)
     assert block is not None
-    observes = block.level == "observe"
-    try:
-        _check_peers(config, block.acting)
-        refuse(config, block.acting)
-    except MismatchError as error:
-        if not observes:
-            raise
+    acting = observable(config, block)
+    error = next(reasons(config, acting), None)
+    if error is not None:
+        if block.level == "enforce":
+            raise error
         warnings.warn(
             f"mismatch.level='observe': this run is not observed, and trains as without the block: {error}",
             stacklevel=2,
@@ -70,9 +73,33 @@ def _prepare(config: DictConfig) -> None:
             config.mismatch = None
         return
     with open_dict(config):
-        for line in [] if observes else _set_sections(config, block):
+        for line in _set_sections(config, acting) if block.level == "enforce" else []:
             say(f"mismatch-ext: {line}")
-        _enter(config, block.acting)
+        _enter(config, acting)
+
+
+def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError]:
+    """Yield each reason for which the driver refuses a block that acts, before it sets anything."""
+    try:
+        _check_peers(config, block)
+    except MismatchError as error:
+        yield error
+    yield from refusals.reasons(config, block)
+
+
+def observable(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
+    """Return the part of the block that acts; under `observe` without the keys of `monitor` that are refused here."""
+    acting = block.acting
+    if block.level == "enforce":
+        return acting
+    for _, setting, value in refusals.refused(config, acting):
+        key = setting.path.removeprefix("mismatch.monitor.")
+        if key in OFF:
+            warnings.warn(
+                f"mismatch.level='observe': {setting.path}={value!r} is left out: {setting.why}.", stacklevel=4
+            )
+            acting = replace(acting, monitor=MonitorConfig(**{**vars(acting.monitor), key: OFF[key]}))
+    return acting
 
 
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:
@@ -126,16 +153,17 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
     assert block.precision is not None
     dtype, group = block.precision.dtype, config.actor_rollout_ref
     wanted = {"param_dtype": SHORT[dtype], "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    ignored = False
     for role in ("actor", "ref"):
         fsdp = group[role].fsdp_config
         fsdp.mixed_precision = {**wanted, **dict(fsdp.get("mixed_precision") or {})}
-        if spelled(fsdp.dtype) != dtype:
-            # verl documents this key as the training dtype, but reads it only for Megatron.
-            say(
-                f"mismatch-ext: actor_rollout_ref.{role}.fsdp_config.dtype={fsdp.dtype!r} is ignored by verl's FSDP engine; "
-                f"mismatch.precision sets mixed_precision.param_dtype={wanted['param_dtype']!r}, which it reads."
-            )
-            fsdp.dtype = dtype
+        ignored |= spelled(fsdp.dtype) != dtype
+        fsdp.dtype = dtype
+    if ignored:  # verl documents it as the training dtype, but reads it only for Megatron
+        say(
+            f"mismatch-ext: mismatch.precision sets fsdp_config.mixed_precision.param_dtype={wanted['param_dtype']} for actor "
+            "and reference (verl's FSDP engine ignores fsdp_config.dtype)."
+        )
     group.rollout.dtype = dtype
 
 

@@ -9,7 +9,6 @@ from mismatch_ext.adapters.doctor.hosts import Dataset, HostRun, not_started
 from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
 
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -42,9 +41,12 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     `checkpoint` is examined instead of the run's own model. Raises ConfigError if Hydra refuses an override, a setting is
     missing, or the engine is not one that the doctor starts.
     """
+    from mismatch_ext.adapters.verl.dry_run import composed, require
     from omegaconf import OmegaConf
 
-    config = _composed(overrides, checkpoint is None)
+    config = composed(overrides)
+    names = (f"{_ROLLOUT}name", *([f"{_MODEL}path"] if checkpoint is None else []))
+    require(config, names)
     block = _settled(config)
     group: Any = OmegaConf.to_container(config.actor_rollout_ref, resolve=True)
     rollout, actor, model = group["rollout"], group["actor"], group["model"]
@@ -84,22 +86,6 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
         | {"sampling.repetition_penalty": "fixed in verl's agent loop"},
         left_out=_left_out(rollout, actor, model),
     )
-
-
-def _composed(overrides: Sequence[str], names_model: bool = True) -> Any:
-    from hydra import compose, initialize_config_module
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        with initialize_config_module(version_base=None, config_module="verl.trainer.config"):
-            config = compose("ppo_trainer", overrides=list(overrides))
-        for name in (f"{_ROLLOUT}name", f"{_MODEL}path") if names_model else (f"{_ROLLOUT}name",):
-            OmegaConf.select(config, name, throw_on_missing=True)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
-    return config
 
 
 def _settled(config: Any) -> MismatchConfig | None:

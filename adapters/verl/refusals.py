@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dtypes import TrainerFixes, spelled
+from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
@@ -61,7 +63,9 @@ SAME = ({"fsdp"}, {"fsdp2"}, {"megatron"}, {*FSDP})
 HYBRID = "actor_rollout_ref.hybrid_engine"
 ACTOR, REF, ROLLOUT, MODEL = (f"actor_rollout_ref.{name}" for name in ("actor", "ref", "rollout", "model"))
 CORRECTION, POLICY_LOSS = "algorithm.rollout_correction", f"{ACTOR}.policy_loss"
-DTYPE, ENGINE_WEIGHTS = "mismatch.precision.dtype", "mismatch.precision.engine_weights"
+DTYPE, ENGINE_WEIGHTS, KV_CACHE = (
+    f"mismatch.precision.{key}" for key in ("dtype", "engine_weights", "engine_kv_cache")
+)
 _MIXED = f"{ACTOR}.fsdp_config.mixed_precision"
 FIXES = TrainerFixes(
     masters=f"Set {ACTOR}.fsdp_config.model_dtype=fp32, and let mixed_precision compute in the half dtype",
@@ -229,6 +233,15 @@ def _other_dtype(value: Any, asked: Asked) -> bool:
     return value is not None and spelled(value) != asked.block.precision.dtype
 
 
+def _other_cache(value: Any, asked: Asked) -> bool:
+    assert asked.block.precision is not None
+    return (
+        asked.engine == "vllm"
+        and value is not None
+        and value not in PrecisionPolicy.of(asked.block.precision).kv_cache_dtypes
+    )
+
+
 def _differs(copy: Any, asked: Asked) -> bool:
     """Tell whether verl's loss reads another copy of the correction than the driver."""
     read = copy and asked.at(f"{POLICY_LOSS}.loss_mode") == "bypass_mode"
@@ -241,6 +254,7 @@ def _of_correction(name: str) -> Callable[[Asked], Any]:
 
 
 KWARGS = f"{ROLLOUT}.engine_kwargs"
+LEFT_OUT = "leaving it out"
 REMOVE_ONE, NAME_A_PRESET = "Remove one of the two", "Change it, or name one of verl's presets (decoupled_*, bypass_*)"
 CONTRADICTS = ("that of mismatch.precision.dtype", "the two contradict each other", "Remove one of them")
 OTHER_FORMAT = (
@@ -285,14 +299,20 @@ TABLE = (
             "Add that module to it there, or submit the job without it", lambda asked: asked.job_variables.get(MODULES_VARIABLE),
         ),
         Setting(
-            "mismatch.monitor.doctor", given, "none", "no batch is examined in a run of verl",
-            "Remove it, and give the checkpoint or a logged rollout to `mismatch-ext doctor --verl`",
+            "mismatch.monitor.doctor", given, LEFT_OUT, "no batch is examined in a run of verl",
+            "Remove it, and give the checkpoint to `mismatch-ext doctor --verl`",
+        ),
+        Setting(
+            "model_engine", lambda value, asked: value == "megatron" and asked.strategy in FSDP,
+            f"'dp', or {ACTOR}.strategy='megatron'", "the actor has Megatron's settings and FSDP's strategy",
+            f"Set model_engine=dp, or leave {ACTOR}.strategy and {REF}.strategy out",
         ),
     )),
     Case(f"trainer_mode={SEPARATE!r} and a mismatch block", lambda asked: asked.mode == SEPARATE, (
         Setting(
             HYBRID, given, "False",
-            "servers on the trainer's devices, which sleep between validations, would be checked as if they sampled",
+            "verl would add servers that only validate, and sleep between validations with older weights",
+            f"Set {HYBRID}=False",
         ),
     )),
     Case("a mismatch block", lambda asked: asked.mode != SEPARATE, (
@@ -335,7 +355,7 @@ TABLE = (
     )),
     Case(f"{ACTOR}.strategy='megatron'", lambda asked: asked.megatron, (
         Setting(
-            "mismatch.precision", given, "none, or strategy='fsdp2'",
+            "mismatch.precision", given, f"{LEFT_OUT}, or strategy='fsdp2'",
             "dtypes and loss scale of verl's Megatron engine are set elsewhere",
         ),
         Setting(
@@ -403,12 +423,23 @@ TABLE = (
             and (value or None) != asked.at(ENGINE_WEIGHTS),
             *OTHER_FORMAT,
         ),
+        Setting(
+            f"{KWARGS}.vllm.kv_cache_dtype", _other_cache, "that of mismatch.precision",
+            "keys and values would have another format",
+            f"Name it in {KV_CACHE}, or remove it",
+        ),
         *(
             Setting(f"{role}.fsdp_config.mixed_precision.param_dtype", _other_dtype, *CONTRADICTS)
             for role in (ACTOR, REF)
         ),
         Setting(  # bfloat16 is verl's default, so perhaps nobody asked for it
             f"{ROLLOUT}.dtype", lambda value, asked: _other_dtype(value, asked) and spelled(value) != "bfloat16", *CONTRADICTS,
+        ),
+    )),
+    Case("mismatch.routing", lambda asked: asked.routing is not None, (
+        Setting(
+            f"{MODEL}.path", lambda value, _: value is not None and dense(str(value)), "a mixture of experts",
+            "its configuration names no experts, so there is nothing to replay", "Remove mismatch.routing",
         ),
     )),
     Case("mismatch.sampling_mask", lambda asked: asked.block.sampling_mask is not None, (
@@ -432,7 +463,7 @@ TABLE = (
     )),
     Case("mismatch.correction", lambda asked: asked.correction is not None, (
         *(
-            Setting(f"{CORRECTION}.{key}", given, "none", "both would weigh the same tokens", REMOVE_ONE)
+            Setting(f"{CORRECTION}.{key}", given, LEFT_OUT, "both would weigh the same tokens", REMOVE_ONE)
             for key in ("rollout_is", "rollout_rs", "bypass_mode")
         ),
         Setting(
@@ -440,13 +471,14 @@ TABLE = (
             "verl's rollout_correction has no setting for it", NAME_A_PRESET, _of_correction("level"),
         ),
         Setting(
-            "mismatch.correction.veto", other_than(), "none", "verl's rollout_correction has no setting for it",
+            "mismatch.correction.veto", other_than(), LEFT_OUT, "verl's rollout_correction has no setting for it",
             NAME_A_PRESET, _of_correction("veto"),
         ),
         Setting(
             "mismatch.correction.lower",
             lambda value, asked: value is not None and asked.clips,
-            "none, or bound='mask'", "verl's rollout_correction has no setting for it", NAME_A_PRESET, _of_correction("lower"),
+            f"{LEFT_OUT}, or bound='mask'", "verl's rollout_correction has no setting for it", NAME_A_PRESET,
+            _of_correction("lower"),
         ),
     )),
     Case("mismatch.correction.mode='bypass'", lambda asked: asked.correction is not None and asked.bypass, (
@@ -537,19 +569,43 @@ def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") ->
                 yield one, setting, value
 
 
-def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:
-    """Raise ConfigError for the first setting of verl with which the block cannot work; arguments are those of `refused`."""
+def reasons(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> Iterator[ConfigError]:
+    """Yield an error for each setting of verl with which the block cannot work; arguments are those of `refused`."""
     for module in ELSEWHERE:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
-            raise ConfigError(
+            yield ConfigError(
                 f"trainer={module!r} with a mismatch block: that trainer takes none of its settings; allowed: "
                 "verl.trainer.main_ppo. Start main_ppo, or remove the block."
             )
     for one, setting, value in refused(config, block, case):
-        shown = value if value is None or isinstance(value, (str, int, float)) else "set"
-        raise ConfigError(
-            f"{setting.path}={shown!r} with {one.words}: {setting.why}; allowed: {setting.allowed}. {setting.instead}."
+        shown = f"={value!r}" if value is None or isinstance(value, (str, int, float)) else ""
+        yield ConfigError(
+            f"{setting.path}{shown} with {one.words}: {setting.why}; allowed: {setting.allowed}. {setting.instead}."
         )
+
+
+def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:
+    """Raise the first of `reasons`."""
+    for error in reasons(config, block, case):
+        raise error
+
+
+def dense(path: str) -> bool:
+    """Tell whether a model is here, is one of transformers' own, and has a configuration without experts."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True).to_dict()
+    except (OSError, ValueError, KeyError, RuntimeError):
+        return False  # a worker fetches it, and says so if it has no router
+    return not _names_experts(config)
+
+
+def _names_experts(config: Mapping[str, Any]) -> bool:
+    return any(
+        _names_experts(value) if isinstance(value, Mapping) else bool(value) and bool(re.search("expert|moe", str(key)))
+        for key, value in config.items()
+    )
 
 
 def derives(name: str, own: str) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from mismatch_ext.doctor.sample import Floats
 
-HOSTS = ("trl", "verl", "vllm", "sglang")
+HOSTS = ("trl", "verl", "vllm", "sglang", "loop")
 _ROLLOUT = "actor_rollout_ref.rollout."
 
 
@@ -21,6 +21,7 @@ class Remedy:
     verl: str = ""
     vllm: str = ""
     sglang: str = ""
+    loop: str = ""
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("remedies.toml").read_text(encoding="utf-8"))
@@ -32,10 +33,12 @@ def remedy(name: str, temperature: float = 1.0, *, engine_dtype: str = "", train
     lines = asdict(REMEDIES.get(name, Remedy()))
     if name == "temperature":
         lines |= {"trl": f"temperature: {temperature:g}", "verl": f"{_ROLLOUT}temperature={temperature:g}"}
+        lines |= {"loop": f"SamplingSettings(temperature={temperature:g})"}
     if name == "dtype":
         # Do not advise what is already set.
         lines |= {"vllm": "", "sglang": ""} if engine_dtype == "float16" else {}
         lines |= {"trl": "", "verl": ""} if trainer_dtype == "float16" else {}
+        lines |= {"loop": ""} if engine_dtype == trainer_dtype == "float16" else {}
     return Remedy(**lines)
 
 

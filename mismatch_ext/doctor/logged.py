@@ -1,8 +1,8 @@
 """Rollout files that hosts have logged, for `mismatch-ext doctor --rollouts`, recognized by their content.
 
 - Our own format, which any loop can write: one line of JSON per response, with prompt_ids, response_ids, rollout_logprobs and,
-  unless the policy sampled every token, response_mask. `provenance` holds those fields of `Provenance` that are known, `routes`
-  the engine's experts in base64.
+  unless the policy sampled every token, response_mask. A line may also have weight_version, step, and trainer_logprobs.
+  `provenance` holds those fields of `Provenance` that are known, `routes` the engine's experts in base64.
 - slime's `--save-debug-rollout-data PATH` (and `--dump-details`): a file of `torch.save` per rollout, by
   `slime/observability/rollout_data_utils.py` (THUDM/slime, commit 624b824a898ab0ec1fcb4d373004c7f3852bf515). `tokens` covers
   prompt and response; `loss_mask` and `rollout_log_probs` cover only the response. `rollout_routed_experts` has, for each token
@@ -27,7 +27,7 @@ import math
 import pickle
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -40,7 +40,7 @@ from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.errors import RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import k3
-from mismatch_ext.rollout import RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 UNKNOWN = "unknown"
@@ -48,6 +48,14 @@ OWN, SLIME, NEMO_RL, PRIME_RL = "mismatch-ext's own format", "slime", "NeMo-RL",
 READABLE = f"{OWN}, slime's --save-debug-rollout-data, prime-rl's traces.jsonl and NeMo-RL's train_data_step*.jsonl"
 WRITE = "write records with mismatch_ext.doctor.write_rollouts"
 TEXTS = f"which holds texts alone; the doctor needs token ids and the engine's log-probabilities: {WRITE}"
+LATE = {
+    True: "staleness: {beyond}. Sync weights more often or lower the learning rate; no setting of the engine changes it",
+    False: "steps: {beyond}. The log spans several steps, each of one weight version: give the checkpoint of each as --model, "
+    "with its --weight-version",
+    None: "staleness: {beyond}. If each step of the run has one version, the log only spans several steps: give the checkpoint "
+    "of each as --model, with its --weight-version. Otherwise sync weights more often or lower the learning rate",
+}
+"""What several weight versions of a log mean, by whether rollouts of one step have several; None if the log does not say."""
 ZIP, PARQUET = b"PK\x03\x04", b"PAR1"
 # Keys by which a line is recognized. Of verl's files no tokenizer recovers the ids: texts are decoded without special tokens.
 KEYS = {
@@ -56,6 +64,9 @@ KEYS = {
     PRIME_RL: {"env", "task", "traces"},
     "verl's trainer.rollout_data_dir or validation_data_dir": {"input", "output", "score", "step"},
 }
+FILE = "the file's"
+"""The step of hosts that write a file for each."""
+WRITTEN = {key.name for key in fields(Provenance)}
 # Little-endian, so that a file is the same on every machine.
 DTYPES = {"uint8": "<u1", "uint16": "<u2"}
 # Rewards are often numpy numbers; unpickling these cannot run code from the file.
@@ -106,6 +117,9 @@ class _Own(_Row):
     response_ids: Annotated[Ids, Field(min_length=1)]
     rollout_logprobs: Logprobs
     response_mask: Flags | None = None
+    weight_version: int | str | None = None
+    step: int | None = None
+    trainer_logprobs: Logprobs | None = None
     provenance: _Provenance | None = None
     routes: _Routes | None = None
 
@@ -180,8 +194,11 @@ class LoggedResponse:
     mask: tuple[bool, ...]  # True where the policy sampled a token
     logprobs: tuple[float, ...]  # the engine's, in nats; NaN where there is none
     versions: tuple[str, ...] = ()  # of the weights that sampled it
+    step: str | None = None  # of the run that trained on it; None if unknown
+    trainer_logprobs: tuple[float, ...] | None = None  # the run's own trainer's, in nats; NaN where there is none
     settings: Mapping[str, Any] = field(default_factory=dict)
     routes: LoggedRoutes | None = None
+    unused: tuple[str, ...] = ()  # keys of its row that are not read
 
     @property
     def version(self) -> str:
@@ -222,8 +239,9 @@ class Logged:
         chosen = tuple(response for response in self.responses if response.version == version)
         if not chosen:
             listed = ", ".join(f"{name} ({count} responses)" for name, count in self.versions.items())
+            key = ". The key `weight_version` of a row holds its version" if self.host == OWN else ""
             raise RecordError(
-                f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}."
+                f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}{key}."
             )
         return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
 
@@ -261,7 +279,32 @@ class Logged:
         parts += [f"sampled with {', '.join(settings)}"] * bool(settings)
         without = experts and all(response.routes is None for response in self.responses)
         parts += ["no routes in the file: what the trainer's own routes change counts as the engine's error"] * without
+        unused = sorted({key for response in self.responses for key in response.unused})
+        parts += [f"keys of the rows that were not used: {', '.join(unused[:12])}"] * bool(unused)
         return "; ".join(parts)
+
+    def scored_while_training(self, sample: Sample, trainer: Floats) -> tuple[str, ...]:
+        """Return a note on the log's own `trainer_logprobs` and the scores `[N]` of `--model`; none if a response has none."""
+        rows = [response.trainer_logprobs for response in self.responses]
+        if any(row is None for row in rows):
+            return ()
+        own = np.array([
+            value
+            for row, mask in zip(rows, sample.masks, strict=True)
+            for value, sampled in zip(row or (), mask, strict=True)
+            if sampled
+        ])  # fmt: skip
+        known = np.isfinite(own)
+        if not known.any():
+            return ()
+        gap = torch.from_numpy((own - sample.engine)[known])
+        mean, moved = float(gap.abs().mean()), float(np.abs(own - trainer)[known].mean())
+        text = (
+            f"by the log's own trainer_logprobs mean |Δlogp| is {mean:.1e} nats, k3 {float(k3(gap).mean()):.1e}, on {len(gap):,} "
+            f"tokens; --model scores them {moved:.1e} nats apart from the log's trainer"
+        )
+        other = ": --model is not the checkpoint that scored them, or the trainer was set up otherwise"
+        return (text + (other if moved > mean else ""),)
 
 
 def of_nearest(logged: Logged, sample: Sample, trainer: Floats) -> tuple[Logged, tuple[str, ...]]:
@@ -280,11 +323,18 @@ def of_nearest(logged: Logged, sample: Sample, trainer: Floats) -> tuple[Logged,
         f"nats, k3 {float(k3(of[name]).mean()):.1e}{', the one that was examined' if name == nearest else ''}"
         for name in mean
     ]
-    notes += [
-        f"staleness: {1 - mean[nearest] / whole:.0%} of the whole log's {whole:.1e} nats per token is beyond what version "
-        f"{nearest} has. Sync weights more often or lower the learning rate; no setting of the engine changes it"
-    ]
-    return logged.of_version(nearest), tuple(notes)
+    beyond = f"{1 - mean[nearest] / whole:.0%} of the whole log's {whole:.1e} nats per token is beyond what version {nearest} has"
+    return logged.of_version(nearest), (*notes, LATE[_mixed_steps(logged)].format(beyond=beyond))
+
+
+def _mixed_steps(logged: Logged) -> bool | None:
+    """Tell whether rollouts of one step are of several weight versions; None if the log does not say which steps they are of."""
+    of_step: dict[str, set[str]] = {}
+    for response in logged.responses:
+        if response.step is None or not response.versions:
+            return None
+        of_step.setdefault(response.step, set()).update(response.versions)
+    return any(len(versions) > 1 for versions in of_step.values())
 
 
 def read_rollouts(path: Path, version: str | None = None) -> Logged:
@@ -391,20 +441,36 @@ def _short(value: object) -> str:
 
 
 def _own_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
-    fields = _checked(_Own, row, where, "; a line holds prompt_ids, response_ids and rollout_logprobs")
-    settings = {} if fields.provenance is None else fields.provenance.model_dump(exclude_none=True)
-    version = settings.pop("weight_version", None)
+    line = _checked(_Own, row, where, "; a line holds prompt_ids, response_ids and rollout_logprobs")
+    settings = {} if line.provenance is None else line.provenance.model_dump(exclude_none=True)
+    version = settings.pop("weight_version", line.weight_version)
+    # Weights change from step to step, and rows of several steps must not count as one version.
+    version = line.step if version is None else version
+    if line.weight_version is not None and str(version) != str(line.weight_version):
+        raise RecordError(
+            f"{where}: weight_version is {line.weight_version}, and provenance.weight_version {version}; give one of the two."
+        )
+    if line.trainer_logprobs is not None and len(line.trainer_logprobs) != len(line.response_ids):
+        raise RecordError(
+            f"{where}: {len(line.trainer_logprobs)} trainer_logprobs for {len(line.response_ids)} response_ids; the two must be "
+            "equal."
+        )
     settings |= settings.pop("sampling", {})
+    unused = [key for key in row if key not in _Own.model_fields]
+    unused += [f"provenance.{key}" for key in row.get("provenance") or () if key not in WRITTEN]
     return [
         LoggedResponse(
             where=where,
-            prompt_ids=tuple(fields.prompt_ids),
-            response_ids=tuple(fields.response_ids),
-            mask=tuple(fields.response_mask or (True,) * len(fields.response_ids)),
-            logprobs=tuple(fields.rollout_logprobs),
+            prompt_ids=tuple(line.prompt_ids),
+            response_ids=tuple(line.response_ids),
+            mask=tuple(line.response_mask or (True,) * len(line.response_ids)),
+            logprobs=tuple(line.rollout_logprobs),
             versions=() if version is None else (str(version),),
+            step=None if line.step is None else str(line.step),
+            trainer_logprobs=None if line.trainer_logprobs is None else tuple(line.trainer_logprobs),
             settings=settings,
-            routes=None if fields.routes is None else _own_routes(fields.routes, where),
+            unused=tuple(unused),
+            routes=None if line.routes is None else _own_routes(line.routes, where),
         )
     ]
 
@@ -437,7 +503,7 @@ def _prime_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | 
         # The tokens of a judge come from another model.
         trained = trace.agent.get("trainable", True)
         sequences = list(_sequences(trace, f"{where}, trace {number}")) if trained else []
-        responses += [replace(sequence, versions=versions) for sequence in sequences] or [None]
+        responses += [replace(sequence, versions=versions, step=FILE) for sequence in sequences] or [None]
     return responses
 
 
@@ -544,6 +610,7 @@ def _slime_sample(sample: Mapping[str, Any], where: str) -> LoggedResponse | Non
         mask=mask,
         logprobs=tuple(fields.rollout_log_probs),
         versions=tuple(map(str, fields.weight_versions or ())),
+        step=FILE,
         routes=None if fields.rollout_routed_experts is None else _slime_routes(fields.rollout_routed_experts, where),
     )
 

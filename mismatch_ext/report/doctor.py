@@ -81,7 +81,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
                 cause["said"],
                 "–" if cause["share"] is None else f"{cause['share']:.0%}",
                 STATUS[cause["status"]],
-                tuple((host, cause["remedy"][host]) for host in HOSTS if cause["remedy"][host]),
+                tuple((host, line) for host in HOSTS if (line := cause["remedy"].get(host))),
             )
             for cause in causes
         ),

@@ -15,6 +15,9 @@ confirmed, or a penalty that the engine samples with.
 Rounding makes normally distributed differences, whose k3 is pi/4 times the square of the mean
 |difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
 in a mixture-of-experts router.
+
+The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
+explain. If that is less than half of the run's gap, no dtype is blamed for it.
 """
 
 from __future__ import annotations
@@ -146,8 +149,8 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=(found.advice if found is not None and found.confirmed else None)
         or penalty
-        or _known_cause(run, summary, name)
-        or (None if found is None else found.advice),
+        or _known_cause(run, summary, name, main)
+        or (_unexplained(run, main, level) if found is None else found.advice),
         status=run.ending.status,
         ended=run.ending.of,
         parts=known,
@@ -207,7 +210,7 @@ def side_dtype(side: Any) -> str | None:
     return spelled(names[0]) if len(names) == 1 and isinstance(names[0], str) else None
 
 
-def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
+def _known_cause(run: RunData, summary: Summary, name: str, main: Row | None) -> str | None:
     """Name the worst known cause that makes the size of the gap meaningless, if there is one."""
     stale = [event.step for event in run.events if event.name == "weight_sync" and event.level != "info"]
     broken = sum(row.nonfinite_steps for row in summary.rows if row.run == name)
@@ -224,7 +227,7 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
             "(correction.preset: decoupled_token_is)",
         ),
         (
-            bool(trainer and engine) and trainer != engine,
+            bool(trainer and engine) and trainer != engine and _beyond_rounding(run, main) is None,
             f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype",
         ),
         (
@@ -234,6 +237,29 @@ def _known_cause(run: RunData, summary: Summary, name: str) -> str | None:
         ),
     )
     return next((sentence for holds, sentence in causes if holds), None)
+
+
+def _beyond_rounding(run: RunData, main: Row | None) -> float | None:
+    """Return the gap of the weight check's probes, nats, if it is less than half of the run's; None if not, or if unknown."""
+    probes, mean = pooled(run, "weight_sync_gap"), _mean(main)
+    return probes if probes is not None and mean is not None and 2 * probes < mean else None
+
+
+def _unexplained(run: RunData, main: Row | None, level: str) -> str | None:
+    """Send to the doctor with a gap that dtypes do not explain; None if they do, or if it is small and they are equal."""
+    trainer, engine = side_dtype(run.header.get("trainer")), side_dtype(run.header.get("engine"))
+    differ = bool(trainer and engine) and trainer != engine
+    probes = _beyond_rounding(run, main)
+    if probes is None or not (differ or level in (ELEVATED, LARGE)):
+        return None
+    of = (
+        f"its trainer computes in {trainer} and its engine in {engine}, which explains"
+        if differ
+        else "rounding explains"
+    )
+    return (
+        f"{of} {quantity(probes, 2)} of it, as the weight check's probes show, so ask mismatch-ext doctor for the rest"
+    )
 
 
 def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = ()) -> str:

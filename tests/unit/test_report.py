@@ -251,6 +251,16 @@ def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
     assert say(stale).endswith("the weight-sync check failed at step 2, so fix the weight sync first.")
     mixed = flat_run(tmp_path / "mixed", 0.05, name="fp16", engine={"model_dtype": "torch.bfloat16"})
     assert "trainer computes in float16 and its engine in bfloat16, so give both one dtype" in say(mixed)
+    for name, engine, probes, words in (
+        ("rounded", "bfloat16", 0.03, "trainer computes in float16 and its engine in bfloat16, so give both one dtype."),
+        ("hot", "bfloat16", 0.009, "in bfloat16, which explains 0.009 of it, as the weight check's probes show, so ask "),
+        ("half", "float16", 0.009, ": rounding explains 0.009 of it, as the weight check's probes show, so ask mismatch-ext"),
+        ("whole", "float16", 0.06, ": rounding alone does not explain it"),
+    ):  # fmt: skip
+        run = flat_run(tmp_path / name, 0.05, name="fp16", engine={"model_dtype": engine})
+        with run_stream(run, header=header("fp16", engine={"model_dtype": engine}), resume_step=2) as stream:
+            stream.step(3, {"mismatch/logp_abs_diff_mean": 0.05, "mismatch/weight_sync_gap": probes})
+        assert words in say(run), name
     alike = flat_run(tmp_path / "alike", 1e-5, name="fp16", engine={"dtype": "half"})
     assert "nothing to do" in say(alike)
     with run_stream(tmp_path / "nan", header=header("fp16")) as stream:

@@ -169,6 +169,7 @@ def test_the_version_nearest_to_the_trainer_is_examined_and_the_rest_is_stalenes
     assert notes[0].startswith("weight version 3: 1 responses, 1 tokens, mean |Δlogp| 3.0e-01 nats, k3 4.1e-02")
     assert notes[1].endswith("mean |Δlogp| 2.0e-02 nats, k3 2.5e-04, the one that was examined")
     assert notes[2].startswith("staleness: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has.")
+    assert "If each step of the run has one version" in notes[2], "the log does not say which step trained on a row"
     both = replace(logged.responses[0], versions=("3", "4"))
     assert replace(logged, responses=(both, *logged.responses[1:])).versions == {"3+4": 1, "4": 2}
 
@@ -179,6 +180,69 @@ def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:
     assert len(found.responses) == 2 and found.left_out == 1
     with pytest.raises(RecordError, match=r"no response of weight version 5; it has 3 \(1 responses\), 4 \(2"):
         read_rollouts(path, "5")
+
+
+PLAIN = {"prompt_ids": [5, 12], "response_ids": [3], "rollout_logprobs": [-0.1]}
+
+
+def plain(folder: Path, *rows: dict[str, Any]) -> Path:
+    """Write the lines that a loop without this package would write."""
+    path = folder / "plain.jsonl"
+    path.write_text("".join(json.dumps(PLAIN | row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def test_a_plain_line_gives_its_version_its_step_and_says_what_is_not_read(tmp_path: Path) -> None:
+    found = read_rollouts(
+        plain(tmp_path, *[{"weight_version": v, "reward": 1.0, "dtype": "bfloat16"} for v in (3, 4, 4)])
+    )
+    assert found.versions == {"3": 1, "4": 2} and not found.settings
+    assert found.said(False).endswith("keys of the rows that were not used: dtype, reward")
+    found = read_rollouts(plain(tmp_path, {"provenance": {"weight_version": 3, "top_p": 0.9}}))
+    assert "not used: provenance.top_p" in found.said(False)
+    with pytest.raises(RecordError, match="line 1: weight_version is 4, and provenance.weight_version 3"):
+        read_rollouts(plain(tmp_path, {"weight_version": 4, "provenance": {"weight_version": 3}}))
+    with pytest.raises(RecordError, match=r"it has unknown \(1 responses\). The key `weight_version` of a row holds"):
+        read_rollouts(plain(tmp_path, {}), "0")
+    assert read_rollouts(plain(tmp_path, {"step": 1}, {"step": 2})).versions == {"1": 1, "2": 1}, "as good as versions"
+    assert "not used" not in read_rollouts(written(tmp_path, record((-0.1,), (True,)))).said(False)
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        (
+            (1, 2, 2),
+            "steps: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has. The log spans several",
+        ),
+        (
+            (2, 2, 2),
+            "staleness: 82% of the whole log's 1.1e-01 nats per token is beyond what version 4 has. Sync weights",
+        ),
+    ],
+)
+def test_several_versions_are_stale_only_if_one_step_trained_on_them(
+    steps: tuple[int, ...], words: str, tmp_path: Path
+) -> None:
+    rows = [{"weight_version": v, "step": step} for v, step in zip((3, 4, 4), steps, strict=True)]
+    logged = read_rollouts(plain(tmp_path, *rows))
+    assert of_nearest(logged, logged.sample(), np.array([-0.4, -0.11, -0.13]))[1][2].startswith(words)
+
+
+def test_the_trainers_own_scores_in_a_log_are_compared_without_and_with_the_model(tmp_path: Path) -> None:
+    two = {"response_ids": [3, 4], "rollout_logprobs": [-0.1, None], "response_mask": [True, False]}
+    logged = read_rollouts(plain(tmp_path, *[two | {"trainer_logprobs": [-0.3, None]}] * 2))
+    (near,) = logged.scored_while_training(logged.sample(), np.array([-0.3, -0.32]))
+    assert near.startswith(
+        "by the log's own trainer_logprobs mean |Δlogp| is 2.0e-01 nats, k3 1.9e-02, on 2 tokens; --model"
+    )
+    assert near.endswith("scores them 1.0e-02 nats apart from the log's trainer")
+    (far,) = logged.scored_while_training(logged.sample(), np.array([-0.3, -0.8]))
+    assert "is not the checkpoint that scored them" in far
+    bare = read_rollouts(plain(tmp_path, two, two | {"trainer_logprobs": [-0.3, -0.1]}))
+    assert bare.scored_while_training(bare.sample(), np.array([-0.3, -0.3])) == ()
+    with pytest.raises(RecordError, match="line 1: 1 trainer_logprobs for 2 response_ids"):
+        read_rollouts(plain(tmp_path, two | {"trainer_logprobs": [-0.3]}))
 
 
 def test_responses_that_were_sampled_otherwise_are_named(tmp_path: Path) -> None:

@@ -458,3 +458,13 @@ def test_the_correction_of_an_evaluation_is_not_logged_as_training(tmp_path: Pat
         with torch.no_grad():
             run.correct(batch, run.score(batch))
         assert "mismatch/rollout_is_mean" not in run.log().metrics
+
+
+def test_an_engine_whose_update_says_nothing_is_named(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    run = Run({}, trainer, rollout, tmp_path).start()
+    rollout.update = lambda weights: None  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(
+        RecordError, match="TorchRollout.update returned a NoneType; it must return a SyncReading and a mapping"
+    ):
+        run.send()

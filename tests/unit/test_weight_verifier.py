@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -290,7 +291,23 @@ def test_answers_that_cannot_be_judged_are_refused() -> None:
     trainer, engine, verifier, _ = started()
     twin = copy.deepcopy(verifier)
     twin.rollout.score = lambda tokens: engine.score(tokens)[:, 1:]  # type: ignore[method-assign]
-    with pytest.raises(RecordError, match=r"\(8, 30\) \(engine\) and \(8, 31\) \(trainer\)"):
+    with pytest.raises(RecordError, match=r"Engine.score returned a tensor \(16, 30\); allowed: a tensor \(16, 31\)"):
+        twin.judge()
+    twin.rollout.score = lambda tokens: None  # type: ignore[method-assign, assignment, return-value]
+    with pytest.raises(RecordError, match="Engine.score returned a NoneType"):
+        twin.judge()
+    decoded = engine.decode(verifier.prompts, 8)
+    for answer, words in (
+        (None, "Engine.decode returned a NoneType; it must return a Decoded"),
+        (replace(decoded, tokens=decoded.tokens[:, -8:]), r"tokens \(8, 8\) and .* allowed: tokens \(8, 32\), the 24"),
+        (replace(decoded, logprobs=decoded.logprobs[:, 1:]), r"logprobs \(8, 7\); allowed: .* and logprobs \(8, 8\)"),
+    ):  # fmt: skip
+        twin.rollout.decode = lambda tokens, count, answer=answer: answer  # type: ignore[method-assign]
+        with pytest.raises(RecordError, match=words):
+            twin.judge()
+    twin = copy.deepcopy(verifier)
+    twin.trainer.score = lambda tokens: trainer.score(tokens)[:, 1:]  # type: ignore[method-assign]
+    with pytest.raises(RecordError, match=r"Trainer.score returned \(8, 30\); allowed: \(8, 31\)"):
         twin.judge()
     with torch.no_grad():
         trainer.model.mix[2].bias[:] = torch.nan

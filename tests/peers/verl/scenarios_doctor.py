@@ -31,7 +31,7 @@ OVERRIDES = (
 )
 BLOCK = (
     "actor_rollout_ref.rollout.quantization=null",
-    "+mismatch.precision.dtype=float16",
+    "+mismatch.precision={dtype:float16,engine_kv_cache:fp8_e4m3}",
     "+mismatch.routing.mode=R3",
 )
 
@@ -47,11 +47,12 @@ def verl_passes(out: str) -> dict[str, Any]:
     sys.path.insert(0, str(write_vllm_stub(Path(out), "0.30.0")))
     from mismatch_ext.adapters.doctor.sides import Run
     from mismatch_ext.adapters.transformers.doctor.models import load_model
-    from mismatch_ext.adapters.verl.doctor import _composed, read_verl
+    from mismatch_ext.adapters.verl.doctor import read_verl
+    from mismatch_ext.adapters.verl.dry_run import composed
     from verl.workers.rollout.vllm_rollout.vllm_async_server import vLLMHttpServer
 
     overrides = [*OVERRIDES, f"actor_rollout_ref.model.path={FOLDER / 'dense'}"]
-    config = _composed(overrides)
+    config = composed(overrides)
     server = vLLMHttpServer.__new__(vLLMHttpServer)  # its constructor asks Ray for addresses
     server.config = server._init_config(config.actor_rollout_ref.rollout)
     server.model_config = server._init_model_config(config.actor_rollout_ref.model)

@@ -17,8 +17,9 @@ import verl.utils.config
 from hydra import compose
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import config as settings
-from mismatch_ext.adapters.verl.refusals import derives, refuse
+from mismatch_ext.adapters.verl.refusals import dense, derives, refuse
 
+from examples.arithmetic.shipped import FOLDER
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
@@ -124,6 +125,14 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
         (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
         (
+            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3",),
+            "engine_kwargs.vllm.kv_cache_dtype='fp8_e4m3' with mismatch.precision",
+        ),
+        (
+            ("+mismatch.routing.mode=R3", f"actor_rollout_ref.model.path={FOLDER / 'dense'}"),
+            "its configuration names no experts",
+        ),
+        (
             (
                 "+mismatch.precision.engine_weights=fp8_per_channel",
                 "actor_rollout_ref.rollout.quantization=fp8_per_channel",
@@ -196,6 +205,23 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
     with pytest.raises(ConfigError, match="mismatch") as caught:
         prepared("+mismatch.precision.dtype=float16", *overrides)
     assert named in str(caught.value)
+
+
+def test_only_a_model_whose_configuration_is_here_and_names_no_experts_is_dense() -> None:
+    assert dense(str(FOLDER / "dense"))
+    assert not dense(str(FOLDER / "moe")) and not dense("/no/such/model") and not dense("nobody/nothing")
+
+
+def test_a_key_value_format_that_the_block_names_is_taken() -> None:
+    prepared(
+        "+mismatch.precision={dtype:float16,engine_kv_cache:fp8_e4m3}",
+        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3",
+    )
+
+
+def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> None:
+    with pytest.raises(ConfigError, match="model_engine='megatron' with a mismatch block: .*leave .*strategy"):
+        prepared_megatron("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2")
 
 
 ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_replay.mode")

@@ -158,7 +158,7 @@ def test_one_flag_makes_both_sides_float16(capsys: pytest.CaptureFixture[str]) -
         assert config.actor_rollout_ref[role].fsdp_config.mixed_precision.param_dtype == "fp16"
         assert config.actor_rollout_ref[role].fsdp_config.mixed_precision.reduce_dtype == "fp32"
     assert config.actor_rollout_ref.rollout.dtype == "float16"
-    assert "fsdp_config.dtype='bfloat16' is ignored by verl's FSDP engine" in capsys.readouterr().out
+    assert "mixed_precision.param_dtype=fp16 for actor and reference" in capsys.readouterr().out
 
 
 def test_other_keys_of_mixed_precision_stay_and_the_dtype_is_the_blocks() -> None:
@@ -305,6 +305,20 @@ def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str, named
         changed, config = observed(override)
     assert config.mismatch is None and {path for path in changed if not path.startswith("mismatch")} == set()
     verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # nobody refuses it later
+
+
+def test_observe_leaves_out_the_keys_of_the_monitor_that_are_refused() -> None:
+    with pytest.warns(UserWarning, match="monitor.doctor='first_batch' is left out: no batch is examined"):
+        changed, config = observed("+mismatch.monitor.doctor=first_batch")
+    assert changed == OBSERVED
+    known = block.block_of(config.actor_rollout_ref)
+    assert known is not None and known.monitor.doctor is None and known.monitor.weight_sync == "error"
+    with pytest.warns(
+        UserWarning, match="monitor.weight_sync='warn' is left out: the actor's weights are probed in FSDP"
+    ):
+        config = prepared_megatron("+mismatch.level=observe", "mismatch.monitor.weight_sync=warn")
+    known = block.block_of(config.actor_rollout_ref)
+    assert known is not None and known.monitor.weight_sync == "off"
 
 
 def test_a_block_that_cannot_be_read_is_an_error_under_observe_too() -> None:
