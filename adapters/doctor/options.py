@@ -212,7 +212,7 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
         )
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
         if host is None:
-            raise ConfigError("no tokens: give --prompts, --dataset or --rollouts.")
+            raise ConfigError("no tokens: give --prompts or --dataset, or to the doctor --rollouts.")
         if host.dataset is None:
             raise ConfigError(
                 "the run's configuration names no data set (dataset_name, data.train_files): its script brings one; give "
