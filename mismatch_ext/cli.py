@@ -14,6 +14,7 @@ from mismatch_ext.errors import MismatchError
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 
+MAX_PROBLEMS = 10
 CLOSED = 128 + 13
 """Exit status of a program that SIGPIPE ends."""
 
@@ -92,8 +93,10 @@ def _report(arguments: argparse.Namespace) -> int:
         return 0
     say(str(built.path), keep="")
     say(built.verdict, keep="")
-    for problem in built.problems:
+    for problem in built.problems[:MAX_PROBLEMS]:
         say(problem, keep="")
+    if (more := len(built.problems) - MAX_PROBLEMS) > 0:
+        say(f"{more} more problems are in the report.")
     return 0
 
 

@@ -206,6 +206,11 @@ class RunData:
         return Ending(of=of, status=status, message=last.message, step=last.step)
 
     @property
+    def first_step(self) -> int:
+        """The first step that has a line; 0 if no step has one."""
+        return min((record.step for record in self.steps), default=0)
+
+    @property
     def last_step(self) -> int:
         """The last step that has a line; 0 if no step has one."""
         return max((record.step for record in self.steps), default=0)

@@ -170,7 +170,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=(found.advice if found is not None and found.confirmed else None)
         or penalty
-        or _known_cause(run, main, late=bool(warnings and warnings[0].advice))
+        or _known_cause(run, main, late=bool(warnings) and warnings[0].step > run.first_step)
         or next((warning.advice for warning in warnings if warning.advice), None)
         or (_unexplained(run, main, level) if found is None else found.advice),
         status=run.ending.status,
@@ -237,6 +237,7 @@ def side_dtype(side: Any) -> str | None:
 class _Warning:
     """What the mean over all steps does not tell; `advice` is None where the size of the gap has a better one."""
 
+    step: int  # the first
     said: str
     advice: str | None
 
@@ -248,6 +249,7 @@ def _warnings(run: RunData, level: str) -> list[_Warning]:
         found.append(late)
     found += [
         _Warning(
+            step=row.first_step,
             said=f"the check {row.check} failed {times(row.times)}, first at step {row.first_step}",
             advice='do what the failed checks say, under "Observed"',
         )
@@ -257,40 +259,32 @@ def _warnings(run: RunData, level: str) -> list[_Warning]:
 
 
 def _alarms(run: RunData, level: str) -> list[_Warning]:
-    """Return the alarms that were raised, by metric and in the order of their first steps."""
-    first: dict[str, EventRecord] = {}
+    """Return the alarms that were raised, by metric and in the order of their first steps, but those of stale weights first."""
+    histories: dict[str, list[EventRecord]] = {}
     for event in kept_events(run, "alarm"):
-        if event.data["status"] == "raised":
-            first.setdefault(event.data["metric"], event)
-    found = []
-    for metric, event in sorted(first.items(), key=lambda item: item[1].data["first_step"]):
-        step, threshold, rule = event.data["first_step"], event.data["threshold"], built_in(metric, run.names)
-        short = metric.removeprefix(PREFIX)
-        where = "not finite" if threshold is None else f"{event.data['side']} {threshold:g}"
-        if rule is None or (threshold is not None and threshold not in (rule.above, rule.below)):
-            found.append(
-                _Warning(said=f"from step {step} on {short} is {where}", advice=f"look at what changed at step {step}")
-            )
-            continue
-        # The size of the gap over all steps says the same, and its advice fits the run's dtypes.
-        known = {HEALTHY_K3: (ELEVATED, CAUSED, LARGE), STALE_ABS_DIFF: (LARGE,)}.get(
-            threshold if rule.numerics else None, ()
-        )
-        meaning = "" if threshold is None and (rule.above, rule.below) != (None, None) else f"{rule.meaning}: "
+        histories.setdefault(event.data["metric"], []).append(event)
+    raised = [(metric, events[0].data, events[-1]) for metric, events in histories.items()]
+    raised.sort(key=lambda alarm: (alarm[1]["threshold"] != STALE_ABS_DIFF, alarm[1]["first_step"]))
+    found = [_alarm(run, metric, first, last, level) for metric, first, last in raised[:MAX_ALARMS]]
+    if (more := len(raised) - MAX_ALARMS) > 0:
         found.append(
-            _Warning(
-                said=f"from step {step} on {meaning}{short} is {where}",
-                advice=None if level in known else rule.advice,
-            )
+            _Warning(said=f"{more} more {'alarm was' if more == 1 else 'alarms were'} raised", step=0, advice=None)
         )
-    # Stale weights move the other figures too.
-    found.sort(key=lambda warning: f"above {STALE_ABS_DIFF:g}" not in warning.said)
-    more = (
-        [_Warning(said=f"{len(found) - MAX_ALARMS} more alarms were raised", advice=None)]
-        if len(found) > MAX_ALARMS
-        else []
-    )
-    return found[:MAX_ALARMS] + more
+    return found
+
+
+def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecord, level: str) -> _Warning:
+    """Return what an alarm says, from the data of its first event and the last one; the built-in rule's text if it is that."""
+    step, threshold, rule = first["first_step"], first["threshold"], built_in(metric, run.names)
+    where = "not finite" if threshold is None else f"{first['side']} {threshold:g}"
+    fact = f"{metric.removeprefix(PREFIX)} {where}"
+    span = f"from step {step} {f'to {last.step}' if last.data['status'] == 'cleared' else 'on'}"
+    bounds = () if rule is None else (rule.above, rule.below)
+    if rule is None or (threshold not in bounds if threshold is not None else bounds != (None, None)):
+        return _Warning(step=step, said=f"{span} {fact}", advice=f"look at what else changed at step {step}")
+    # The level says the same, and its advice fits the run's dtypes.
+    known = rule.numerics and threshold == HEALTHY_K3 and level in (ELEVATED, CAUSED, LARGE)
+    return _Warning(step=step, said=f"{span} {rule.meaning} ({fact})", advice=None if known else rule.advice)
 
 
 def _late(run: RunData) -> _Warning | None:
@@ -316,6 +310,7 @@ def _late(run: RunData) -> _Warning | None:
         first -= 1
     step, after = known[first][0], median(sizes[first:])
     return _Warning(
+        step=step,
         said=f"from step {step} on the gap is far above the steps before, mean |Δlogp| {quantity(after, 2)} after "
         f"{quantity(before, 2)}",
         advice=f"look at the weight-sync check and at what else changed at step {step}",
@@ -324,7 +319,7 @@ def _late(run: RunData) -> _Warning | None:
 
 def _mean_of(k3: float) -> float:
     """Return the mean size of normally distributed differences with this k3."""
-    return (max(k3, 0.0) * 4 / math.pi) ** 0.5
+    return math.sqrt(max(k3, 0.0) * 4 / math.pi)
 
 
 def _known_cause(run: RunData, main: Row | None, *, late: bool) -> str | None:
@@ -389,7 +384,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
     if not measured and any(v.level == MIXED for v in judged):
         return f"{_levels_clause(judged, judged[0])}: {TELL_APART}."
     if not measured:
-        warned = [f" {_in(v, judged)}{'; '.join(v.warnings)}." for v in judged if v.warnings]
+        warned = [f" {_in(v, judged, ', ')}{'; '.join(v.warnings)}." for v in judged if v.warnings]
         if all(run.is_host_log for run in runs.values()):
             check = "below is what makes the trainer log them"
         else:
@@ -405,13 +400,13 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
         clauses.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
         clauses.append(_in(worst, judged) + what)
-    clauses += [f"{_in(v, judged)}{'; '.join(v.warnings)}" for v in judged if v.warnings]
+    clauses += [_in(v, judged, ", ") + "; ".join(v.warnings) for v in judged if v.warnings]
     clauses += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
     return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
 
 
-def _in(v: RunVerdict, judged: Sequence[RunVerdict]) -> str:
-    return f"in {v.run} " if len(judged) > 1 else ""
+def _in(v: RunVerdict, judged: Sequence[RunVerdict], then: str = " ") -> str:
+    return f"in {v.run}{then}" if len(judged) > 1 else ""
 
 
 def _drifts(known: Parts) -> bool:
@@ -472,7 +467,7 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
 
 
 def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:
-    for v in judged:
+    for v in (worst, *judged):
         if v.cause:
             return _in(v, judged) + v.cause
     if worst.level in (SAME, SMALL) and worst.parts is not None and _drifts(worst.parts):

@@ -167,7 +167,7 @@ def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
     path = verl_log(tmp_path / "verl.jsonl", rows)
     said, run = verdict_of(path)
     assert run["level"] == "warned"
-    assert "from step 37 on the gradients hold NaN or infinity: actor/grad_norm is not finite: in float16 look" in said
+    assert "from step 37 on the gradients hold NaN or infinity (actor/grad_norm not finite): in float16 look" in said
     assert build(path).to_dict()["rows"][0]["nonfinite_steps"] == 4
     # A single one is a skipped step of a float16 run.
     rows[37:39] = [{**rows[0]}] * 2
