@@ -2,7 +2,7 @@
 
 Adapters build these sides from their hosts. A run calls nothing else of trainer or engine, so that any objects with these methods
 can be checked, corrected and recorded as TRL and verl are. `LoopTrainer` and `LoopRollout` are the sides of your own training
-loop, whose steps and weight updates `Run` makes itself.
+loop, whose steps and weight updates `Run` makes itself. Everything that such a side takes and returns can be imported from here.
 """
 
 from __future__ import annotations
@@ -13,11 +13,34 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from mismatch_ext.names import HostNames
 from mismatch_ext.precision.audit import EngineReading, SyncReading, TrainerReading
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.rollout import Batch, RolloutRecord, SamplingSettings
+from mismatch_ext.rollout import Batch, Provenance, RolloutRecord, SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
-from mismatch_ext.weights import NamedTensors, ProbedEngine, ProbedTrainer, fingerprint
+from mismatch_ext.weights import Decoded, NamedTensors, ProbedEngine, ProbedTrainer, TensorComparison, fingerprint
+
+__all__ = [
+    "Batch",
+    "Decoded",
+    "EngineReading",
+    "HostNames",
+    "LoopRollout",
+    "LoopTrainer",
+    "LossScaler",
+    "NamedTensors",
+    "Provenance",
+    "RolloutRecord",
+    "RolloutSide",
+    "RoutingShape",
+    "SamplingSettings",
+    "SyncReading",
+    "TensorComparison",
+    "TrainerReading",
+    "TrainerSide",
+    "fingerprint",
+    "to_provenance",
+]
 
 
 @runtime_checkable

@@ -9,13 +9,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import yaml
 from torch import Tensor
 
-from mismatch_ext.doctor import Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
+from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.rollout import SamplingSettings
 
 VOCABULARY, RESPONSES, LENGTH = 24, 80, 30
 ROUNDING = 3e-3  # of logits, about bfloat16's
@@ -494,3 +497,14 @@ def test_a_temperature_beside_a_truncation_is_named_with_both_values(
 def test_two_truncations_are_no_temperature() -> None:
     found = diagnose(*drawn(lambda z: best_of(6)(nucleus(0.85)(z))))
     assert "temperature" not in {cause.key for cause in found.causes}, report(found)
+
+
+def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
+    lines = [remedy(name, 0.7).loop for name in REMEDIES]
+    blocks = [line for line in lines if line.startswith("mismatch:")]
+    for line in blocks:
+        MismatchConfig.parse(yaml.safe_load(line)["mismatch"])
+    calls = [line for line in lines if line.startswith("SamplingSettings")]
+    for line in calls:
+        eval(line, {"SamplingSettings": SamplingSettings})
+    assert len(blocks) == 3 and len(calls) == 5 and "SamplingSettings(temperature=0.7)" in calls
