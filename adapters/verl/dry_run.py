@@ -60,7 +60,7 @@ def dry_run(words: Sequence[str]) -> DryRun:
         config = composed(given.overrides, given.config_path, given.config_name)
         warned.clear()
         warnings.simplefilter("always")
-        observes, refused, later = False, [], list[str]()
+        observes, refused, later = False, list[str](), list[str]()
         stated = config.get("mismatch")
         if stated is not None:
             observes, refused, later = _checked(config)
@@ -100,7 +100,7 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         )
     except MismatchError as error:
         return observes, [str(error)], []
-    except (Exception, SystemExit) as error:
+    except Exception as error:  # noqa: BLE001 - whatever verl refuses with
         return False, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     acting = block_of(config.actor_rollout_ref)
     assert acting is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from examples import verl_cpu
 from mismatch_ext.log_reading import read_run
 from tests.commands import shell
 from tests.peers.engines.served import answering
@@ -186,6 +188,18 @@ def test_every_config_is_of_an_example() -> None:
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "verl_cpu"])
 def test_runs_as_a_script_from_anywhere(name: str, tmp_path: Path) -> None:
     assert f"usage: {name}.py" in python(ROOT / f"examples/{name}.py", "--help", cwd=tmp_path)
+
+
+def test_verls_example_deletes_nothing_under_a_live_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verl_cpu, "WORK", tmp_path / "run")
+    (log := tmp_path / "run/log.txt").mkdir(parents=True)
+    with (tmp_path / "run.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        for argument, said in (("--help", "0"), ("+mismatch={}", "another run of this example")):
+            monkeypatch.setattr("sys.argv", ["verl_cpu", argument])
+            with pytest.raises(SystemExit, match=said):
+                verl_cpu.main()
+    assert log.exists()
 
 
 def test_the_script_leaves_trls_defaults_to_other_models() -> None:
