@@ -27,7 +27,7 @@ EPILOG = """examples:
   mismatch-ext doctor --trl config.yaml --out runs/doctor
   mismatch-ext doctor --model PATH --rollouts rollouts.jsonl --out runs/doctor
 
-exit status: 0 clean, 1 explained, 2 unexplained or an error; docs/doctor.md has more"""
+exit status: 0 clean, 1 explained, 2 an error, 3 unexplained; docs/doctor.md has more"""
 
 
 @dataclass(frozen=True, kw_only=True)
