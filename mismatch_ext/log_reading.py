@@ -17,6 +17,7 @@ or an evaluation outside of a training. A segment without an `end` line was kill
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,8 @@ from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import HostNames, Role, names_of
 
 METRICS_FILE = "metrics.jsonl"
+INTERRUPTED = re.compile(r"(rank \d+: )?KeyboardInterrupt")
+"""How the message of an end line begins after Ctrl-C."""
 RUN_FOLDER = "mismatch"
 """Sub-folder of its own output folder in which a host writes the run directory."""
 SCHEMA = 1
@@ -201,7 +204,7 @@ class RunData:
         if not failed and len(ends) < len(segments):
             return Ending(of=of, status="open")
         last = (failed or list(ends.values()))[-1]
-        interrupted = last.status == "failed" and last.message.startswith(KeyboardInterrupt.__name__)
+        interrupted = last.status == "failed" and INTERRUPTED.match(last.message)
         status = "interrupted" if interrupted else last.status
         return Ending(of=of, status=status, message=last.message, step=last.step)
 

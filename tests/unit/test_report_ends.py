@@ -65,10 +65,11 @@ def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
     assert "the evaluation ended with an error, later steps are missing: EngineError: gone" in rendered(tmp_path).text
 
 
-def test_a_training_that_ctrl_c_ended_was_interrupted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rank", ["", "rank 1: "])
+def test_a_training_that_ctrl_c_ended_was_interrupted(rank: str, tmp_path: Path) -> None:
     stream = RunStream.open(tmp_path, header=header("bf16"))
     stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
-    stream.end(1, "failed", "KeyboardInterrupt: ")
+    stream.end(1, "failed", f"{rank}KeyboardInterrupt: ")
     page = rendered(tmp_path)
     assert "bf16 was interrupted:" in page.text and "1 log, interrupted" in page.text
     assert "the training was interrupted, later steps are missing." in page.text and "error" not in page.text
