@@ -162,7 +162,9 @@ class TrlRun(TrainerRun):
     def begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         trainer = self.trainer
-        self.temperature: float = trainer.temperature  # TRL builds it into what scores; later values of the attribute are not
+        self.temperature: float = (
+            trainer.temperature
+        )  # TRL builds it into what scores; later values of the attribute are not
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)

@@ -228,9 +228,8 @@ def test_verls_own_settings_are_taken_with_every_section(overrides: tuple[str, .
         assert OmegaConf.select(config, key) == OmegaConf.select(stock, key)
 
 
-def test_the_hydra_group_is_found_in_the_package() -> None:
-    search = "hydra.searchpath=[pkg://mismatch_ext.adapters.verl.conf]"
-    overrides = [search, "+mismatch=default", "+mismatch.monitor.weight_sync=warn"]
+def test_verls_own_command_composes_the_smallest_block_of_the_page() -> None:
+    overrides = ["+mismatch={}", "+mismatch.monitor.weight_sync=warn"]
     done = subprocess.run(
         [sys.executable, "-m", "verl.trainer.main_ppo", *overrides, "--cfg", "job"],
         capture_output=True, text=True, timeout=300, cwd=ROOT,
