@@ -134,7 +134,7 @@ def print_table(rows: list[dict[str, Any]], title: str, console: Console) -> Non
         for row in of_split:
             reward = f"{row['reward_last']:.2f}"
             if split == "train":
-                reward = f"{row['reward_first']:.2f} → {row['reward_last']:.2f} in {row['steps']} steps"
+                reward = f"{row['reward_first']:.2f} → {row['reward_last']:.2f} in {row['logs']} steps"
             figures = [f"{row['values'][key]:.1e}" for key in COLUMNS.values()]
             table.add_row(row["run"], label, *figures, reward, end_section=row is of_split[-1])
     console.print(table)

@@ -271,6 +271,11 @@ def _metric(name: str, host: HostNames) -> str:
     return next((known for known in (name, PREFIX + name, host.role(name)) if known in DEFAULTS), name)
 
 
+def built_in(logged: str, names: HostNames) -> Rule | None:
+    """Return the built-in rule on a metric, given by its name in a log; None if there is none."""
+    return DEFAULTS.get(_metric(logged.replace(NUMERICS, PREFIX, 1), names))
+
+
 # The state between two logs.
 
 

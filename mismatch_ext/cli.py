@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,10 @@ from pathlib import Path
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
+
+MAX_PROBLEMS = 10
+CLOSED = 128 + 13
+"""Exit status of a program that SIGPIPE ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,7 +30,10 @@ class Command:
 
 
 def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return its exit status: the subcommand's, or 2 after an error, printed as one line on stderr."""
+    """Run the command line and return its exit status: the subcommand's, or 2 after an error, one line on stderr.
+
+    With `--json` the error is an object on stdout too.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     called = next((word for word in words if not word.startswith("-")), None)
     parser = argparse.ArgumentParser(
@@ -44,8 +52,15 @@ def run_command(commands: Sequence[Command], argv: Sequence[str] | None = None) 
     try:
         return next(command.run(arguments) for command in commands if command.name == arguments.command)
     except MismatchError as error:
-        say(f"error: {' '.join(str(error).split())}", error=True)
+        message = " ".join(str(error).split())
+        say(f"error: {message}", error=True)
+        if getattr(arguments, "json", None) is True:  # `gate --json` takes a file
+            say(json.dumps({"error": message}))
         return 2
+    except BrokenPipeError:
+        # Who reads our output has closed it, as `head` does; Python would flush to it once more when it exits.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED
 
 
 def folder(text: str) -> Path:
@@ -58,8 +73,8 @@ def folder(text: str) -> Path:
 
 def _configure_report(parser: argparse.ArgumentParser) -> None:
     about = (
-        "folder that holds metrics.jsonl, or a folder of such folders, which are shown side by side; or a log without this "
-        "package: trainer_state.json, verl's jsonl, a folder of TensorBoard's event files"
+        "folder that holds metrics.jsonl, or a log without this package: trainer_state.json, verl's jsonl, TensorBoard's event "
+        "files; or a folder of such folders, which are shown side by side"
     )
     parser.add_argument("path", metavar="PATH", type=folder, help=about)
     parser.add_argument(
@@ -78,8 +93,10 @@ def _report(arguments: argparse.Namespace) -> int:
         return 0
     say(str(built.path), keep="")
     say(built.verdict, keep="")
-    for problem in built.problems:
+    for problem in built.problems[:MAX_PROBLEMS]:
         say(problem, keep="")
+    if (more := len(built.problems) - MAX_PROBLEMS) > 0:
+        say(f"{more} more problems are in the report.")
     return 0
 
 
@@ -108,7 +125,7 @@ DEMO = Command(
     configure=_configure_demo,
     run=_demo,
 )
-ABOUT_REPORT = "Render a run directory as one self-contained HTML file."
+ABOUT_REPORT = "Render a run, or a log that TRL or verl wrote without this package, as one self-contained HTML file."
 REPORT = Command(name="report", help=ABOUT_REPORT, configure=_configure_report, run=_report)
 
 

@@ -1,75 +1,137 @@
-"""Reads logs that TRL and verl write without this package: `trainer_state.json`, verl's jsonl, TensorBoard's event files.
+"""Finds the runs at a path, and reads logs that TRL and verl write without this package.
 
-Figures that names.toml knows under the host's name become this package's, so that the report shows them.
+These are `trainer_state.json`, verl's jsonl and TensorBoard's event files. Figures that names.toml knows under the host's name
+become this package's. The built-in alarms and the growth of the gap are computed from them, as during a run with this package.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.alarms import AlarmState, rules_of, watch
+from mismatch_ext.config import MonitorConfig
+from mismatch_ext.drift import Growth, grown
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
-from mismatch_ext.log_reading import RunData, StepRecord
+from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData, StepRecord, read_run, run_of
 from mismatch_ext.names import HOSTS, MEASURES, PREFIX, VERL, HostNames
 
 TRAINER_STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents.*"
 CENTRAL = ("logp_abs_diff_mean", "k3_kl", "ess_seq")
 """The figures of the gap that the report's verdict and first table are about."""
-HOW_TO_LOG = {
-    "TRL": "use_vllm=True, with vllm_importance_sampling_correction as it is by default; or one line: "
-    "mismatch_ext.adapters.trl.attach(trainer)",
-    "verl": "actor_rollout_ref.rollout.calculate_log_probs=true; or +mismatch.level=observe",
+HOST_SETTING = {
+    "TRL": "use_vllm=True, with vllm_importance_sampling_correction as it is by default",
+    "verl": "actor_rollout_ref.rollout.calculate_log_probs=true",
 }
-"""What makes a host log the figures that the report is about."""
+"""What makes a host log those of the central figures that it has itself."""
+OBSERVE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatch.level=observe"}
+"""What makes this package log all of them, and changes nothing."""
+GIVE = (
+    f"give a folder that holds {METRICS_FILE} (`mismatch.monitor.run_dir`, by default `mismatch` in the output folder), "
+    f"a log without this package ({TRAINER_STATE}, verl's jsonl, TensorBoard's event files), or a folder of such folders."
+)
 
-Logged = Iterator[tuple[int, str, Mapping[str, Any]]]
+
+@dataclass
+class _Rows:
+    """Lines of a host's log: step, split and metrics, with None for a value that was not finite."""
+
+    host: str
+    rows: list[tuple[int, str, Mapping[str, Any]]] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
 
 
-def host_log(path: Path) -> RunData | None:
-    """Read a host's own log, a file or the first in a folder, or None; raises RunDirectoryError or PeerVersionError."""
+def read_runs(directory: str | Path) -> dict[str, RunData]:
+    """Read the runs at a path by folder name: those of the path itself, else those of its sub-folders.
+
+    A folder holds a run directory, as itself or as its sub-folder `mismatch`, or logs of TRL or verl. Raises RunDirectoryError or
+    PeerVersionError.
+    """
+    root = Path(directory)
+    try:
+        runs = _runs_at(root)
+        if not runs and root.is_dir():
+            for folder in sorted(path for path in root.iterdir() if path.is_dir()):
+                inside = _runs_at(folder)
+                runs |= {folder.name if len(inside) == 1 else f"{folder.name}/{n}": run for n, run in inside.items()}
+    except (PermissionError, ValueError) as error:
+        raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
+    if not runs:
+        found = f"holds no {METRICS_FILE} and no other log" if root.exists() else "does not exist"
+        raise RunDirectoryError(f"{root} {found}; {GIVE}")
+    return runs
+
+
+def _runs_at(path: Path) -> dict[str, RunData]:
     if path.is_file():
-        candidates = [path]
-    else:
-        # The last checkpoint's state holds the whole history.
-        states = sorted(path.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda state: int(state.parent.name[11:]))
-        candidates = [*path.glob(TRAINER_STATE), *reversed(states), *sorted(path.glob("*.jsonl")), *path.glob(EVENTS)]
-    if not candidates:
-        return None
-    source = candidates[0]
+        ours = path.name == METRICS_FILE and not _is_verls(path)
+        return {path.resolve().parent.name: read_run(path.parent) if ours else _host_log(path)}
+    run = run_of(path)
+    if run is not None and not _is_verls(run / METRICS_FILE):
+        return {path.resolve().name: read_run(run)}
+    # The last checkpoint's state holds the whole history.
+    states = sorted(path.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda state: int(state.parent.name[11:]))
+    logs = [*path.glob(TRAINER_STATE), *reversed(states)][:1] + sorted(filter(_is_verls, path.glob("*.jsonl")))
+    logs = logs or sorted(path.glob(EVENTS))[:1]
+    return {log.stem if len(logs) > 1 else path.resolve().name: _host_log(log) for log in logs}
+
+
+def _is_verls(path: Path) -> bool:
+    """Return whether a file begins with a line of verl's file logger."""
+    with path.open("rb") as lines:
+        try:
+            first = json.loads(next(lines, b""))
+        except ValueError:
+            return False
+    return isinstance(first, dict) and first.keys() == {"step", "data"}
+
+
+def _host_log(source: Path) -> RunData:
     try:
         if source.match(EVENTS):
-            rows = list(_tensorboard(source))
+            read = _tensorboard(source)
         elif source.suffix == ".json":
-            rows = list(_trainer_state(json.loads(source.read_bytes())))
+            read = _Rows("TRL", list(_trainer_state(json.loads(source.read_bytes()))))
         else:
-            rows = list(_verl(source))
+            read = _verl(source)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RunDirectoryError(
-            f"{source} is not a log of TRL or verl ({error!r}); give a {TRAINER_STATE}, a jsonl file of verl's file logger, or "
-            "a folder of TensorBoard's event files."
-        ) from error
-    return _run(source, rows)
+        raise RunDirectoryError(f"{source} is not a log of TRL or verl ({error!r}); {GIVE}") from error
+    if not read.rows:
+        raise RunDirectoryError(f"{source} holds no step: the run logged nothing yet; {GIVE}")
+    return _run(source, read)
 
 
-def _trainer_state(state: Mapping[str, Any]) -> Logged:
+def _trainer_state(state: Mapping[str, Any]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
     for record in state["log_history"]:
         step = record["step"]
         evaluation = {name[5:]: value for name, value in record.items() if name.startswith("eval_")}
         yield (step, "eval/eval", evaluation) if evaluation else (step, "train", record)
 
 
-def _verl(path: Path) -> Logged:
+def _verl(path: Path) -> _Rows:
+    read = _Rows("verl")
     with path.open("rb") as lines:
-        for line in lines:
-            record = json.loads(line)
-            yield record["step"], "train", record["data"]
+        for number, line in enumerate(lines, start=1):
+            try:
+                record = json.loads(line)
+            except ValueError as error:
+                if number == 1 or line.endswith(b"\n"):
+                    raise
+                read.problems.append(
+                    f"line {number} is torn ({error}): the run was killed while writing it, or is writing it."
+                )
+                break
+            read.rows.append((record["step"], "train", record["data"]))
+    return read
 
 
-def _tensorboard(path: Path) -> Logged:
+def _tensorboard(path: Path) -> _Rows:
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -78,40 +140,69 @@ def _tensorboard(path: Path) -> Logged:
         ) from error
     events = EventAccumulator(str(path), size_guidance={"scalars": 0})
     events.Reload()
-    for tag in events.Tags()["scalars"]:
+    tags = events.Tags()["scalars"]
+    read = _Rows("verl" if any(tag.startswith(("actor/", "critic/", "rollout_corr/")) for tag in tags) else "TRL")
+    for tag in tags:
         # transformers puts "train/" and "eval/" before its names, which may have other slashes.
         split, name = ("eval/eval", tag[5:]) if tag.startswith("eval/") else ("train", tag.removeprefix("train/"))
-        for event in events.Scalars(tag):
-            yield event.step, split, {name: event.value}
+        read.rows += [(event.step, split, {name: event.value}) for event in events.Scalars(tag)]
+    return read
 
 
-def _run(source: Path, rows: list[tuple[int, str, Mapping[str, Any]]]) -> RunData:
+def _run(source: Path, read: _Rows) -> RunData:
     steps: dict[tuple[str, int], dict[str, float | None]] = {}
-    for step, split, metrics in rows:
-        numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float)}
-        values = {name: float(value) if math.isfinite(value) else None for name, value in numbers.items()}
+    for step, split, metrics in read.rows:
+        # verl's file logger writes null for a value that is not finite.
+        numbers = {name: value for name, value in metrics.items() if value is None or isinstance(value, int | float)}
+        values = {
+            name: None if value is None or not math.isfinite(value) else float(value) for name, value in numbers.items()
+        }
         steps.setdefault((split, step), {}).update(values)
-    logged = {name for metrics in steps.values() for name in metrics}
-    host = "verl" if any(name.startswith(("actor/", "critic/", "rollout_corr/")) for name in logged) else "TRL"
-    column = host.lower()
+    column = read.host.lower()
     ours = {getattr(measure, column): PREFIX + name for name, measure in MEASURES.items() if getattr(measure, column)}
+    renamed = {
+        key: metrics | {ours[name]: value for name, value in metrics.items() if name in ours}
+        for key, metrics in sorted(steps.items())
+    }
+    logged = {name.removeprefix(PREFIX) for metrics in renamed.values() for name in metrics if name.startswith(PREFIX)}
     return RunData(
         path=source.parent,
-        headers=(_header(source, host),),
+        headers=(_header(source, read.host),),
+        events=tuple(_alarms(renamed, HOSTS[read.host])),
         steps=tuple(
-            StepRecord(
-                kind="step",
+            StepRecord(kind="step", segment=0, step=step, split=split, metrics=metrics)
+            for (split, step), metrics in renamed.items()
+        ),
+        problems=(_about(source, read.host, logged & MEASURES.keys()), *read.problems),
+    )
+
+
+def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: HostNames) -> Iterable[EventRecord]:
+    """Yield the built-in alarms over the logs of training as the events of a run with this package."""
+    rules, alarms, growth = rules_of(MonitorConfig(), names), AlarmState(), Growth()
+    for (split, step), metrics in steps.items():
+        if split != "train":
+            continue
+        mean, k3 = (metrics.get(PREFIX + name) for name in ("logp_abs_diff_mean", "k3_kl"))
+        if k3 is None and mean is not None:
+            # TRL logs no k3: it grows as that of normally distributed differences of this mean size.
+            k3 = math.pi / 4 * mean * mean
+        watched = {name: math.nan if value is None else value for name, value in metrics.items()}
+        if k3 is not None and PREFIX + "k3_growth" not in metrics:
+            growth, of_k3 = grown(growth, step, k3)
+            watched |= {PREFIX + name: value for name, value in of_k3.items()}
+        alarms, raised = watch(alarms, watched, rules, step)
+        for alarm in raised:
+            value = alarm.value if math.isfinite(alarm.value) else None
+            yield EventRecord(
+                kind="event",
                 segment=0,
                 step=step,
-                split=split,
-                metrics=metrics | {ours[name]: value for name, value in metrics.items() if name in ours},
+                level=alarm.level,
+                name="alarm",
+                message=alarm.message,
+                data=dataclasses.asdict(alarm) | {"value": value},
             )
-            for (split, step), metrics in sorted(steps.items())
-        ),
-        problems=(
-            _about(source, host, {ours.get(name, name).removeprefix(PREFIX) for name in logged} & MEASURES.keys()),
-        ),
-    )
 
 
 def _header(source: Path, host: str) -> dict[str, Any]:
@@ -119,10 +210,11 @@ def _header(source: Path, host: str) -> dict[str, Any]:
     # Stock verl logs at each step the rate of the next one.
     names_of_host = names.to_dict() | ({"next_rate": True} if names is VERL else {})
     folder = source.resolve().parent
-    name = source.stem if source.suffix == ".jsonl" else folder.name
+    output = folder.parent if folder.name.startswith("checkpoint-") else folder
+    named_by_folder = source.suffix != ".jsonl" or source.name == METRICS_FILE
     return {
-        "kind": "header", "segment": 0, "of": "training", "resume_step": None, "names": names_of_host,
-        "run": {"name": name, "host": f"stock {host}"},
+        "kind": "header", "segment": 0, "of": "training", "resume_step": None, "names": names_of_host, "log": source.name,
+        "run": {"name": output.name if named_by_folder else source.stem, "host": f"stock {host}"},
     }  # fmt: skip
 
 
@@ -130,4 +222,8 @@ def _about(source: Path, host: str, logged: set[str]) -> str:
     figures = f"of the gap it has {', '.join(sorted(logged))}" if logged else "it has no figure of the gap"
     missing = [name for name in CENTRAL if name not in logged]
     text = f"read from {host}'s own log, {source.name}: {figures}"
-    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {HOW_TO_LOG[host]}." if missing else f"{text}."
+    if not missing:
+        return f"{text}."
+    by_host = [name for name in missing if getattr(MEASURES[name], host.lower())]
+    how = f"{HOST_SETTING[host]}, for {', '.join(by_host)} alone; or {OBSERVE[host]}" if by_host else OBSERVE[host]
+    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {how}."

@@ -17,6 +17,7 @@ or an evaluation outside of a training. A segment without an `end` line was kill
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -27,6 +28,8 @@ from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import HostNames, Role, names_of
 
 METRICS_FILE = "metrics.jsonl"
+INTERRUPTED = re.compile(r"(rank \d+: )?KeyboardInterrupt")
+"""How the message of an end line begins after Ctrl-C."""
 RUN_FOLDER = "mismatch"
 """Sub-folder of its own output folder in which a host writes the run directory."""
 SCHEMA = 1
@@ -133,10 +136,14 @@ def parse_line(raw: bytes) -> Line:
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """How a run ended; `open` means that a line about it is missing: it was killed or is still running."""
+    """How a run ended.
+
+    `open` means that a line about it is missing: it was killed or is still running. `interrupted` is Ctrl-C, and `unknown` what
+    a host's own log says, which has no such line.
+    """
 
     of: Segment
-    status: Literal["completed", "failed", "open"]
+    status: Literal["completed", "failed", "interrupted", "open", "unknown"]
     message: str = ""
     step: int = 0
 
@@ -170,6 +177,16 @@ class RunData:
         return (self.trainings or list(self.headers) or [{}])[-1]
 
     @property
+    def is_host_log(self) -> bool:
+        """Whether TRL or verl wrote this log, without this package."""
+        return "log" in self.header
+
+    @property
+    def source(self) -> str:
+        """Name of the file that was read."""
+        return str(self.header.get("log", METRICS_FILE))
+
+    @property
     def names(self) -> HostNames:
         """The names that the host of this run gives its own metrics."""
         return names_of(self.header)
@@ -177,6 +194,8 @@ class RunData:
     @property
     def ending(self) -> Ending:
         """How the last training ended; without a training, how the evaluations did: badly if one of them did."""
+        if self.is_host_log:
+            return Ending(of="training", status="unknown")
         of: Segment = "training" if self.trainings or not self.headers else "evaluation"
         evaluations = {header["segment"] for header in self.headers}
         segments = {self.header.get("segment", 0)} if of == "training" else evaluations
@@ -185,7 +204,14 @@ class RunData:
         if not failed and len(ends) < len(segments):
             return Ending(of=of, status="open")
         last = (failed or list(ends.values()))[-1]
-        return Ending(of=of, status=last.status, message=last.message, step=last.step)
+        interrupted = last.status == "failed" and INTERRUPTED.match(last.message)
+        status = "interrupted" if interrupted else last.status
+        return Ending(of=of, status=status, message=last.message, step=last.step)
+
+    @property
+    def first_step(self) -> int:
+        """The first step that has a line; 0 if no step has one."""
+        return min((record.step for record in self.steps), default=0)
 
     @property
     def last_step(self) -> int:
@@ -207,30 +233,7 @@ class RunData:
         return [step for step, _ in rows], [value for _, value in rows]
 
 
-def find_runs(directory: str | Path) -> dict[str, Path]:
-    """Return the run directories at a path by name: the folder itself, else its sub-folders, or the `mismatch` folders in them.
-
-    A folder `mismatch` in a trainer's output folder goes by the latter's name. Raises RunDirectoryError if there is none.
-    """
-    root = Path(directory)
-    try:
-        if (run := _run_of(root)) is not None:
-            return {root.resolve().name: run}
-        if not root.is_dir():
-            state = "is a file, not a folder" if root.exists() else "does not exist"
-            raise RunDirectoryError(f"{root} {state}; give a folder that holds {METRICS_FILE}.")
-        runs = {folder.name: run for folder in sorted(root.iterdir()) if (run := _run_of(folder)) is not None}
-    except (PermissionError, ValueError) as error:
-        raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
-    if not runs:
-        raise RunDirectoryError(
-            f"{root} holds no {METRICS_FILE}, and none of its sub-folders does; give the run directory "
-            f"(`mismatch.monitor.run_dir`, by default `mismatch` in the trainer's output folder) or a folder of run directories."
-        )
-    return runs
-
-
-def _run_of(folder: Path) -> Path | None:
+def run_of(folder: Path) -> Path | None:
     """Return the run directory of a folder: the folder itself, or its sub-folder `mismatch` if it is a host's output folder."""
     return next((path for path in (folder, folder / RUN_FOLDER) if (path / METRICS_FILE).is_file()), None)
 

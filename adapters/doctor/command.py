@@ -21,7 +21,7 @@ from mismatch_ext.terminal import say
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the table and write doctor.json; the exit status is 0 for clean, 1 for explained, 2 for an unexplained gap."""
+    """Print the table and write doctor.json; the exit status is 0 for clean, 1 for explained, 3 for an unexplained gap."""
     from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint
 
     from mismatch_ext.doctor import read_rollouts, report

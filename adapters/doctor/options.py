@@ -27,7 +27,7 @@ EPILOG = """examples:
   mismatch-ext doctor --trl config.yaml --out runs/doctor
   mismatch-ext doctor --model PATH --rollouts rollouts.jsonl --out runs/doctor
 
-exit status: 0 clean, 1 explained, 2 unexplained or an error; docs/doctor.md has more"""
+exit status: 0 clean, 1 explained, 2 an error, 3 unexplained; docs/doctor.md has more"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +212,7 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
         )
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
         if host is None:
-            raise ConfigError("no tokens: give --prompts, --dataset or --rollouts.")
+            raise ConfigError("no tokens: give --prompts or --dataset, or to the doctor --rollouts.")
         if host.dataset is None:
             raise ConfigError(
                 "the run's configuration names no data set (dataset_name, data.train_files): its script brings one; give "

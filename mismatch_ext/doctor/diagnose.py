@@ -255,11 +255,11 @@ class Diagnosis:
     noise: Noise | None = field(default=None, repr=False, compare=False)
 
     def exit_status(self, threshold: float) -> int:
-        """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 2."""
+        """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 3; 2 is an error."""
         if self.verdict == "clean":
             return 0
         hidden = self.verdict == "unexplained" and self.unexplained == 0
-        return 2 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
+        return 3 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
 
     def data(self) -> dict[str, Any]:
         """Return the diagnosis as JSON-able data."""

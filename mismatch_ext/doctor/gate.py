@@ -177,7 +177,7 @@ def _page(gate: Gate) -> Iterator[str]:
     yield f"### mismatch-ext gate: {'passed' if gate.passes else 'failed'}"
     yield from ("", gate.sides, "", "| figure | measured | limit | |", "|---|---|---|---|")
     for figure in gate.figures:
-        limit, judged = "", ""
+        limit, judged = "no limit", ""
         if figure.limit is not None:
             limit = f"{'>=' if figure.least else '<='} {figure.limit:.3g} ({figure.by})"
             judged = "ok" if figure.passes else "**FAILED**"

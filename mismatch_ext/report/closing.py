@@ -13,7 +13,7 @@ from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
 from mismatch_ext.verdicts import EVENT
 
-STATUS = {"completed": "completed", "failed": "failed", "open": "did not end"}
+STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
 
 
 def closing_lines(run: RunData) -> list[str]:
@@ -39,7 +39,7 @@ def _status(run: RunData) -> str:
     resumed = [str(header["resume_step"]) for header in run.headers if header["resume_step"] is not None]
     if resumed:
         text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(resumed)}"
-    return f"{text}: {end.message}" if end.message else text
+    return f"{text}: {end.message}" if end.message and end.status != "interrupted" else text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,7 +79,7 @@ def observed(run: RunData) -> list[Observed]:
 def _observed(run: RunData) -> list[str]:
     if level_of_run(run) != "observe":
         return []
-    lines = [f"{row.check}: failed {_times(row.times)}, first at step {row.first_step}" for row in observed(run)]
+    lines = [f"{row.check}: failed {times(row.times)}, first at step {row.first_step}" for row in observed(run)]
     return lines or ["no check failed"]
 
 
@@ -107,18 +107,18 @@ def _gap(run: RunData) -> list[str]:
 
 def _alarms(run: RunData) -> list[str]:
     histories: dict[str, list[tuple[str, int]]] = {}
-    for event in _kept(run, "alarm"):
+    for event in kept_events(run, "alarm"):
         histories.setdefault(event.data["metric"], []).append((event.data["status"], event.step))
     lines = []
     for metric, history in histories.items():
         raised = [step for status, step in history if status == "raised"]
-        text = f"raised {_times(len(raised))}, {_first_and_last(raised)}, " if raised else ""
+        text = f"raised {times(len(raised))}, {_first_and_last(raised)}, " if raised else ""
         status, step = history[-1]
         lines.append(f"{metric}: {text}{'still raised' if status == 'raised' else f'cleared at step {step}'}")
     return lines
 
 
-def _kept(run: RunData, name: str) -> list[EventRecord]:
+def kept_events(run: RunData, name: str) -> list[EventRecord]:
     """Return the events of a name, without those of steps that a later segment did again from an earlier checkpoint."""
     resumes = [(h["segment"], h["resume_step"]) for h in run.headers if h["resume_step"] is not None]
     return [
@@ -143,9 +143,9 @@ def _parts(run: RunData) -> list[tuple[str, str]]:
         skipped = values("overflow_steps")
         steps = f", {_count(round(skipped[-1]), 'step')} skipped" if skipped else ""
         rows.append(("loss scale", f"{scale[-1]:g} at the end{steps}"))
-    if _kept(run, "weights_unverified"):
+    if kept_events(run, "weights_unverified"):
         rows.append(("sync", "the engine's weights were not verified"))
-    elif (events := _kept(run, "weight_sync")) or run.series(PREFIX + "weight_sync_gap")[0]:
+    elif (events := kept_events(run, "weight_sync")) or run.series(PREFIX + "weight_sync_gap")[0]:
         failed = [event.step for event in events if event.level != "info"]
         gaps, verified = values("weight_sync_gap"), len(events) - len(failed)
         parts = [f"{_count(verified, 'weight update')} verified"] if verified else []
@@ -162,7 +162,7 @@ def _count(number: int, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _times(count: int) -> str:
+def times(count: int) -> str:
     return "once" if count == 1 else f"{count} times"
 
 

@@ -52,12 +52,16 @@ class Why:
 
 
 def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
-    """Return what the doctor's files in a folder or below it say, and of each that is none of them its folder and why."""
+    """Return what the doctor's files in a folder or below it say, and of each that is none of them its folder and why.
+
+    A run's own doctor writes into a folder in the run's, which is `mismatch` in the trainer's output folder.
+    """
     found, wrong = [], []
-    places = ("", "*/", f"*/{RUN_FOLDER}/")
+    places = ("", "*/", "*/*/", f"*/{RUN_FOLDER}/*/")
+    root = Path(directory).resolve().parent
     for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{DOCTOR_FILE}")):
         folder = path.resolve().parent
-        name = folder.parent.name if folder.name == RUN_FOLDER else folder.name
+        name = "/".join(part for part in folder.relative_to(root).parts if part != RUN_FOLDER) or folder.name
         try:
             found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name, folder))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:

@@ -37,7 +37,10 @@ LABELS = {
     "ess_token": "ESS token",
     "ess_seq": "ESS seq",
 }
-STATUS_LABELS = {"completed": "completed", "failed": "ended with an error", "open": "no end line"}
+STATUS_LABELS = {
+    "completed": ", completed", "failed": ", ended with an error", "interrupted": ", interrupted", "open": ", no end line",
+    "unknown": "",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,14 +159,17 @@ def _context(
                 "name": v.run,
                 "judged": v,
                 "level": WORDS[v.level][0],
-                "status": ("evaluation " if v.ended == "evaluation" else "") + STATUS_LABELS[v.status],
+                "status": STATUS_LABELS[v.status].replace(", ", ", evaluation " if v.ended == "evaluation" else ", "),
                 "row": summary.row(v.run, v.split),
-                "steps": len(runs[v.run].series(PREFIX + "logp_abs_diff_mean", v.split)[0]),
+                "logs": len(
+                    runs[v.run].series(PREFIX + ("k3_kl" if v.mean is None else "logp_abs_diff_mean"), v.split)[0]
+                ),
                 "segments": len(runs[v.run].headers),
                 **style(index),
             }
             for index, v in enumerate(judged)
         ],
+        "sources": ", ".join(sorted({run.source for run in runs.values()})),
         "summary": summary,
         "columns": [_column(name) for name in summary.columns],
         "sections": sections(runs),

@@ -14,10 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from mismatch_ext.alarms import STALENESS
-from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.gap import TAUS
-from mismatch_ext.host_logs import host_log
-from mismatch_ext.log_reading import RunData, find_runs, read_run
+from mismatch_ext.host_logs import read_runs
+from mismatch_ext.log_reading import RunData
 from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
@@ -47,11 +46,14 @@ REWARD_WINDOW = 5
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One run and split: `values` by metric name without prefix; None if nothing finite was recorded."""
+    """One run and split: `values` by metric name without prefix; None if nothing finite was recorded.
+
+    `logs` counts the logs, of which a trainer may write fewer than it takes steps.
+    """
 
     run: str
     split: str
-    steps: int
+    logs: int
     values: dict[str, float | None]
     reward_first: float | None = None
     reward_last: float | None = None
@@ -76,17 +78,11 @@ class Summary:
 
 
 def load_runs(directory: str | Path) -> dict[str, RunData]:
-    """Read every run at a path by the name the report shows, else the log of TRL or verl there; raises RunDirectoryError.
+    """Read every run at a path, ours or a log of TRL or verl, by the name the report shows; raises RunDirectoryError.
 
     The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
     """
-    try:
-        data = {folder: read_run(path) for folder, path in find_runs(directory).items()}
-    except RunDirectoryError:
-        log = host_log(Path(directory))
-        if log is None:
-            raise
-        data = {log.path.resolve().name: log}
+    data = read_runs(directory)
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
     taken = list(names.values())
     labels = {f: n if taken.count(n) == 1 else f for f, n in names.items()}
@@ -112,16 +108,24 @@ def summarize(runs: Mapping[str, RunData]) -> Summary:
 
 def _row(name: str, run: RunData, split: str, columns: Sequence[str]) -> Row:
     records = [record for record in run.steps if record.split == split]
-    broken = sum(any(v is None for k, v in r.metrics.items() if k.startswith(PREFIX)) for r in records)
     first, last = _ends(run.series(Role.REWARD, split)[1])
     return Row(
         run=name,
         split=split,
-        steps=len(records),
+        logs=len(records),
         values={column: pooled(run, column, split) for column in columns},
         reward_first=first,
         reward_last=last,
-        nonfinite_steps=broken,
+        nonfinite_steps=nonfinite(run, split, run.names.of(Role.LOSS), run.names.of(Role.GRAD_NORM)),
+    )
+
+
+def nonfinite(run: RunData, split: str, *names: str) -> int:
+    """Return how many logs of a split have NaN or infinity in a mismatch metric, or in one of these metrics."""
+    return sum(
+        any(value is None for name, value in record.metrics.items() if name.startswith(PREFIX) or name in names)
+        for record in run.steps
+        if record.split == split
     )
 
 

@@ -114,19 +114,24 @@ def _absent(name: str, run: RunData, summary: Summary) -> list[str]:
         texts.append("no end line: the run was killed or is still running, and later steps are missing.")
     elif status == "failed":
         texts.append(f"the {run.ending.of} ended with an error, later steps are missing: {run.ending.message}")
+    elif status == "interrupted":
+        texts.append(f"the {run.ending.of} was interrupted, later steps are missing.")
     if not run.steps:
         return [*texts, "no step was recorded."]
     rows = [row for row in summary.rows if row.run == name]
-    if all(row.values.get(ABS_DIFF_MEAN) is None for row in rows):
+    # Of a host's log its first problem says what it lacks.
+    if not run.is_host_log and all(row.values.get(ABS_DIFF_MEAN) is None for row in rows):
         texts.append(f"no mismatch metrics ({PREFIX}{ABS_DIFF_MEAN} and its kin) were recorded.")
     for row in rows:
         if row.nonfinite_steps:
             texts.append(
-                f"{row.nonfinite_steps} of {row.steps} steps of {row.split} hold NaN or infinite mismatch "
-                "metrics; those values are gaps in the plots and are left out of the table."
+                f"{row.nonfinite_steps} of {row.logs} logs of {row.split} hold NaN or infinity in a mismatch metric, the loss or "
+                "the gradient norm; those values are gaps in the plots and are left out of the table."
             )
     if not any(run.series(Role.REWARD, split)[0] for split in run.splits):
         texts.append(f"no reward was recorded (by this host's name for it, `{run.names.reward}`).")
+    if run.is_host_log:
+        return texts
     for kind in ("position", "probability"):
         if not any(kind in record.profiles for record in run.profiles):
             texts.append(f"no {kind} profile was recorded.")

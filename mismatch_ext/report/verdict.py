@@ -16,6 +16,10 @@ Rounding makes normally distributed differences, whose k3 is pi/4 times the squa
 |difference|. If k3 is more than `FEW_TOKENS` times that square, few tokens carry the gap: for example, those whose experts flip
 in a mixture-of-experts router.
 
+A mean over all steps hides what happened at some of them. So a built-in alarm that was raised, an end of the run whose gap is
+`FAR_ABOVE` times that of the steps before, and a check that failed are named with their first step. After one of them no gap
+counts as small.
+
 The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
 explain. If that is less than half of the run's gap, no dtype is blamed for it.
 """
@@ -26,18 +30,22 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from mismatch_ext.alarms import HEALTHY_K3, PHANTOM, STALE_ABS_DIFF
-from mismatch_ext.log_reading import METRICS_FILE, RunData
+from mismatch_ext.alarms import HEALTHY_K3, PATIENCE, PHANTOM, STALE_ABS_DIFF, built_in
+from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import PREFIX
 from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.report.closing import kept_events, observed, times
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
+    NUMERICS,
     Parts,
     Row,
     Summary,
+    nonfinite,
     parts,
     pooled,
     quantity,
@@ -48,16 +56,24 @@ HEALTHY_ABS_DIFF = 0.02
 LARGE_K3 = 1e-2
 FEW_TOKENS = 8.0
 ROUNDINGS = 3.0
+# A choice: medians of a few batches whose sizes have a heavy tail differ by a factor of 2 by chance.
+FAR_ABOVE = 3.0
+MAX_ALARMS = 3
 # From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
 
-SAME, SMALL, ELEVATED, CAUSED, LARGE = "same", "small", "elevated", "caused", "large"
+SAME, SMALL, WARNED, ELEVATED, CAUSED, LARGE = "same", "small", "warned", "elevated", "caused", "large"
 UNKNOWN, MIXED = "unknown", "mixed"
-LEVELS = (SAME, SMALL, ELEVATED, CAUSED, LARGE)
+LEVELS = (SAME, SMALL, WARNED, ELEVATED, CAUSED, LARGE)
 # Level -> its label, and what it says of one run and of several.
 WORDS = {
     SAME: ("same policy", "computes the same policy on both sides", "compute the same policy on both sides"),
     SMALL: ("small gap", "has a small gap", "have a small gap"),
+    WARNED: (
+        "small gap, with warnings",
+        "has a small gap over all its steps, with warnings",
+        "have a small gap over all their steps, with warnings",
+    ),
     ELEVATED: (
         "elevated gap",
         "has a gap above what healthy runs report",
@@ -74,6 +90,7 @@ WORDS = {
 }
 
 
+ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
 TELL_APART = (
     "let rollouts be less stale, so that a batch has tokens of the weights that score it, before changing anything for that "
     "gap"
@@ -101,6 +118,7 @@ class RunVerdict:
     ended: str = "training"
     parts: Parts | None = None
     rounding: float | None = None
+    warnings: tuple[str, ...] = ()
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -113,7 +131,7 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
     # distributed, their mean size follows from k3.
     kl = max(k3 or 0.0, 0.0)
     if abs_diff_mean is None:
-        abs_diff_mean = (kl * 4 / math.pi) ** 0.5
+        abs_diff_mean = _mean_of(kl)
     if abs_diff_mean >= STALE_ABS_DIFF or kl >= LARGE_K3:
         return LARGE
     return ELEVATED if abs_diff_mean > HEALTHY_ABS_DIFF or kl > HEALTHY_K3 else SMALL
@@ -137,6 +155,9 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         level = MIXED
     elif level in LEVELS:
         level = _by_cause(level, _mean(worst), found, penalty)
+    warnings = _warnings(run, level)
+    if warnings and level in LEVELS:
+        level = max(level, WARNED, key=LEVELS.index)
     return RunVerdict(
         run=name,
         level=level,
@@ -149,12 +170,14 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=(found.advice if found is not None and found.confirmed else None)
         or penalty
-        or _known_cause(run, summary, name, main)
+        or _known_cause(run, main, late=bool(warnings) and warnings[0].step > run.first_step)
+        or next((warning.advice for warning in warnings if warning.advice), None)
         or (_unexplained(run, main, level) if found is None else found.advice),
         status=run.ending.status,
         ended=run.ending.of,
         parts=known,
         rounding=None if found is None else found.rounding,
+        warnings=tuple(warning.said for warning in warnings),
     )
 
 
@@ -210,10 +233,102 @@ def side_dtype(side: Any) -> str | None:
     return spelled(names[0]) if len(names) == 1 and isinstance(names[0], str) else None
 
 
-def _known_cause(run: RunData, summary: Summary, name: str, main: Row | None) -> str | None:
-    """Name the worst known cause that makes the size of the gap meaningless, if there is one."""
+@dataclass(frozen=True, kw_only=True)
+class _Warning:
+    """What the mean over all steps does not tell; `advice` is None where the size of the gap has a better one."""
+
+    step: int  # the first
+    said: str
+    advice: str | None
+
+
+def _warnings(run: RunData, level: str) -> list[_Warning]:
+    """Return what happened at some steps of a run whose gap over all steps has this level; those with advice first."""
+    found = _alarms(run, level)
+    if not any(warning.advice for warning in found) and (late := _late(run)) is not None:
+        found.append(late)
+    found += [
+        _Warning(
+            step=row.first_step,
+            said=f"the check {row.check} failed {times(row.times)}, first at step {row.first_step}",
+            advice='do what the failed checks say, under "Observed"',
+        )
+        for row in observed(run)
+    ]
+    return sorted(found, key=lambda warning: warning.advice is None)
+
+
+def _alarms(run: RunData, level: str) -> list[_Warning]:
+    """Return the alarms that were raised, by metric and in the order of their first steps, but those of stale weights first."""
+    histories: dict[str, list[EventRecord]] = {}
+    for event in kept_events(run, "alarm"):
+        histories.setdefault(event.data["metric"], []).append(event)
+    raised = [(metric, events[0].data, events[-1]) for metric, events in histories.items()]
+    raised.sort(key=lambda alarm: (alarm[1]["threshold"] != STALE_ABS_DIFF, alarm[1]["first_step"]))
+    found = [_alarm(run, metric, first, last, level) for metric, first, last in raised[:MAX_ALARMS]]
+    if (more := len(raised) - MAX_ALARMS) > 0:
+        found.append(
+            _Warning(said=f"{more} more {'alarm was' if more == 1 else 'alarms were'} raised", step=0, advice=None)
+        )
+    return found
+
+
+def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecord, level: str) -> _Warning:
+    """Return what an alarm says, from the data of its first event and the last one; the built-in rule's text if it is that."""
+    step, threshold, rule = first["first_step"], first["threshold"], built_in(metric, run.names)
+    where = "not finite" if threshold is None else f"{first['side']} {threshold:g}"
+    fact = f"{metric.removeprefix(PREFIX)} {where}"
+    span = f"from step {step} {f'to {last.step}' if last.data['status'] == 'cleared' else 'on'}"
+    bounds = () if rule is None else (rule.above, rule.below)
+    if rule is None or (threshold not in bounds if threshold is not None else bounds != (None, None)):
+        return _Warning(step=step, said=f"{span} {fact}", advice=f"look at what else changed at step {step}")
+    # The level says the same, and its advice fits the run's dtypes.
+    known = rule.numerics and threshold == HEALTHY_K3 and level in (ELEVATED, CAUSED, LARGE)
+    return _Warning(step=step, said=f"{span} {rule.meaning} ({fact})", advice=None if known else rule.advice)
+
+
+def _late(run: RunData) -> _Warning | None:
+    """Compare the gap of the last three logs, and of the last tenth, with that of the logs before, by medians."""
+    part = "" if parts(run) is None else NUMERICS
+    steps, means = run.series(f"{PREFIX}{part}{ABS_DIFF_MEAN}")
+    if not steps:
+        steps, k3 = run.series(f"{PREFIX}{part}k3_kl")
+        means = [value if value is None else _mean_of(value) for value in k3]
+    known = [(step, mean) for step, mean in zip(steps, means, strict=True) if mean is not None]
+    sizes = [mean for _, mean in known]
+    for last in (PATIENCE, max(PATIENCE, len(sizes) // 10)):
+        if len(sizes) < 2 * last:
+            return None
+        before = median(sizes[:-last])
+        limit = max(SAME_ABS_DIFF, FAR_ABOVE * before)
+        if median(sizes[-last:]) > limit:
+            break
+    else:
+        return None
+    first = next(at for at in range(len(sizes) - last, len(sizes)) if sizes[at] > limit)
+    while sizes[first - 1] > limit:
+        first -= 1
+    step, after = known[first][0], median(sizes[first:])
+    return _Warning(
+        step=step,
+        said=f"from step {step} on the gap is far above the steps before, mean |Δlogp| {quantity(after, 2)} after "
+        f"{quantity(before, 2)}",
+        advice=f"look at the weight-sync check and at what else changed at step {step}",
+    )
+
+
+def _mean_of(k3: float) -> float:
+    """Return the mean size of normally distributed differences with this k3."""
+    return math.sqrt(max(k3, 0.0) * 4 / math.pi)
+
+
+def _known_cause(run: RunData, main: Row | None, *, late: bool) -> str | None:
+    """Name the worst known cause that makes the size of the gap meaningless, if there is one.
+
+    Dtypes that differ from the first step on are not the cause of what came `late`.
+    """
     stale = [event.step for event in run.events if event.name == "weight_sync" and event.level != "info"]
-    broken = sum(row.nonfinite_steps for row in summary.rows if row.run == name)
+    broken = sum(nonfinite(run, split) for split in run.splits)
     stopped = pooled(run, "phantom_clip_frac") or 0.0
     trainer, engine = side_dtype(run.header.get("trainer")), side_dtype(run.header.get("engine"))
     truncated = any((pooled(run, "support_truncated", split) or 0) > 0 for split in run.splits)
@@ -227,7 +342,7 @@ def _known_cause(run: RunData, summary: Summary, name: str, main: Row | None) ->
             "(correction.preset: decoupled_token_is)",
         ),
         (
-            bool(trainer and engine) and trainer != engine and _beyond_rounding(run, main) is None,
+            bool(trainer and engine) and trainer != engine and not late and _beyond_rounding(run, main) is None,
             f"its trainer computes in {trainer} and its engine in {engine}, so give both one dtype",
         ),
         (
@@ -269,9 +384,14 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
     if not measured and any(v.level == MIXED for v in judged):
         return f"{_levels_clause(judged, judged[0])}: {TELL_APART}."
     if not measured:
+        warned = [f" {_in(v, judged, ', ')}{'; '.join(v.warnings)}." for v in judged if v.warnings]
+        if all(run.is_host_log for run in runs.values()):
+            check = "below is what makes the trainer log them"
+        else:
+            check = "check that the run got past its first step with a `mismatch:` block"
         return (
-            "No mismatch metrics were recorded, so nothing can be said about the two policies: check that "
-            "the run got past its first step with a `mismatch:` block."
+            "No mismatch metrics were recorded, so nothing can be said about the two policies: "
+            f"{check}.{''.join(warned)}"
         )
     worst = max(measured, key=lambda v: (LEVELS.index(v.level), v.worst_mean or 0.0))
     best = _best_alternative(measured, worst)
@@ -279,9 +399,14 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
     if best is not None and (ratio := (worst.mean or 0) / (best.mean or 1)) >= CLEAR_RATIO:
         clauses.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
-        clauses.append(f"in {worst.run} {what}" if len(judged) > 1 else what)
-    clauses += [f"{v.run} ended with an error" for v in judged if v.status == "failed"]
+        clauses.append(_in(worst, judged) + what)
+    clauses += [_in(v, judged, ", ") + "; ".join(v.warnings) for v in judged if v.warnings]
+    clauses += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
     return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
+
+
+def _in(v: RunVerdict, judged: Sequence[RunVerdict], then: str = " ") -> str:
+    return f"in {v.run}{then}" if len(judged) > 1 else ""
 
 
 def _drifts(known: Parts) -> bool:
@@ -342,9 +467,9 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
 
 
 def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:
-    for v in judged:
+    for v in (worst, *judged):
         if v.cause:
-            return f"in {v.run} {v.cause}" if len(judged) > 1 else v.cause
+            return _in(v, judged) + v.cause
     if worst.level in (SAME, SMALL) and worst.parts is not None and _drifts(worst.parts):
         return NO_PRECISION
     if worst.level == SAME:

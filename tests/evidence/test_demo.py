@@ -72,7 +72,7 @@ def test_the_demo_shows_the_claim(evidence: Callable[..., None]) -> None:
     assert "bf16 over fp16" in printed and "report: runs/demo/report.html" in printed
     assert "examples/arithmetic/models/dense" in printed
     rewards = {run: [rows[run, "train"][key] for key in ("reward_first", "reward_last")] for run in ("bf16", "fp32")}
-    steps = {run: rows[run, "train"]["steps"] for run in ("bf16", "fp16", "fp32")}
+    steps = {run: rows[run, "train"]["logs"] for run in ("bf16", "fp16", "fp32")}
     hold_report(summary)
     evidence("demo_dense", "make demo FULL=1", {**gaps(summary), "reward": rewards, "steps": steps})
 

@@ -28,5 +28,5 @@ def test_the_demo_trains_with_experts() -> None:
         half, single = (rows[run, split]["values"] for run in ("fp16-r3", "fp32-r3"))
         assert all(half[key] > 2 * single[key] for key in ("logp_abs_diff_mean", "k3_kl")), (split, half, single)
         judges.float32_is_the_oracle(*(intervals["bf16-r3 over fp32-r3"][split][key] for key in ("abs", "k3")))
-    steps = {run: rows[run, "train"]["steps"] for run in WITH_EXPERTS}
+    steps = {run: rows[run, "train"]["logs"] for run in WITH_EXPERTS}
     assert set(steps.values()) == {2}

@@ -50,6 +50,21 @@ def test_an_error_is_one_line_and_status_2(tmp_path: Path, capsys: pytest.Captur
     assert err.startswith("error: ") and "does not exist" in err
 
 
+def test_an_error_with_json_is_an_object(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--json", str(tmp_path / "absent")]) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: {json.loads(out)['error']}\n"
+    assert "does not exist" in err and "trainer_state.json, verl's jsonl" in err
+
+
+def test_a_reader_that_closes_the_pipe_gets_no_traceback(run_dir: Path) -> None:
+    command = [sys.executable, "-m", "mismatch_ext.cli", "report", "--json", str(run_dir)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == "" and process.wait() == 141
+
+
 def test_a_missing_renderer_is_named(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

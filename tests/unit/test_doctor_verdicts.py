@@ -132,7 +132,7 @@ def test_a_block_that_stands_out_forbids_clean_and_is_the_place() -> None:
     fine, wrong = (Block(layer=1, kind="mlp", error=error, own=1e-3) for error in (1.1e-3, 9e-3))
     assert with_blocks(clean, [fine]).verdict == "clean"
     found = with_blocks(clean, [fine, wrong])
-    assert found.verdict == "unexplained" and found.exit_status(1e-4) == 2
+    assert found.verdict == "unexplained" and found.exit_status(1e-4) == 3
     assert "where: layer 1, mlp, 9.0 of rounding's; 1 of 2 blocks" in report(found)
 
 
@@ -162,6 +162,6 @@ def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
     packed = taken_apart(found, run.trainer, scores.trainer, tried("packing"))
     assert "use_remove_padding=false" in report(packed) and "position_ids" not in report(packed)
     neither = taken_apart(found, run.trainer, scores.trainer, tried(""))
-    assert neither.verdict == "partly" and neither.exit_status(1e-4) == 2 and "use_remove" not in report(neither)
+    assert neither.verdict == "partly" and neither.exit_status(1e-4) == 3 and "use_remove" not in report(neither)
     clean = diagnose(sample, scores)
     assert taken_apart(clean, run.trainer, scores.trainer, {}) is clean

@@ -29,6 +29,7 @@ def test_two_sides_that_only_round_pass_on_a_short_page() -> None:
     found = gate(flips=(0.012, 0.01), blocks=BLOCKS[:2])
     assert found.passes and failed(found) == [], found.page()
     page = found.page().splitlines()
+    assert [line.split(" | ")[2:] for line in page if "to the last bit |" in line][0] == ["no limit", " |"]
     assert len(page) <= 60 and "passed" in page[0] and "first block that differs: none of 2" in found.page()
     assert sum(row.tokens for row in found.batches) == sum(row.tokens for row in found.stretches)
 

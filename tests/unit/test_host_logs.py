@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,6 +14,7 @@ from mismatch_ext import cli
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import Role
 from mismatch_ext.report import build, judge, load_runs, summarize
+from tests.unit.synthetic_runs import write_run
 
 TRL_LOGS = [
     {
@@ -88,7 +93,7 @@ def test_verls_file_logger_is_judged_by_k3(
     assert run.series(Role.LEARNING_RATE) == ([2], [1e-6]), "stock verl logs the next step's rate"
     assert cli.main(["report", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert str(path.with_name("report.html")) in printed and "calculate_log_probs=true" in printed
+    assert str(path.with_name("report.html")) in printed and "to have them logged: +mismatch.level=observe." in printed
     assert (path.parent / "report.html").is_file()
 
 
@@ -98,6 +103,135 @@ def test_a_log_without_figures_of_the_gap_is_not_judged(tmp_path: Path) -> None:
     report = build(tmp_path)
     assert "No mismatch metrics were recorded" in report.verdict
     assert "no figure of the gap" in report.problems[0] and "attach(trainer)" in report.problems[0]
+
+
+def trl_log(folder: Path, gaps: Sequence[float], **rest: float) -> Path:
+    """Write what TRL logs of these gaps, a log at each step."""
+    name = "sampling/sampling_logp_difference/mean"
+    history = [{"step": step, name: gap, "reward": 0.5, **rest} for step, gap in enumerate(gaps, 1)]
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": history}))
+    return path
+
+
+def verl_log(path: Path, rows: Sequence[Mapping[str, float | None]]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [json.dumps({"step": step, "data": dict(row)}) for step, row in enumerate(rows, 1)]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def verdict_of(path: Path) -> tuple[str, dict[str, Any]]:
+    report = build(path)
+    (run,) = report.to_dict()["runs"].values()
+    assert run["run"] in report.verdict
+    return report.verdict, run
+
+
+@pytest.mark.parametrize(("bad", "level", "mean"), [(5, "elevated", "0.028"), (3, "warned", "0.019")])
+def test_stale_weights_in_the_last_steps_are_not_hidden_by_the_mean(
+    bad: int, level: str, mean: str, tmp_path: Path
+) -> None:
+    said, run = verdict_of(trl_log(tmp_path, [0.011 if bad == 5 else 0.009] * (60 - bad) + [0.21] * bad))
+    assert run["level"] == level and f"mean |Δlogp| {mean}" in said
+    assert f"from step {61 - bad} on the two sides differ by as much as with stale weights" in said
+    assert (
+        ": look at the weight-sync check" in said and "no correction is needed" not in said and "attention" not in said
+    )
+
+
+def test_a_gap_that_ends_far_above_its_run_is_named_before_an_alarm_is_raised(tmp_path: Path) -> None:
+    said, run = verdict_of(trl_log(tmp_path / "late", [0.004] * 57 + [0.03] * 3))
+    assert run["level"] == "warned" and "no correction is needed" not in said
+    assert "from step 58 on the gap is far above the steps before, mean |Δlogp| 0.03 after 0.004" in said
+    assert "no correction is needed" in verdict_of(trl_log(tmp_path / "flat", [0.004, 0.006] * 30))[0]
+    # Below the size of rounding a gap may do as it likes.
+    assert verdict_of(trl_log(tmp_path / "tiny", [1e-6] * 57 + [5e-5] * 3))[1]["level"] == "same"
+
+
+def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
+    k3 = [4e-5 * 23 ** (step / 79) for step in range(80)]
+    said, run = verdict_of(verl_log(tmp_path / "verl.jsonl", [{"rollout_corr/k3_kl": value} for value in k3]))
+    assert (
+        run["level"] == "warned" and "the gap has more than doubled" in said and "no correction is needed" not in said
+    )
+    # TRL logs no k3; the growth is that of the k3 which the mean implies.
+    said, run = verdict_of(trl_log(tmp_path, [(value * 4 / math.pi) ** 0.5 for value in k3]))
+    assert run["level"] == "warned" and "the gap has more than doubled" in said
+
+
+def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
+    """orjson, which verl's file logger writes with, makes null of NaN."""
+    rows = [{"rollout_corr/k3_kl": 1e-5, "actor/grad_norm": None if step > 36 else 0.5} for step in range(1, 41)]
+    path = verl_log(tmp_path / "verl.jsonl", rows)
+    said, run = verdict_of(path)
+    assert run["level"] == "warned"
+    assert "from step 37 on the gradients hold NaN or infinity (actor/grad_norm not finite): in float16 look" in said
+    assert build(path).to_dict()["rows"][0]["nonfinite_steps"] == 4
+    # A single one is a skipped step of a float16 run.
+    rows[37:39] = [{**rows[0]}] * 2
+    assert "no correction is needed" in verdict_of(verl_log(path, rows))[0]
+
+
+def test_trls_kl_to_the_reference_is_not_a_figure_of_the_gap(tmp_path: Path) -> None:
+    (run,) = load_runs(trl_log(tmp_path, [0.01] * 4, kl=0.3)).values()
+    assert run.problems[0].split("of the gap it has ")[1].startswith("logp_abs_diff_mean. Missing: k3_kl")
+    assert run.problems[0].endswith("logged: mismatch_ext.adapters.trl.attach(trainer).")
+
+
+def test_verls_log_may_have_the_name_of_ours(tmp_path: Path) -> None:
+    path = verl_log(tmp_path / "metrics.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
+    assert build(tmp_path).to_dict() == build(path).to_dict()
+    said, run = verdict_of(tmp_path)
+    assert run["level"] == "elevated" and run["k3"] == pytest.approx(2e-3) and "from step 1 on" in said
+
+
+def test_logs_of_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
+    trl_log(tmp_path / "mixed" / "a", [0.01])
+    verl_log(tmp_path / "mixed" / "b" / "metrics.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
+    write_run(tmp_path / "mixed" / "c" / "mismatch", "fp16", steps=2)
+    (tmp_path / "mixed" / "c" / "prompts.jsonl").write_text('{"prompt": "1+1="}\n')
+    assert list(load_runs(tmp_path / "mixed")) == ["a", "b", "fp16"]
+    for name in ("x", "y"):
+        trl_log(tmp_path / "trl" / name / "checkpoint-1", [0.01])
+    assert list(load_runs(tmp_path / "trl")) == ["x", "y"]
+    for name in ("first", "second"):
+        verl_log(tmp_path / "project" / f"{name}.jsonl", [{"rollout_corr/k3_kl": 2e-3}])
+    assert list(load_runs(tmp_path / "project")) == ["first", "second"]
+
+
+def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
+    path = verl_log(tmp_path / "live.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
+    with path.open("a") as log:
+        log.write('{"step": 6, "data": {"rollo')
+    (run,) = load_runs(path).values()
+    assert run.last_step == 5 and "line 6 is torn" in run.problems[1]
+    path.write_text(path.read_text() + "\n" + '{"step": 7, "data": {}}\n')
+    with pytest.raises(RunDirectoryError, match="is not a log of TRL or verl"):
+        load_runs(path)
+
+
+def test_a_hosts_log_lacks_nothing_that_a_host_never_writes(tmp_path: Path) -> None:
+    path = verl_log(tmp_path / "exp.jsonl", [{"rollout_corr/k3_kl": 2e-3, "critic/score/mean": 0.5}] * 5)
+    page = build(path).path.read_text(encoding="utf-8")
+    missing = page[page.index('<h2 id="missing">') :]
+    for words in ("no end line", "header has no", "no position profile", "no token sample", "no mismatch metrics"):
+        assert words not in missing, words
+    assert "1 thing is missing" in page and "from exp.jsonl; this file" in missing
+    assert '<div class="big">0.002</div>' in page and "5 logs</dd>" in page
+
+
+def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_path: Path) -> None:
+    for name, text in (("empty.jsonl", ""), ("trainer_state.json", '{"log_history": []}')):
+        (tmp_path / name).write_text(text)
+        with pytest.raises(RunDirectoryError, match="holds no step"):
+            build(tmp_path / name)
+    report = build(verl_log(tmp_path / "plain.jsonl", [{"actor/loss": 0.1}, {"actor/loss": None}]))
+    assert "`mismatch:` block" not in report.verdict and "from step 2 on the weights are broken" in report.verdict
+    assert (
+        "read from verl's own log" in report.problems[0] and "calculate_log_probs=true, for k3_kl" in report.problems[0]
+    )
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"log_history": [{}]}', "no json"])

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.host_logs import read_runs
 from mismatch_ext.log import RunStream
-from mismatch_ext.log_reading import RunData, find_runs, read_run
+from mismatch_ext.log_reading import RunData, read_run
 from tests.unit.synthetic_runs import run_stream
 
 HEADER = {"run": {"name": "a"}, "trainer": {"dtype": "float32"}, "engine": {}, "versions": {"torch": "2.13.0"}}
@@ -270,24 +271,28 @@ def test_a_killed_writer_leaves_whole_lines_and_is_resumed(tmp_path: Path) -> No
     assert resumed.problems == () and resumed.last_step == last + 1 and resumed.ending.status == "completed"
 
 
-def test_find_runs(tmp_path: Path) -> None:
+def test_runs_are_found(tmp_path: Path) -> None:
     for name in ("fp16", "bf16"):
         small_run(tmp_path / "runs" / name)
         small_run(tmp_path / "outputs" / name / "mismatch")
     (tmp_path / "runs" / "notes").mkdir()
     runs, outputs = tmp_path / "runs", tmp_path / "outputs"
-    assert find_runs(runs) == {"bf16": runs / "bf16", "fp16": runs / "fp16"}
-    assert find_runs(runs / "bf16") == {"bf16": runs / "bf16"}
-    assert find_runs(outputs) == {name: outputs / name / "mismatch" for name in ("bf16", "fp16")}
-    assert find_runs(outputs / "bf16") == {"bf16": outputs / "bf16/mismatch"}
+    for root, folder in ((runs, ""), (outputs, "mismatch")):
+        assert {name: run.path for name, run in read_runs(root).items()} == {
+            name: root / name / folder for name in ("bf16", "fp16")
+        }
+        ((name, run),) = read_runs(root / "bf16").items()
+        assert (name, run.path) == ("bf16", root / "bf16" / folder)
+        ((name, run),) = read_runs(run.path / "metrics.jsonl").items()
+        assert run.path == root / "bf16" / folder and run.problems == ()
     (tmp_path / "file").touch()
     for place, why in (
-        (tmp_path / "absent", "does not exist"),
-        (tmp_path / "file", "is a file, not a folder"),
-        (runs / "notes", "holds no metrics.jsonl"),
+        (tmp_path / "absent", "does not exist; give a folder that holds metrics.jsonl .* a log without this package"),
+        (tmp_path / "file", "holds no step"),
+        (runs / "notes", "holds no metrics.jsonl and no other log"),
     ):
         with pytest.raises(RunDirectoryError, match=why) as caught:
-            find_runs(place)
+            read_runs(place)
         assert str(place) in str(caught.value)
     with pytest.raises(RunDirectoryError, match="No such file"):
         read_run(tmp_path)

@@ -28,6 +28,7 @@ from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.summary import pool_profile, quantity
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
+from mismatch_ext.verdicts import Verdicts
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
@@ -274,6 +275,27 @@ def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
         with run_stream(run, header=header("fp16"), resume_step=2) as stream:
             stream.step(3, {"mismatch/logp_abs_diff_mean": 1e-3, "mismatch/phantom_clip_frac": stopped})
         assert ("stops 12% of the tokens" in say(run)) == (name == "clipped")
+
+
+def test_a_check_that_failed_and_an_alarm_leave_no_gap_small(tmp_path: Path) -> None:
+    for level in ("warned", "elevated"):
+        run = flat_run(tmp_path / level, 0.005 if level == "warned" else 0.05, name="bf16")
+        with run_stream(run, header=header("bf16"), resume_step=2) as stream:
+            verdicts = Verdicts("observe", lambda: 2)
+            verdicts.report_to(stream.event)
+            with pytest.warns(UserWarning, match=r"top_p"):
+                verdicts.note("sampling", "the engine samples with top_p 0.9.")
+            verdicts.note("sampling", "the engine samples with top_p 0.9.")
+        said = say(run)
+        assert "; the check sampling failed 2 times, first at step 2: do what the failed checks say" in said
+        assert "no correction is needed" not in said and build(run).judged[0].level == level
+    alarm = {"metric": "mismatch/k3_kl", "first_step": 1, "threshold": 1e-3, "side": "above", "status": "raised"}
+    for name, mean, advice in (("small", 0.005, "give both sides one precision"), ("large", 0.05, "dtype to float16")):
+        run = flat_run(tmp_path / name, mean, name="bf16")
+        with run_stream(run, header=header("bf16"), resume_step=2) as stream:
+            stream.event(3, "warning", "alarm", "k3_kl is 0.002", alarm)
+        assert "; from step 1 on the rollout policy is further from the trainer's than in healthy runs" in say(run)
+        assert advice in say(run).split(": ")[-1], "the dtype is the better advice where the size says the same"
 
 
 def test_profiles_pool_by_token_count(tmp_path: Path) -> None:

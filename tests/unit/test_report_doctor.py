@@ -99,6 +99,20 @@ def test_a_gap_is_judged_against_the_models_own_rounding(tmp_path: Path, ratio: 
     assert judged["bf16"].rounding is None  # the doctor has not looked at this one
 
 
+def test_a_report_over_several_runs_has_the_runs_own_doctors(tmp_path: Path) -> None:
+    write_run(tmp_path / "a" / "mismatch", "fp16")
+    write_run(tmp_path / "b", "bf16")
+    for folder in ("a/mismatch/doctor_step_0", "b/doctor_step_0", "doctor"):
+        write(tmp_path / folder, replace(found(), ratio=0.97, causes=(), verdict="clean"))
+    why, wrong = read_why(tmp_path)
+    assert wrong == [] and [each.name for each in why] == [
+        f"{tmp_path.name}/{name}" for name in ("a/doctor_step_0", "b/doctor_step_0", "doctor")
+    ]
+    assert build(tmp_path).verdict.count("0.97 times this model's own rounding") == 2
+    # The folder of one run, which is its trainer's output folder.
+    assert build(tmp_path / "a").verdict.count("0.97 times this model's own rounding") == 1
+
+
 def test_a_penalty_outranks_the_size_of_the_gap(tmp_path: Path) -> None:
     header = {"sampling": {"temperature": 1.0, "repetition_penalty": 1.05}}
     write_run(tmp_path, "fp16", **header)

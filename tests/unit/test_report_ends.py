@@ -9,7 +9,7 @@ import pytest
 
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import Segment
-from mismatch_ext.report import load_runs, summarize, tables
+from mismatch_ext.report import closing_lines, load_runs, summarize, tables
 from tests.unit.synthetic_runs import header, metrics, tokens, write_profiles
 from tests.unit.test_report import rendered
 
@@ -63,3 +63,14 @@ def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
     stream.step(0, {"reward": 0.5}, "eval/default")
     stream.end(0, "failed", "EngineError: gone")
     assert "the evaluation ended with an error, later steps are missing: EngineError: gone" in rendered(tmp_path).text
+
+
+@pytest.mark.parametrize("rank", ["", "rank 1: "])
+def test_a_training_that_ctrl_c_ended_was_interrupted(rank: str, tmp_path: Path) -> None:
+    stream = RunStream.open(tmp_path, header=header("bf16"))
+    stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
+    stream.end(1, "failed", f"{rank}KeyboardInterrupt: ")
+    page = rendered(tmp_path)
+    assert "bf16 was interrupted:" in page.text and "1 log, interrupted" in page.text
+    assert "the training was interrupted, later steps are missing." in page.text and "error" not in page.text
+    assert closing_lines(load_runs(tmp_path)["bf16"])[0] == "mismatch-ext: training was interrupted after 1 step"

@@ -20,6 +20,6 @@ def test_faults_that_it_was_not_written_for(tmp_path: Path) -> None:
     finally:
         engines.end()
     # What is not on the list has no name, but a place.
-    assert not unknown.causes and unknown.verdict == "unexplained" and unknown.exit_status(1e-4) == 2
+    assert not unknown.causes and unknown.verdict == "unexplained" and unknown.exit_status(1e-4) == 3
     worst = max(unknown.blocks, key=lambda block: block.error / block.own)
     assert (worst.layer, worst.kind) == (1, "mlp")
