@@ -94,10 +94,10 @@ def lost_routes() -> None:
 
 
 def encoded_again() -> None:
-    """Let one answer's second token be another, as text may be tokenized again."""
+    """Let one answer's first token be another, as text may be tokenized again; no row of its last token is replayed."""
 
     def spoil(output: Any) -> None:
-        output.response_ids[1] = 3 + (output.response_ids[1] + 1) % 10
+        output.response_ids[0] = 3 + (output.response_ids[0] + 1) % 10
 
     _spoil_one_answer(STEPS["encoded_again"], spoil)
 
