@@ -1,4 +1,4 @@
-"""verl's own trainer, changed as a later release may be: every section runs in it, with the numbers of today's."""
+"""verl's own trainer, changed as a later release may be: every section runs in it, with today's numbers but for rounding."""
 
 from __future__ import annotations
 
@@ -36,4 +36,6 @@ def test_a_whole_run_on_a_changed_copy_warns_and_has_the_same_numbers(moe: Path,
 
     stock, newer = ran("stock"), ran("newer", str(copy))
     assert "verl 0.9.2" in newer.log and "verl 0.9.2" not in stock.log
-    assert numbers(newer) == numbers(stock)
+    for step, of_today in zip(numbers(newer), numbers(stock), strict=True):
+        # vLLM rounds with the requests that happen to be computed together.
+        assert step == pytest.approx(of_today, rel=1e-3, abs=1e-3)
