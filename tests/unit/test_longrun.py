@@ -22,7 +22,7 @@ def test_ten_thousand_steps_are_read_and_reported(tmp_path: Path) -> None:
     assert steps == list(range(1, 10_001)) and values.index(5.5) == 3332
     report = build(tmp_path)
     (row,) = report.summary.rows
-    assert row.steps == 10_000 and row.values["logp_abs_diff_mean"] == pytest.approx((9_999 * 0.01 + 5.5) / 10_000)
+    assert row.logs == 10_000 and row.values["logp_abs_diff_mean"] == pytest.approx((9_999 * 0.01 + 5.5) / 10_000)
     page = report.path.read_text(encoding="utf-8")
     assert '"mode": "lines"' in page and '"mode": "lines+markers"' not in page
     assert "10000 times; the last: verified at 10000" in page  # the events, in one row
