@@ -57,9 +57,9 @@ def _compat(arguments: argparse.Namespace) -> int:
     if arguments.verl is not None:
         from mismatch_ext.adapters.verl.dry_run import dry_run
 
+        arguments.json |= "--json" in arguments.verl
         found = dry_run([word for word in arguments.verl if word != "--json"])
-        as_json = arguments.json or "--json" in arguments.verl
-        say(json.dumps(found.to_dict(), indent=2) if as_json else str(found))
+        say(json.dumps(found.to_dict(), indent=2) if arguments.json else str(found))
         return found.status
     from mismatch_ext.adapters.compat import installed_environment
 

@@ -81,7 +81,7 @@ class RolloutPass:
     replayed: set[RowKey] = field(default_factory=set)
     replayed_with_gradients: set[RowKey] = field(default_factory=set)
     others_with_gradients: bool = False  # whether the policy has scored other rows with gradients
-    own_checked: bool = False  # whether each row that TRL's own loss was given is known to be replayed
+    trl_loss_checked: bool = False  # whether each row that TRL's own loss was given is known to be replayed
 
     def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""

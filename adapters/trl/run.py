@@ -56,6 +56,7 @@ from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer, RLOOTrainer
+from trl.trainer import grpo_trainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError
@@ -162,9 +163,7 @@ class TrlRun(TrainerRun):
     def begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         trainer = self.trainer
-        self.temperature: float = (
-            trainer.temperature
-        )  # TRL builds it into what scores; later values of the attribute are not
+        self.temperature: float = trainer.temperature
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
@@ -233,11 +232,12 @@ class TrlRun(TrainerRun):
     def follow_sampling(self) -> None:
         """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
         trainer, engine = self.trainer, self.trainer.vllm_generation
+        if not hasattr(grpo_trainer, "add_fused_lm_head"):
+            self.temperature = trainer.temperature  # without this head, which has its own, TRL reads it at each pass
         if {engine.temperature, trainer.temperature} != {self.temperature}:
             raise ConfigError(
-                f"the temperature changed after the trainer was built, to {engine.temperature} in trainer.vllm_generation and "
-                f"{trainer.temperature} in the trainer: TRL's trainer scores with {self.temperature}, which it was built with. "
-                "Give the temperature in the arguments."
+                f"the temperature is {engine.temperature} in trainer.vllm_generation and {trainer.temperature} in the trainer, "
+                f"which scores with {self.temperature}. Give it in the trainer's arguments, and change it nowhere else."
             )
         found = sampling_settings(engine, trainer.args.generation_kwargs)
         if found == self.sampling:

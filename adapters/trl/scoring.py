@@ -87,7 +87,8 @@ class Scoring:
         keys, reference = row_keys(*rows), self.is_reference(model)
         masks = None if self.masking is None else self._masks_of(batch, keys)
         masked = None if masks is None else MaskedPass(masks, *rows)
-        entropies = bool(options.get("compute_entropy"))
+        # What stands between ours and TRL's method may ask for them itself.
+        entropies = bool(options.get("compute_entropy")) or not host.__module__.startswith("trl.")
         with nullcontext() if masked is None else scoring_with(masked, entropies=entropies):
             scores, routed = self._routed_score(host, model, rows, batch, reference, *args, **options)
         if masked is not None and not masked.done and any(completion for _, completion in keys):
@@ -163,13 +164,13 @@ class Scoring:
                 f"{sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
                 f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {sections}."
             )
-        if batch.others_with_gradients and not (every or batch.own_checked):
+        if batch.others_with_gradients and not (every or batch.trl_loss_checked):
             raise ReplayError(
                 f"{sections} with {type(self.trainer).__name__}, which scored other rows than the micro-batch's with gradients: "
                 "TRL's own loss may be made of them, without replay. Score them under torch.no_grad(), or put your class first, "
                 "class T(Yours, MismatchGRPOTrainer), and call super()._compute_loss, which is then checked apart from them."
             )
-        batch.own_checked |= every and torch.is_grad_enabled()
+        batch.trl_loss_checked |= every and torch.is_grad_enabled()
 
     @property
     def sections(self) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.verl.loss import WEIGHTS, weighs
 from mismatch_ext.adapters.verl.replay import PassLayout
 from tensordict import TensorDict
 from torch import Tensor
@@ -33,7 +34,7 @@ RANKS, TOKENS, SAMPLES = 2, 20, 6
 def check_loss(block: MismatchConfig, mode: str) -> None:
     """Refuse sections in the actor's loss if verl's, with a `loss_agg_mode`, is not the one that was run; raises SeamError."""
     try:
-        seen = _computed(mode)
+        seen = _computed(mode, weighed=weighs(block))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what was seen
         seen = {"raises": f"{type(error).__name__}: {error}"}
     wrong = {name: value for name, value in seen.items() if isinstance(value, str) or not abs(value) < 1e-5}
@@ -43,14 +44,14 @@ def check_loss(block: MismatchConfig, mode: str) -> None:
         raise _refused(block, ("kl", "correction"), f"ppo_loss with loss_agg_mode={mode!r}: on made-up rows {found}")
 
 
-def _computed(mode: str) -> dict[str, Any]:
+def _computed(mode: str, *, weighed: bool) -> dict[str, Any]:
     """Return how far off verl's loss, its slope, and its mean of a term are from PPO's formula at ratios that are not clipped."""
     wave = torch.sin(1.3 * torch.arange(1.0, sum(RESPONSES) + 1))
     advantages, old = 0.5 + wave, -2 + 0.4 * wave
     policy = (old + 0.1 * torch.cos(2.1 * torch.arange(1.0, sum(RESPONSES) + 1))).requires_grad_()
-    weights = 1 - 0.5 * wave
+    weights = 1 - 0.5 * wave if weighed else torch.ones_like(wave)
     fields = {"old_log_probs": old, "advantages": advantages, "ref_log_prob": old - 1, "rollout_log_probs": old + 1}
-    fields["rollout_is_weights"] = weights
+    fields |= {WEIGHTS: weights} if weighed else {}
     data = TensorDict(
         {
             "prompts": _rows(torch.arange(sum(PROMPTS)), PROMPTS),

@@ -83,6 +83,7 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     from mismatch_ext.adapters.verl.block import block_of
     from mismatch_ext.adapters.verl.config import observable, prepare, reasons
     from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
     from verl.trainer.ppo.utils import need_critic, need_reference_policy
     from verl.utils.config import validate_config
 
@@ -95,11 +96,14 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         if found := [str(error) for error in reasons(config, observable(config, block))]:
             return observes, found, []
         prepare(config)
+    except MismatchError as error:
+        return observes, [str(error)], []
+    except OmegaConfBaseException as error:
+        raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
+    try:
         validate_config(
             config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
         )
-    except MismatchError as error:
-        return observes, [str(error)], []
     except Exception as error:  # noqa: BLE001 - whatever verl refuses with
         return False, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     acting = block_of(config.actor_rollout_ref)
@@ -117,7 +121,10 @@ def _arguments(words: Sequence[str]) -> argparse.Namespace:
 
 def composed(overrides: Sequence[str], folder: str = "config", name: str = "ppo_trainer") -> Any:
     """Compose verl's configuration from arguments of `main_ppo`; raises ConfigError if Hydra refuses them."""
-    import verl.trainer
+    try:
+        import verl.trainer
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"--verl: {error}. Run this where verl is installed.") from error
     from hydra import compose, initialize_config_dir
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException

@@ -62,11 +62,12 @@ def module_of(loss: Any) -> str:
 
 def check_update(loss: Any, data: Any, block: MismatchConfig) -> None:
     """Raise if an update is to run with another loss than the block takes, or without the weights that multiply it."""
-    key = needs_own_loss(block)
-    if module_of(loss) not in (__name__, *(() if key else (ppo_loss.__module__,))):
-        takes = "this package" if key else "verl's own or of this package"
+    key, given = needs_own_loss(block), getattr(loss, "func", loss)
+    if given is not mismatch_loss and (key or given is not ppo_loss):
+        takes = "this package's loss" if key else "verl's ppo_loss or this package's loss"
+        name = f"{module_of(loss)}.{getattr(given, '__qualname__', type(given).__qualname__)}"
         raise ConfigError(
-            f"mismatch.{key or 'correction'}: it takes a loss of {takes}, and this update has the loss of {module_of(loss)}. "
+            f"mismatch.{key or 'correction'}: it takes {takes}, and this update has the loss {name}. "
             "Something has replaced or wrapped the loss after the start, as set_loss_fn does. Remove that."
         )
     if weighs(block) and WEIGHTS not in data:

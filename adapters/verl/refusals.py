@@ -440,6 +440,7 @@ TABLE = (
         Setting(
             f"{MODEL}.path", lambda value, _: value is not None and dense(str(value)), "a mixture of experts",
             "its configuration names no experts, so there is nothing to replay", "Remove mismatch.routing",
+            value=lambda asked: asked.at(f"{MODEL}.hf_config_path") or asked.at(f"{MODEL}.path"),
         ),
     )),
     Case("mismatch.sampling_mask", lambda asked: asked.block.sampling_mask is not None, (
@@ -595,9 +596,12 @@ def dense(path: str) -> bool:
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.from_pretrained(Path(path).expanduser(), local_files_only=True).to_dict()
-    except (OSError, ValueError, KeyError, RuntimeError):
-        return False  # a worker fetches it, and says so if it has no router
+        # Without code of the model's own, which transformers would ask about in the terminal.
+        config = AutoConfig.from_pretrained(
+            Path(path).expanduser(), local_files_only=True, trust_remote_code=False
+        ).to_dict()
+    except Exception:  # noqa: BLE001 - whatever is wrong with it, a worker says so, and if it has no router
+        return False
     return not _names_experts(config)
 
 

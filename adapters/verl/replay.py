@@ -49,7 +49,7 @@ TRAIN = "train"
 ALTERED = (
     "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples), from token {} on: text "
     "was tokenized again, input_ids were changed without routed_experts, or routes are another turn's or sample's. Give an "
-    "update the ids that the engine was given and sampled, and the routes that came with them."
+    "update the ids that the engine was given and sampled, and the routes that came with them{}."
 )
 
 
@@ -343,7 +343,8 @@ def check_tokens(others: dict[int, int], data: Any, rank: int, forward_only: boo
     """Raise RoutingError for an update of samples whose routes are of other tokens; in a scoring pass the model routes them."""
     if others and not forward_only:
         row, token = next(iter(others.items()))
-        raise RoutingError(ALTERED.format(names(data, rank)[row], len(others), len(data), token))
+        past = "" if token else "; or the routes did not come through the client of verl's get_llm_client"
+        raise RoutingError(ALTERED.format(names(data, rank)[row], len(others), len(data), token, past))
 
 
 def routes(data: Any) -> list[Tensor | None]:

@@ -66,5 +66,5 @@ def test_sampling_settings_are_those_that_the_engine_has_now() -> None:
     for changed in ((trainer,), (trainer, trainer.vllm_generation)):
         for side in changed:
             side.temperature = 0.7
-        with pytest.raises(ConfigError, match=r"0.7 in the trainer: TRL's trainer scores with 1.0"):
+        with pytest.raises(ConfigError, match=r"0.7 in the trainer, which scores with 1.0"):
             run.follow_sampling()

@@ -99,7 +99,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
         ],
         "correction",
         {},
-        ["policy_loss.rollout_correction='set'", "Remove it"],
+        ["policy_loss.rollout_correction with", "Remove it"],
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),
     ([f"{ACTOR}.policy_loss.loss_mode=dro"], "correction", {"preset": "opsm"}, ["'dro'", "off_policy_threshold"]),
@@ -237,13 +237,14 @@ def test_a_loss_that_is_replaced_after_the_start_trains_nothing(run: Run, tmp_pa
     for name, key in (("kl", "mismatch.kl: "), ("off-policy mask", "mismatch.correction.off_policy_threshold: ")):
         own, stock, moved = found[name]
         assert own == "nothing was refused" and not moved, name
-        assert stock.startswith(f"ConfigError: {key}") and "the loss of verl.workers.utils.losses" in stock, name
+        assert stock.startswith(f"ConfigError: {key}") and "the loss verl.workers.utils.losses.ppo_loss." in stock, name
     for name in ("observed", "neither"):  # they run with verl's own loss
         assert found[name] == ["nothing was refused", "nothing was refused", True], name
-    weighted, plain, wrapped = found["weights"]
+    weighted, plain, wrapped, supervised = found["weights"]
     assert weighted == "nothing was refused"
     assert plain.startswith("RecordError: mismatch.correction: this update's samples have no 'rollout_is_weights'")
-    assert wrapped.startswith("ConfigError: mismatch.correction: it takes a loss of verl's own or of this package")
+    for other in (wrapped, supervised):
+        assert other.startswith("ConfigError: mismatch.correction: it takes verl's ppo_loss or this package's loss")
 
 
 def test_presets_by_name_are_verls_own_methods(direct: Any) -> None:

@@ -16,7 +16,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from verl.utils import tensordict_utils as tu
-from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.losses import ppo_loss, sft_loss
 
 from examples.arithmetic.tokenizer import make_tokenizer
 from tests.peers.forks import on_ranks
@@ -274,14 +274,16 @@ def replaced(out: str) -> dict[str, Any]:
 
 
 def _weighed(policy: str, data: TensorDict) -> list[str]:
-    """Update with weights of a correction, without them, and with a loss that nobody knows to multiply by them."""
+    """Update with weights of a correction, without them, and with losses that nobody knows to multiply by them."""
     block = {"correction": {"preset": "token_truncate"}}
     built, weighted = worker(policy, block), data.clone()
     weighted["rollout_is_weights"] = data["old_log_probs"].exp()
     built.set_loss_fn(make_loss(actor_config(), block_of(**block)))
     found = [refused(update, built, weighted), refused(update, built, data)]
-    built.set_loss_fn(lambda **given: ppo_loss(actor_config(), **given))
-    return [*found, refused(update, built, weighted)]
+    for other in (lambda **given: ppo_loss(actor_config(), **given), partial(sft_loss, config=actor_config())):
+        built.set_loss_fn(other)
+        found.append(refused(update, built, weighted))
+    return found
 
 
 def by_hand(engine: Engine, data: TensorDict, weigh: Any) -> Tensor:
