@@ -32,11 +32,14 @@ PHANTOM = 0.03
 """Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learned late."""
 FEW_MOVED = 0.1
 """Share of elements, a choice: if fewer move at a step, a change takes about ten steps and more to arrive in the engine."""
+SKIPPED = 4
+"""Steps in a row, a choice: a float16 loss scale starts too high for a few at most."""
 PATIENCE = 3
 BACK = 0.8
 STALENESS = PREFIX + "staleness_max"
 """This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = PREFIX + "numerics/"
+GROWTH_LOW = PREFIX + "k3_growth_low"
 ANEW = "alarms_anew"
 """Name of the event that says which alarms a resumed run begins anew."""
 
@@ -115,7 +118,7 @@ DEFAULTS = {
             numerics=True,
         ),
         Rule(
-            metric=PREFIX + "k3_growth_low",
+            metric=GROWTH_LOW,
             above=2.0,
             source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with "
             "mxfp8; the factor is a choice.",
@@ -187,7 +190,7 @@ DEFAULTS = {
         ),
         Rule(
             metric=PREFIX + "overflow_streak",
-            above=4,
+            above=SKIPPED,
             patience=1,
             source="A choice: the scale starts too high for a few steps at most; the scaler stops the run after 20.",
             meaning="optimizer steps were skipped one after another because float16 gradients overflowed",

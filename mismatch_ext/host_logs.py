@@ -10,13 +10,13 @@ import dataclasses
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.drift import Growth, grown
+from mismatch_ext.drift import GROWTH_FLOOR, Growth, grown
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData, StepRecord, read_run, run_of
 from mismatch_ext.names import HOSTS, MEASURES, PREFIX, VERL, HostNames
@@ -50,21 +50,31 @@ class _Rows:
 def read_runs(directory: str | Path) -> dict[str, RunData]:
     """Read the runs at a path by folder name: those of the path itself, else those of its sub-folders.
 
-    A folder holds a run directory, as itself or as its sub-folder `mismatch`, or logs of TRL or verl. Raises RunDirectoryError or
-    PeerVersionError.
+    A folder holds a run directory, as itself or as its sub-folder `mismatch`, or logs of TRL or verl. A sub-folder that cannot be
+    read is a problem of the first run. Raises RunDirectoryError, if no run can be read, or PeerVersionError.
     """
-    root = Path(directory)
+    root, unread = Path(directory), {}
     try:
         runs = _runs_at(root)
         if not runs and root.is_dir():
             for folder in sorted(path for path in root.iterdir() if path.is_dir()):
-                inside = _runs_at(folder)
+                try:
+                    inside = _runs_at(folder)
+                except (RunDirectoryError, PermissionError) as error:
+                    unread[folder.name] = error
+                    continue
                 runs |= {folder.name if len(inside) == 1 else f"{folder.name}/{n}": run for n, run in inside.items()}
+            if unread and not runs:
+                raise next(iter(unread.values()))
     except (PermissionError, ValueError) as error:
         raise RunDirectoryError(f"{root} cannot be read: {error}; give a readable run directory.") from error
     if not runs:
         found = f"holds no {METRICS_FILE} and no other log" if root.exists() else "does not exist"
         raise RunDirectoryError(f"{root} {found}; {GIVE}")
+    if unread:
+        first = next(iter(runs))
+        left_out = (f"the folder {name} was left out: {error}" for name, error in unread.items())
+        runs[first] = replace(runs[first], problems=(*runs[first].problems, *left_out))
     return runs
 
 
@@ -76,9 +86,11 @@ def _runs_at(path: Path) -> dict[str, RunData]:
     if run is not None and not _is_verls(run / METRICS_FILE):
         return {path.resolve().name: read_run(run)}
     # The last checkpoint's state holds the whole history.
-    states = sorted(path.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda state: int(state.parent.name[11:]))
-    logs = [*path.glob(TRAINER_STATE), *reversed(states)][:1] + sorted(filter(_is_verls, path.glob("*.jsonl")))
-    logs = logs or sorted(path.glob(EVENTS))[:1]
+    states = [state for state in path.glob(f"checkpoint-*/{TRAINER_STATE}") if state.parent.name[11:].isdecimal()]
+    states.sort(key=lambda state: int(state.parent.name[11:]), reverse=True)
+    logs = [*path.glob(TRAINER_STATE), *states][:1] + sorted(filter(_is_verls, path.glob("*.jsonl")))
+    if not logs and (events := sorted(path.glob(EVENTS))):
+        return {path.resolve().name: _host_log(*events)}
     return {log.stem if len(logs) > 1 else path.resolve().name: _host_log(log) for log in logs}
 
 
@@ -92,10 +104,10 @@ def _is_verls(path: Path) -> bool:
     return isinstance(first, dict) and first.keys() == {"step", "data"}
 
 
-def _host_log(source: Path) -> RunData:
+def _host_log(source: Path, *resumed: Path) -> RunData:
     try:
         if source.match(EVENTS):
-            read = _tensorboard(source)
+            read = _tensorboard(source, *resumed)
         elif source.suffix == ".json":
             read = _Rows("TRL", list(_trainer_state(json.loads(source.read_bytes()))))
         else:
@@ -131,21 +143,26 @@ def _verl(path: Path) -> _Rows:
     return read
 
 
-def _tensorboard(path: Path) -> _Rows:
+def _tensorboard(*paths: Path) -> _Rows:
+    """Read the event files of one run, oldest first: each time that a run resumes it begins another."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
         raise PeerVersionError(
             "reading event files needs tensorboard, which is not installed; run `pip install tensorboard`."
         ) from error
-    events = EventAccumulator(str(path), size_guidance={"scalars": 0})
-    events.Reload()
-    tags = events.Tags()["scalars"]
-    read = _Rows("verl" if any(tag.startswith(("actor/", "critic/", "rollout_corr/")) for tag in tags) else "TRL")
-    for tag in tags:
-        # transformers puts "train/" and "eval/" before its names, which may have other slashes.
-        split, name = ("eval/eval", tag[5:]) if tag.startswith("eval/") else ("train", tag.removeprefix("train/"))
-        read.rows += [(event.step, split, {name: event.value}) for event in events.Scalars(tag)]
+    read = _Rows("TRL")
+    if len(paths) > 1:
+        read.problems.append(f"{len(paths)} event files are read as one resumed run; give one of them to see it alone.")
+    for path in paths:
+        events = EventAccumulator(str(path), size_guidance={"scalars": 0})
+        events.Reload()
+        for tag in events.Tags()["scalars"]:
+            if tag.startswith(("actor/", "critic/", "rollout_corr/")):
+                read.host = "verl"
+            # transformers puts "train/" and "eval/" before its names, which may have other slashes.
+            split, name = ("eval/eval", tag[5:]) if tag.startswith("eval/") else ("train", tag.removeprefix("train/"))
+            read.rows += [(event.step, split, {name: event.value}) for event in events.Scalars(tag)]
     return read
 
 
@@ -184,13 +201,15 @@ def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: Hos
         if split != "train":
             continue
         mean, k3 = (metrics.get(PREFIX + name) for name in ("logp_abs_diff_mean", "k3_kl"))
+        size = k3
         if k3 is None and mean is not None:
-            # TRL logs no k3: it grows as that of normally distributed differences of this mean size.
-            k3 = math.pi / 4 * mean * mean
+            # TRL logs no k3, so the growth is that of the mean. Its floor is the mean size of normally distributed differences
+            # whose k3 is that of the floor.
+            size = max(mean, math.sqrt(GROWTH_FLOOR * 4 / math.pi))
         watched = {name: math.nan if value is None else value for name, value in metrics.items()}
-        if k3 is not None and PREFIX + "k3_growth" not in metrics:
-            growth, of_k3 = grown(growth, step, k3)
-            watched |= {PREFIX + name: value for name, value in of_k3.items()}
+        if size is not None and PREFIX + "k3_growth" not in metrics:
+            growth, of_size = grown(growth, step, size)
+            watched |= {PREFIX + name: value for name, value in of_size.items()}
         alarms, raised = watch(alarms, watched, rules, step)
         for alarm in raised:
             value = alarm.value if math.isfinite(alarm.value) else None
@@ -222,6 +241,8 @@ def _about(source: Path, host: str, logged: set[str]) -> str:
     figures = f"of the gap it has {', '.join(sorted(logged))}" if logged else "it has no figure of the gap"
     missing = [name for name in CENTRAL if name not in logged]
     text = f"read from {host}'s own log, {source.name}: {figures}"
+    if host == "verl" and logged:
+        text += ". How stale its rollouts were is unknown: with asynchronous rollouts, part of the gap may be drift"
     if not missing:
         return f"{text}."
     by_host = [name for name in missing if getattr(MEASURES[name], host.lower())]

@@ -210,8 +210,9 @@ class RunData:
 
     @property
     def first_step(self) -> int:
-        """The first step that has a line; 0 if no step has one."""
-        return min((record.step for record in self.steps), default=0)
+        """The first step that has a line, of training if there was one; 0 if no step has one."""
+        first = self.splits[:1]
+        return min((record.step for record in self.steps if record.split in first), default=0)
 
     @property
     def last_step(self) -> int:

@@ -33,9 +33,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from mismatch_ext.alarms import HEALTHY_K3, PATIENCE, PHANTOM, STALE_ABS_DIFF, built_in
+from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPPED, STALE_ABS_DIFF, built_in
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
-from mismatch_ext.names import PREFIX
+from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.closing import kept_events, observed, times
 from mismatch_ext.report.doctor import Why
@@ -170,7 +170,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=(found.advice if found is not None and found.confirmed else None)
         or penalty
-        or _known_cause(run, main, late=bool(warnings) and warnings[0].step > run.first_step)
+        or _known_cause(run, main, late=bool(warnings) and _came_late(run, warnings[0]))
         or next((warning.advice for warning in warnings if warning.advice), None)
         or (_unexplained(run, main, level) if found is None else found.advice),
         status=run.ending.status,
@@ -240,6 +240,7 @@ class _Warning:
     step: int  # the first
     said: str
     advice: str | None
+    of_k3: str | None = None  # the metric that is above HEALTHY_K3
 
 
 def _warnings(run: RunData, level: str) -> list[_Warning]:
@@ -264,6 +265,7 @@ def _alarms(run: RunData, level: str) -> list[_Warning]:
     for event in kept_events(run, "alarm"):
         histories.setdefault(event.data["metric"], []).append(event)
     raised = [(metric, events[0].data, events[-1]) for metric, events in histories.items()]
+    raised = [(metric, first, last) for metric, first, last in raised if not _is_warm_up(run, metric, first, last)]
     raised.sort(key=lambda alarm: (alarm[1]["threshold"] != STALE_ABS_DIFF, alarm[1]["first_step"]))
     found = [_alarm(run, metric, first, last, level) for metric, first, last in raised[:MAX_ALARMS]]
     if (more := len(raised) - MAX_ALARMS) > 0:
@@ -271,6 +273,15 @@ def _alarms(run: RunData, level: str) -> list[_Warning]:
             _Warning(said=f"{more} more {'alarm was' if more == 1 else 'alarms were'} raised", step=0, advice=None)
         )
     return found
+
+
+def _is_warm_up(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecord) -> bool:
+    """Tell whether an alarm is of the few first steps that float16 skips because the loss scale starts too high."""
+    once = last.data["status"] == "cleared" and last.data["first_step"] == first["first_step"] == run.first_step
+    if metric != run.names.of(Role.GRAD_NORM) or first["threshold"] is not None or not once:
+        return False
+    steps, norms = run.series(metric)
+    return sum(norm is None for step, norm in zip(steps, norms, strict=True) if step <= last.step) <= SKIPPED
 
 
 def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecord, level: str) -> _Warning:
@@ -282,9 +293,24 @@ def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecor
     bounds = () if rule is None else (rule.above, rule.below)
     if rule is None or (threshold not in bounds if threshold is not None else bounds != (None, None)):
         return _Warning(step=step, said=f"{span} {fact}", advice=f"look at what else changed at step {step}")
+    if rule.metric == GROWTH_LOW:
+        # A log is out of bounds because of all those before it.
+        span = f"by step {step}{f', and until step {last.step},' if last.data['status'] == 'cleared' else ''}"
+    of_k3 = metric if rule.numerics and threshold == HEALTHY_K3 else None
     # The level says the same, and its advice fits the run's dtypes.
-    known = rule.numerics and threshold == HEALTHY_K3 and level in (ELEVATED, CAUSED, LARGE)
-    return _Warning(step=step, said=f"{span} {rule.meaning} ({fact})", advice=None if known else rule.advice)
+    known = of_k3 is not None and level in (ELEVATED, CAUSED, LARGE)
+    said = f"{span} {rule.meaning}" + (f" ({fact})" if metric in run.logged("train") else "")
+    return _Warning(step=step, said=said, advice=None if known else rule.advice, of_k3=of_k3)
+
+
+def _came_late(run: RunData, warning: _Warning) -> bool:
+    """Tell whether the first logs had nothing of what a warning is about: a k3 must have been far smaller before it."""
+    if warning.of_k3 is None or warning.step <= run.first_step:
+        return warning.step > run.first_step
+    sizes = [(step, _mean_of(k3)) for step, k3 in zip(*run.series(warning.of_k3), strict=True) if k3 is not None]
+    before = [size for step, size in sizes if step < warning.step]
+    after = [size for step, size in sizes if step >= warning.step]
+    return bool(before and after) and median(after) > FAR_ABOVE * median(before)
 
 
 def _late(run: RunData) -> _Warning | None:

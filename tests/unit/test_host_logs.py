@@ -161,6 +161,88 @@ def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
     assert run["level"] == "warned" and "the gap has more than doubled" in said
 
 
+def test_a_mean_that_grows_within_the_healthy_range_is_not_named(tmp_path: Path) -> None:
+    said, run = verdict_of(trl_log(tmp_path / "healthy", [0.0115 * (18 / 11.5) ** (step / 39) for step in range(40)]))
+    assert run["level"] == "small" and "doubled" not in said
+    # Sizes whose k3 would be below the floor of its growth count as that floor.
+    said, _ = verdict_of(trl_log(tmp_path / "tiny", [0.001 * 10 ** (step / 39) for step in range(40)]))
+    assert "doubled" not in said
+    said, run = verdict_of(trl_log(tmp_path / "grown", [0.012 * 2.5 ** (step / 39) for step in range(40)]))
+    assert "by step 31 the gap has more than doubled over the last logs, beyond what chance does" in said
+    assert "from step" not in said and "k3" not in said  # the log has no such name
+
+
+def test_a_sequences_effective_sample_size_is_not_judged_as_that_of_tokens(tmp_path: Path) -> None:
+    """Verl has one name for both."""
+    rows = [{"rollout_corr/k3_kl": 2e-4, "rollout_corr/rollout_is_eff_sample_size": 0.2}] * 5
+    said, run = verdict_of(verl_log(tmp_path / "verl.jsonl", rows))
+    assert run["level"] == "small" and "importance weight" not in said
+    assert "ess_token" not in build(tmp_path / "verl.jsonl").problems[0]
+
+
+def test_verls_log_does_not_tell_drift(tmp_path: Path) -> None:
+    (run,) = load_runs(verl_log(tmp_path / "verl.jsonl", [{"rollout_corr/k3_kl": 2e-3}])).values()
+    assert (
+        "How stale its rollouts were is unknown: with asynchronous rollouts, part of the gap may be drift. Missing"
+        in (run.problems[0])
+    )
+
+
+def test_a_resumed_runs_event_files_are_one_log(tmp_path: Path) -> None:
+    from torch.utils.tensorboard import SummaryWriter
+
+    name = "train/sampling/sampling_logp_difference/mean"
+    for part, (gap, steps) in enumerate(((0.01, range(1, 12)), (0.3, range(10, 20)))):
+        with SummaryWriter(tmp_path / "written") as writer:
+            for step in steps:
+                writer.add_scalar(name, gap, step)
+        # The name holds the time in whole seconds.
+        (written,) = (tmp_path / "written").iterdir()
+        (tmp_path / "run").mkdir(exist_ok=True)
+        written.rename(tmp_path / "run" / f"events.out.tfevents.{part}.host")
+    (run,) = load_runs(tmp_path / "run").values()
+    steps, gaps = run.series("mismatch/logp_abs_diff_mean")
+    assert steps == list(range(1, 20)) and gaps == pytest.approx([0.01] * 9 + [0.3] * 10)
+    assert "2 event files are read as one resumed run" in run.problems[1]
+    said, judged = verdict_of(tmp_path / "run")
+    assert judged["level"] == "large" and "as large as stale weights" in said
+
+
+def test_a_folder_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:
+    trl_log(tmp_path / "good", [0.01])
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "empty" / "trainer_state.json").write_text('{"log_history": []}')
+    ((name, run),) = load_runs(tmp_path).items()
+    assert name == "good" and run.problems[-1].startswith("the folder empty was left out: ")
+    assert "holds no step" in run.problems[-1]
+    (tmp_path / "good" / "trainer_state.json").write_text("no json")
+    with pytest.raises(RunDirectoryError, match="holds no step"):
+        load_runs(tmp_path)
+
+
+def test_a_checkpoint_without_a_number_is_not_the_last(tmp_path: Path) -> None:
+    for name, steps in (("checkpoint-9", 2), ("checkpoint-10", 3), ("checkpoint-best", 1), ("checkpoint-11-merged", 1)):
+        trl_log(tmp_path / name, [0.01] * steps)
+    (run,) = load_runs(tmp_path).values()
+    assert run.last_step == 3
+
+
+def test_steps_that_a_loss_scale_skips_at_the_start_are_no_warning(tmp_path: Path) -> None:
+    def rows(skipped: int, before: int = 0) -> list[dict[str, float | None]]:
+        norms = [0.5] * before + [None] * skipped + [0.5] * 10
+        return [{"rollout_corr/k3_kl": 1e-5, "actor/grad_norm": norm} for norm in norms]
+
+    said, run = verdict_of(verl_log(tmp_path / "warm.jsonl", rows(3)))
+    assert run["level"] == "small" and "gradients" not in said
+    for name, log in (
+        ("long", rows(5)),
+        ("later", rows(3, before=4)),
+        ("stuck", rows(3)[:4]),
+    ):
+        said, run = verdict_of(verl_log(tmp_path / f"{name}.jsonl", log))
+        assert run["level"] == "warned" and "the gradients hold NaN or infinity" in said, name
+
+
 def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
     """orjson, which verl's file logger writes with, makes null of NaN."""
     rows = [{"rollout_corr/k3_kl": 1e-5, "actor/grad_norm": None if step > 36 else 0.5} for step in range(1, 41)]

@@ -277,6 +277,51 @@ def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
         assert ("stops 12% of the tokens" in say(run)) == (name == "clipped")
 
 
+@pytest.mark.parametrize(
+    ("k3", "evaluated", "first", "named"),
+    [
+        ([2e-3] * 20, False, 1, True),
+        ([2e-3] * 20, True, 1, True),
+        ([0.95e-3] + [1.2e-3] * 19, False, 2, True),
+        ([1e-5] * 9 + [3e-3] * 11, False, 10, False),
+    ],
+)
+def test_dtypes_are_not_the_cause_of_a_k3_that_was_far_smaller_at_first_alone(
+    k3: list[float], evaluated: bool, first: int, named: bool, tmp_path: Path
+) -> None:
+    alarm = {"metric": "mismatch/k3_kl", "first_step": first, "threshold": 1e-3, "side": "above", "status": "raised"}
+    with run_stream(tmp_path, header=header("fp32", engine={"model_dtype": "torch.bfloat16"})) as stream:
+        if evaluated:
+            stream.step(0, {"mismatch/k3_kl": k3[0]}, "eval/eval")
+        for step, value in enumerate(k3, 1):
+            stream.step(step, {"mismatch/k3_kl": value})
+        stream.event(first + 2, "warning", "alarm", "k3_kl", alarm)
+    said = say(tmp_path)
+    assert f"from step {first} on the rollout policy" in said
+    assert ("its trainer computes in float32 and its engine in bfloat16, so give both one dtype" in said) == named
+
+
+@pytest.mark.parametrize("skipped", [0, 3])
+def test_a_gradient_norm_above_a_bound_of_the_block_is_no_warm_up(skipped: int, tmp_path: Path) -> None:
+    norms = [math.nan] * skipped + [1.0] * skipped + [9.0] * 3 + [1.0] * 3
+    alarm = {
+        "metric": "grad_norm",
+        "first_step": 1 + 2 * skipped,
+        "threshold": 5.0,
+        "side": "above",
+        "status": "raised",
+    }
+    not_finite = alarm | {"first_step": 1, "threshold": None, "side": "non-finite"}
+    events = [alarm, alarm | {"status": "cleared"}]
+    with run_stream(tmp_path, header=header("fp16")) as stream:
+        for step, norm in enumerate(norms, 1):
+            stream.step(step, {"mismatch/logp_abs_diff_mean": 1e-3, "grad_norm": norm})
+        for at, data in enumerate(([not_finite, not_finite | {"status": "cleared"}] if skipped else []) + events, 1):
+            stream.event(3 * at, "warning", "alarm", "grad_norm", data)
+    said = say(tmp_path)
+    assert ("from step 1 to 12 the gradients hold NaN" if skipped else "from step 1 to 6 grad_norm above 5") in said
+
+
 def test_a_check_that_failed_and_an_alarm_leave_no_gap_small(tmp_path: Path) -> None:
     for level in ("warned", "elevated"):
         run = flat_run(tmp_path / level, 0.005 if level == "warned" else 0.05, name="bf16")
