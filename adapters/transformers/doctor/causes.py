@@ -230,7 +230,7 @@ def _of_exchanged(scorer: Scorer, layout: MoeLayout) -> list[Cause]:
     experts = {
         r.layer: r.experts for r in layout.routers if r.experts is not None and stacked(r.experts, layout.num_experts)
     }
-    pairs = exchanged_pairs(scorer, experts)[:EXCHANGED] if experts else []
+    pairs = exchanged_pairs(scorer, experts, EXCHANGED) if experts else []
     names = {id(p): name for name, p in scorer.model.named_parameters()}
 
     def change(x: float) -> Any:

@@ -301,12 +301,22 @@ def as_trainer(
 
 def differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> float:
     """Return the share of (token, layer) with other sets of experts."""
-    count = total = 0.0
-    for trace, other in zip(routes, others, strict=True):
-        rows = min(trace.rows, other.rows)
-        sums = agreement(trace.slice(0, rows), other.slice(0, rows))
-        count, total = count + float(sums["set_mismatches"].sum()), total + rows * len(trace.layers)
-    return count / total
+    pairs = _of_same_rows(routes, others)
+    return float(_apart(pairs).sum()) / sum(trace.rows * len(trace.layers) for trace, _ in pairs)
+
+
+def _of_same_rows(
+    routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]
+) -> list[tuple[RoutingTrace, RoutingTrace]]:
+    lengths = [min(trace.rows, other.rows) for trace, other in zip(routes, others, strict=True)]
+    return [
+        (trace.slice(0, rows), other.slice(0, rows)) for trace, other, rows in zip(routes, others, lengths, strict=True)
+    ]
+
+
+def _apart(pairs: Sequence[tuple[RoutingTrace, RoutingTrace]]) -> Tensor:
+    """Count the tokens with other sets of experts, by layer `[L]`."""
+    return torch.stack([agreement(trace, other)["set_mismatches"] for trace, other in pairs]).sum(0)
 
 
 def exchanged_ids(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> tuple[int, int, int, float] | None:
@@ -314,29 +324,24 @@ def exchanged_ids(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]
 
     None unless it explains more than half of the layer that differs most, and nearly every set with one of the two obeys it.
     """
+    pairs = _of_same_rows(routes, others)
+    apart, at = _apart(pairs).max(0)
+    layer = routes[0].layers[int(at)]
     sets = []
-    for side in (routes, others):
-        pairs = zip(routes, others, strict=True)
-        chosen = [
-            trace.experts[: min(one.rows, other.rows)].long() for trace, (one, other) in zip(side, pairs, strict=True)
-        ]
-        whole = torch.cat(chosen)
-        count = routes[0].num_experts
-        sets.append(torch.zeros(*whole.shape[:2], count, dtype=torch.bool).scatter_(2, whole, True).transpose(0, 1))
+    for side in zip(*pairs, strict=True):
+        chosen = torch.cat([trace.layer(layer) for trace in side])
+        sets.append(torch.zeros(len(chosen), routes[0].num_experts, dtype=torch.bool).scatter_(1, chosen, True))
     engine, own = sets
-    apart = (engine != own).any(-1).sum(-1)
-    layer = int(apart.argmax())
-    engine, own = engine[layer], own[layer]
     # Sets that differ by one expert alone.
     single = (engine != own).sum(-1) == 2
     gained, lost = (engine & ~own)[single].float(), (own & ~engine)[single].float()
     swaps = gained.T @ lost
     swaps = swaps + swaps.T
     one, other = divmod(int(swaps.argmax()), len(swaps))
-    share = float(swaps[one, other] / apart[layer].clamp(min=1))
+    share = float(swaps[one, other] / apart.clamp(min=1))
     obeyed = float(swaps[one, other] / (own[:, one] != own[:, other]).sum().clamp(min=1))
     first, second = sorted((one, other))
-    return (routes[0].layers[layer], first, second, share) if share > LEAST_PART and obeyed > OBEYED else None
+    return (layer, first, second, share) if share > LEAST_PART and obeyed > OBEYED else None
 
 
 @dataclass(frozen=True, kw_only=True)

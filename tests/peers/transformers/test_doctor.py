@@ -18,12 +18,21 @@ from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.transformers.doctor import in_run
 from mismatch_ext.adapters.transformers.doctor import scorer as scorers
-from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.causes import EXCHANGED, of_model
+from mismatch_ext.adapters.transformers.doctor.exchanged import exchanged_pairs
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
+from mismatch_ext.adapters.transformers.routing import moe_layout
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from safetensors.torch import load_file, save_file
-from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Llama4ForCausalLM,
+    Llama4TextConfig,
+)
 
 from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.doctor import Sample, diagnose
@@ -156,6 +165,33 @@ def test_experts_that_an_engine_exchanged_are_named_with_their_layer(routed: boo
         )
     ]
     assert found.verdict == "explained"
+
+
+def test_exchanged_experts_rank_high_on_one_screened_response_too(tmp_path: Path) -> None:
+    folder = tiny_model("moe", tmp_path / "model")
+    served = load_model(exchanged_in(folder, tmp_path / "served", 1, 3, 12))
+    rows = tuple(map(tuple, np.random.default_rng(0).integers(2, 16, (2, 400)).tolist()))
+    two = replace(sample(2), responses=rows, masks=((True,) * 400,) * 2, logprobs=((0.0,) * 400,) * 2)
+    taken, trainer = as_if(folder, Scorer(served, two, trainer_dtype="float32", engine_dtype="float32"))
+    assert len(set(taken.row[taken.fits].tolist())) == 1
+    experts = {r.layer: r.experts for r in moe_layout(trainer.model).routers if r.experts is not None}
+    assert (1, 3, 12) in exchanged_pairs(trainer, experts, EXCHANGED)
+
+
+def test_exchanged_experts_that_take_neither_ids_nor_gates_leave_the_gap_unexplained(tmp_path: Path) -> None:
+    config = Llama4TextConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, intermediate_size_mlp=32, num_hidden_layers=2, head_dim=8,
+        num_attention_heads=4, num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Llama4ForCausalLM(config).save_pretrained(tmp_path)
+    served = load_model(tmp_path)
+    with torch.no_grad():
+        for weight in served.get_submodule("model.layers.1.feed_forward.experts").parameters():
+            weight.copy_(weight[[1, 0, 2, 3]])
+    taken, trainer = as_if(tmp_path, Scorer(served, sample(96), trainer_dtype="float32", engine_dtype="float32"))
+    assert diagnose(taken, trainer.scores, of_model(trainer)).verdict == "unexplained"
 
 
 @pytest.mark.parametrize("exchanged", [True, False])
