@@ -18,8 +18,8 @@ from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.transformers.doctor import in_run
 from mismatch_ext.adapters.transformers.doctor import scorer as scorers
-from mismatch_ext.adapters.transformers.doctor.causes import EXCHANGED, of_model
-from mismatch_ext.adapters.transformers.doctor.exchanged import exchanged_pairs
+from mismatch_ext.adapters.transformers.doctor.causes import of_model
+from mismatch_ext.adapters.transformers.doctor.exchanged import _moved
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import BATCH, LAYOUTS, Projected, Scorer
 from mismatch_ext.adapters.transformers.routing import moe_layout
@@ -167,15 +167,20 @@ def test_experts_that_an_engine_exchanged_are_named_with_their_layer(routed: boo
     assert found.verdict == "explained"
 
 
-def test_exchanged_experts_rank_high_on_one_screened_response_too(tmp_path: Path) -> None:
-    folder = tiny_model("moe", tmp_path / "model")
-    served = load_model(exchanged_in(folder, tmp_path / "served", 1, 3, 12))
-    rows = tuple(map(tuple, np.random.default_rng(0).integers(2, 16, (2, 400)).tolist()))
-    two = replace(sample(2), responses=rows, masks=((True,) * 400,) * 2, logprobs=((0.0,) * 400,) * 2)
-    taken, trainer = as_if(folder, Scorer(served, two, trainer_dtype="float32", engine_dtype="float32"))
-    assert len(set(taken.row[taken.fits].tolist())) == 1
-    experts = {r.layer: r.experts for r in moe_layout(trainer.model).routers if r.experts is not None}
-    assert (1, 3, 12) in exchanged_pairs(trainer, experts, EXCHANGED)
+def test_what_an_exchange_moves_is_what_exchanging_the_ids_moves(tmp_path: Path) -> None:
+    model, made = load_model(tiny_model("moe", tmp_path)), torch.Generator().manual_seed(0)
+    experts = moe_layout(model).routers[1].experts
+    assert experts is not None
+    hidden, slope = torch.randn(2, 40, model.get_input_embeddings().weight.shape[1], generator=made)
+    chosen, gates = torch.rand(40, 16, generator=made).topk(2).indices, torch.rand(40, 2, generator=made)
+    total, squares = _moved(experts, (hidden, chosen, gates), slope)
+    with torch.no_grad():
+        plain = experts(hidden, chosen, gates)
+        for one, other in ((3, 12), (12, 3), (0, 1)):
+            swapped = torch.where(chosen == one, other, torch.where(chosen == other, one, chosen))
+            by = ((experts(hidden, swapped, gates) - plain) * slope).double().sum(-1)
+            assert total[one, other].item() == pytest.approx(by.sum().item(), rel=1e-3)
+            assert squares[one, other].item() == pytest.approx(by.square().sum().item(), rel=1e-3)
 
 
 def test_exchanged_experts_that_take_neither_ids_nor_gates_leave_the_gap_unexplained(tmp_path: Path) -> None:
