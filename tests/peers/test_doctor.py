@@ -61,7 +61,7 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     wrong = found["wrong_layer"]
     most = max(wrong["blocks"], key=lambda block: block["error"] / block["own"])
     assert (most["layer"], most["kind"]) == (2, "mlp") and not stale["causes"][1:], wrong["printed"]
-    assert "block by block, largest at layer 2, mlp" in wrong["printed"] and wrong["status"] == 2, wrong["printed"]
+    assert "block by block, largest at layer 2, mlp" in wrong["printed"] and wrong["status"] == 3, wrong["printed"]
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ def in_readme(beginning: str) -> str:
 
 def test_a_run_by_the_example_and_its_report() -> None:
     shell(in_readme("python examples/trl_grpo.py"))
-    assert "runs/mine/mismatch/report.html" in shell(in_readme("mismatch-ext report"))
+    assert "runs/mine/mismatch/report.html" in shell(in_readme("mismatch-ext report runs/"))
     assert (ROOT / "runs/mine/mismatch/report.html").is_file()
 
 

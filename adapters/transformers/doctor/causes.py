@@ -108,8 +108,8 @@ def _cause(
 def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
     model, cause = scorer.model, partial(_cause, scorer)
     rows = zip(scorer.sample.prompts, scorer.sample.responses, strict=True)
-    longest = max(len(prompt) + len(response) for prompt, response in rows)
-    sizes = tuple(sorted({w for w in (*WINDOWS, *map(float, windows)) if w < longest})) or WINDOWS[:1]
+    seen = max(len(prompt) + len(response) for prompt, response in rows) - 1  # by what predicts the last token
+    sizes = tuple(sorted({w for w in (*WINDOWS, *map(float, windows)) if w < seen})) or WINDOWS[:1]
     formats, kinds = tuple(FP8.values()), tuple(map(float, range(len(FP8))))
     rope = getattr(getattr(model, "config", None), "rope_parameters", None) or {}
     tables, torchs = bool(rotary_tables(model)), attends_by_torch(model)

@@ -18,6 +18,7 @@ from tests.peers.verl.in_process.scenarios_masks import supports, with_fields
 from tests.peers.verl.in_process.workers import R2, batch, parameters, scored, update, worker
 
 BLOCK: dict[str, Any] = {"routing": R2, "sampling_mask": {}}
+LOSS: dict[str, Any] = {"kl": {"coef": 0.1}, "correction": {"preset": "token_truncate"}}
 
 
 def newer(model: str) -> dict[str, Any]:
@@ -36,7 +37,7 @@ def newer(model: str) -> dict[str, Any]:
         compat.check(("verl",), parsed.features, {"verl", "fsdp"})  # as verl's worker does
         for mode in ("token-mean", "seq-mean-token-sum"):
             try:
-                check_loss(MismatchConfig.parse({"kl": {"coef": 0.1}}), mode)  # type: ignore[arg-type]
+                check_loss(MismatchConfig.parse(LOSS), mode)  # type: ignore[arg-type]
             except SeamError as error:
                 found["refused"].append(str(error))
         try:
