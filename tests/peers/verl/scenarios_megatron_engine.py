@@ -28,7 +28,7 @@ from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
 from tests.peers.megatron.cpu import chosen
-from tests.peers.verl.cpu.megatron_engine import CALLED, OVERRIDES, megatron_on_cpu
+from tests.peers.verl.cpu.megatron_engine import CALLED, OVERRIDES, engine_in_float32, megatron_on_cpu
 from tests.peers.verl.in_process.routes import as_rollout, carrying, nested, other, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
@@ -38,6 +38,7 @@ OFF = {"monitor": {"weight_sync": "off"}}
 R3 = {"routing": {"mode": "R3", "measured": 1.0}, **OFF}
 R2 = {"routing": {"mode": "R2", "measured": 1.0}, **OFF}
 LED = {"lr": {"period": 2}, **OFF}
+FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
 OPTIM = "actor_rollout_ref.actor.optim"
 CONSTANT = (
     f"{OPTIM}.lr=1e-4",
@@ -87,16 +88,17 @@ def worker(model: str, block: dict[str, Any] | None = None, *overrides: str) -> 
     return built
 
 
-def batch(rollout: Tensor | None = None, **fields: Tensor) -> TensorDict:
+def batch(rollout: Tensor | None = None, seed: int = 0, **fields: Tensor) -> TensorDict:
     """Return a batch of four samples as verl's trainer hands it to a worker.
 
     Args:
         rollout: Routes that a rollout engine recorded of their tokens.
+        seed: Seed of the tokens.
         fields: Further fields.
     """
     prompts, responses = [], []
     for number, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
-        generator = torch.Generator().manual_seed(number)
+        generator = torch.Generator().manual_seed(len(PROMPTS) * seed + number)
         prompts.append(torch.randint(3, 16, (prompt,), generator=generator))
         responses.append(torch.randint(3, 16, (response,), generator=generator))
     whole = [torch.cat(pair) for pair in zip(prompts, responses, strict=True)]
@@ -216,12 +218,77 @@ def transformers_logprobs(model: str) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).eval()
-    found = []
-    for ids, count in zip(batch()["input_ids"].unbind(), RESPONSES, strict=True):
-        with torch.no_grad():
-            logps = reference(ids[None]).logits[0, :-1].float().log_softmax(-1)
-        found.append(logps.gather(-1, ids[1:, None])[-count:, 0])
-    return nested(found)
+    pairs = zip(batch()["input_ids"].unbind(), RESPONSES, strict=True)
+    return nested([logprobs_of(reference, ids)[-count:] for ids, count in pairs])
+
+
+def float32(model: str, batches: int = 10) -> dict[str, Any]:
+    """Compare the engine with transformers in float32: the routes that each takes by itself, then replays of both."""
+    from transformers import AutoModelForCausalLM
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with engine_in_float32():
+        built = worker(model, OFF, FLOAT32)
+        own = [own_routes(built, reference, seed) for seed in range(batches)]
+        found: dict[str, Any] = {"report": built.mismatch_report(), "own": own}
+        recorded = as_rollout(nested([recorded_by(reference, ids)[0] for ids in batch()["input_ids"].unbind()]))
+        for name, given in (("recorded", recorded), ("other", other(recorded))):
+            built = worker(model, R3, FLOAT32)
+            ran = both(built, batch(rollout=given))
+            expected = [
+                replayed_by(reference, *pair)
+                for pair in zip(batch()["input_ids"].unbind(), given.unbind(), strict=True)
+            ]
+            expected = [logps[-count:].tolist() for logps, count in zip(expected, RESPONSES, strict=True)]
+            found[name] = {"logprobs": ran["logprobs"], "expected": expected, "obeyed": obeyed(ran["seen"], given)}
+            found[name]["metrics"] = built.mismatch_metrics()
+        found["rates"] = rates_of(worker(model, LED, *CONSTANT, FLOAT32), 2)
+    return found
+
+
+def own_routes(built: Any, reference: Any, seed: int) -> dict[str, Any]:
+    """Score a batch without replay, and count the (token, layer) pairs and those of which transformers takes other experts."""
+    with chosen(built.actor.engine.module[0]) as seen:
+        data = scored(built, batch(seed=seed))
+    routes, logprobs = zip(*(recorded_by(reference, ids) for ids in data["input_ids"].unbind()), strict=True)
+    wanted = torch.nn.functional.one_hot(torch.cat(routes), EXPERTS).sum(-2).bool()
+    taken = torch.stack([torch.cat(seen[layer]) for layer in range(LAYERS)], 1)
+    return {
+        "pairs": wanted[..., 0].numel(),
+        "differing": int((wanted != taken).any(-1).sum()),
+        "logprobs": rows(data["old_log_probs"]),
+        "expected": [logps[-count:].tolist() for logps, count in zip(logprobs, RESPONSES, strict=True)],
+    }
+
+
+def recorded_by(reference: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the routes `[T, L, K]` that transformers takes for a sample, and its tokens' log-probabilities `[T - 1]`."""
+    from mismatch_ext.adapters.transformers.routing import record_routing
+
+    with record_routing(reference) as recording:
+        logps = logprobs_of(reference, ids)
+    return recording.trace.experts.long(), logps
+
+
+def replayed_by(reference: Any, ids: Tensor, routes: Tensor) -> Tensor:
+    """Return a sample's log-probabilities `[T - 1]` in transformers under given routes; the last token's are its own."""
+    from mismatch_ext.adapters.transformers.routing import moe_layout, replay_routing
+
+    from mismatch_ext.routing import RoutingTrace, align
+
+    layout = moe_layout(reference)
+    trace = RoutingTrace.ingest(
+        routes[:-1], num_experts=EXPERTS, layers=layout.layers, tokens=len(ids), version=0, request="0", top_k=TOP_K
+    )
+    with replay_routing(reference, *align([trace], torch.ones(1, len(ids))), others="replay"):
+        return logprobs_of(reference, ids)
+
+
+def logprobs_of(reference: Any, ids: Tensor) -> Tensor:
+    """Return the log-probabilities of a sample's tokens but the first `[T - 1]`."""
+    with torch.no_grad():
+        logps = reference(ids[None], use_cache=False).logits[0, :-1].float().log_softmax(-1)
+    return logps.gather(-1, ids[1:, None])[:, 0]
 
 
 def replay(model: str) -> dict[str, Any]:
@@ -242,6 +309,7 @@ def replay(model: str) -> dict[str, Any]:
         found[name]["first_layer"] = differing(given, routes, 0)
     found["report"] = built.mismatch_report()
     found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
+    found["outside"] = {name: outside(built, routes, name) for name in ("range", "negative", "duplicate", "wide")}
     return found
 
 
@@ -257,6 +325,25 @@ def lost(built: Any, routes: Tensor, name: str) -> str:
         return refused(built.compute_log_prob, data)
     data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
     return refused(update, built, data)
+
+
+def outside(built: Any, routes: Tensor, name: str) -> str:
+    """Give the second sample's third token, in layer 1, what no top-k over the model's experts can choose, in an update."""
+    given = [row.clone() for row in routes.unbind()]
+    match name:
+        case "range":
+            given[1][2, 1, 0] = EXPERTS
+        case "negative":
+            given[1][2, 1, 0] = -1
+        case "duplicate":
+            given[1][2, 1, 0] = given[1][2, 1, 1]
+        case "wide":
+            given = [torch.cat([row, torch.full_like(row[..., :1], EXPERTS - 1)], -1) for row in given]
+    data = batch(rollout=nested(given))
+    data["old_log_probs"] = nested([torch.full((count,), -3.0) for count in RESPONSES])
+    before, found = parameters(built), refused(update, built, data)
+    assert parameters(built) == before
+    return found
 
 
 def layouts(model: str, seed: int = 5) -> dict[str, Any]:

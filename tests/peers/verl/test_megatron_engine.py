@@ -24,6 +24,7 @@ pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 def ran(run: Run, moe: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     one = (
         scenarios.stock,
+        scenarios.float32,
         scenarios.replay,
         scenarios.layouts,
         scenarios.reference,
@@ -60,6 +61,25 @@ def test_the_engine_computes_the_checkpoints_model(ran: dict[str, Any]) -> None:
     assert gap(ran["stock"]["verl"]["logprobs"], ran["stock"]["transformers"]) < 0.2
 
 
+def test_in_float32_the_engine_takes_the_recorded_routes_by_itself(ran: dict[str, Any]) -> None:
+    found = ran["float32"]
+    assert list(found["report"]["trainer"]["parameter_dtypes"]) == ["float32"] and found["report"]["routing"] is None
+    assert [(batch["pairs"], batch["differing"]) for batch in found["own"]] == [(2 * (14 + 12 + 10 + 9), 0)] * 10
+    assert all(gap(batch["logprobs"], batch["expected"]) < 1e-5 for batch in found["own"])
+
+
+@pytest.mark.parametrize("case", ["recorded", "other"])
+def test_in_float32_the_replay_is_transformers_replay(ran: dict[str, Any], case: str) -> None:
+    found = ran["float32"][case]
+    assert found["obeyed"]
+    assert gap(found["logprobs"], found["expected"]) < 1e-5
+    agrees = found["metrics"]["routing/set_mismatch_frac"] == 0.0
+    assert agrees == (case == "recorded")
+    # Other routes are another policy, which both sides agree on.
+    moved = gap(found["logprobs"], ran["float32"]["own"][0]["expected"])
+    assert moved < 1e-5 if case == "recorded" else moved > 0.2
+
+
 @pytest.mark.parametrize("case", ["R2", "own"])
 def test_the_models_own_routes_change_nothing(ran: dict[str, Any], case: str) -> None:
     native, replayed = ran["replay"]["native"], ran["replay"][case]
@@ -94,6 +114,20 @@ def test_replayed_routes_are_compared_with_the_models_own(ran: dict[str, Any]) -
 def test_lost_routes_are_refused_by_their_sample(ran: dict[str, Any], case: str, words: str) -> None:
     found = ran["replay"]["lost"][case]
     assert found.startswith("RoutingError: request 1 of rank 0's mini-batch (uid second): routing " + words)
+
+
+@pytest.mark.parametrize(
+    "case, words",
+    [
+        ("range", "row 2, layer 1: expert id 16 is out of range"),
+        ("negative", "row 2, layer 1: expert id -1 is out of range"),
+        ("duplicate", "row 2, layer 1: duplicate expert ids"),
+        ("wide", "routing has 5 experts per token; allowed: 4"),
+    ],
+)
+def test_an_update_refuses_what_no_top_k_can_choose(ran: dict[str, Any], case: str, words: str) -> None:
+    found = ran["replay"]["outside"][case]
+    assert found.startswith("RoutingError: request ") and words in found
 
 
 def test_a_batch_without_routes_is_refused(ran: dict[str, Any]) -> None:
@@ -169,6 +203,12 @@ def test_every_step_takes_the_schedules_rate_times_the_multiplier(ran: dict[str,
     assert found["groups"] == 2
     assert found["seen"] == pytest.approx([rate for rate in wanted for _ in range(2 * steps)], rel=1e-9)
     assert found["logged"] == [[pytest.approx(rate, rel=1e-9)] for rate in wanted]
+
+
+def test_in_float32_the_optimizer_takes_the_same_rates(ran: dict[str, Any]) -> None:
+    found, half = ran["float32"]["rates"], ran["rates"]["constant"]
+    assert (found["seen"], found["logged"]) == (half["seen"], half["logged"])
+    assert found["parameters"] != half["parameters"]
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])

@@ -177,6 +177,26 @@ def _load_into_fresh_optimizers() -> None:
 
 
 @contextmanager
+def engine_in_float32() -> Iterator[None]:
+    """Let verl build a Megatron engine in float32: its configuration alone refuses that dtype, the engine knows it."""
+    from verl.workers.config import McoreEngineConfig
+
+    check = McoreEngineConfig.__post_init__
+
+    def check_but_dtype(self: Any) -> None:
+        asked = self.dtype
+        object.__setattr__(self, "dtype", "bfloat16")
+        check(self)
+        object.__setattr__(self, "dtype", asked)
+
+    McoreEngineConfig.__post_init__ = check_but_dtype
+    try:
+        yield
+    finally:
+        McoreEngineConfig.__post_init__ = check
+
+
+@contextmanager
 def megatron_on_cpu() -> Iterator[None]:
     """Make verl's Megatron engine importable and runnable; to be entered before verl imports it."""
     megatron_cpu._shim()
