@@ -22,13 +22,15 @@ from mismatch_ext.terminal import say
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and write doctor.json; the exit status is 0 for clean, 1 for explained, 3 for an unexplained gap."""
+    host = host_of(arguments)
+    asked = asked_of(arguments, host)
+    sides = asked.run
+    if not sides.model:
+        return _by_log_alone(arguments)
     from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint
 
     from mismatch_ext.doctor import read_rollouts, report
 
-    host = host_of(arguments)
-    asked = asked_of(arguments, host)
-    sides = asked.run
     for option, path in (
         ("--model", sides.model),
         ("--engine-model", sides.engine_model),
@@ -66,6 +68,21 @@ def run(arguments: argparse.Namespace) -> int:
     say(text if arguments.json else str(arguments.out / "doctor.json"))
     _say_page(arguments.out, error=arguments.json)
     return diagnosis.exit_status(arguments.threshold)
+
+
+def _by_log_alone(arguments: argparse.Namespace) -> int:
+    """Say what `--rollouts` tell without a model; the exit status is 0 if every token is within the threshold, otherwise 3."""
+    from mismatch_ext.doctor import read_rollouts
+    from mismatch_ext.doctor.at_first import first_answer
+
+    answer = first_answer(read_rollouts(arguments.rollouts, arguments.weight_version), arguments.threshold)
+    _writable(arguments.out)
+    text = json.dumps(answer.data(), indent=1)
+    write_whole(arguments.out / "doctor.json", (text + "\n").encode())
+    say(text if arguments.json else answer.report(arguments.rollouts, arguments.threshold))
+    if not arguments.json:
+        say(str(arguments.out / "doctor.json"))
+    return 0 if answer.agrees else 3
 
 
 def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: HostRun | None) -> Run:

@@ -207,9 +207,13 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
 def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None:
     """Refuse values that would fail or be ignored once the engine has started."""
     if host is None and arguments.model is None:
-        raise ConfigError(
-            "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
-        )
+        if arguments.rollouts is None:
+            raise ConfigError(
+                "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
+            )
+        for option in ("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "temperature"):
+            if getattr(arguments, option):
+                raise ConfigError(f"--{option.replace('_', '-')} needs --model: without it only the log is read.")
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
         if host is None:
             raise ConfigError("no tokens: give --prompts or --dataset, or to the doctor --rollouts.")

@@ -138,6 +138,7 @@ class _NemoRl(_Row):
     token_loss_mask: Single[Flags]
     generation_logprobs: Single[Logprobs]
     input_lengths: Single[Id]
+    prev_logprobs: Single[Logprobs] | None = None
 
 
 class _Node(_Row):
@@ -491,7 +492,15 @@ def _nemo_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | N
     end = fields.input_lengths[0]
     mask, logprobs = fields.token_loss_mask[0][:end], fields.generation_logprobs[0][:end]
     sequence = _split(fields.token_ids[0][:end], mask, logprobs, where)
-    return [None if sequence is None else LoggedResponse(**sequence)]
+    if sequence is None:
+        return [None]
+    scored = None if fields.prev_logprobs is None else tuple(fields.prev_logprobs[0][:end])
+    if scored is not None and len(scored) != end:
+        raise RecordError(f"{where}: {len(scored)} prev_logprobs for {end} tokens; the two must be equal.")
+    # With force_on_policy_ratio NeMo-RL scores nothing, and writes zeros.
+    if scored is not None and any(scored):
+        sequence["trainer_logprobs"] = scored[-len(sequence["response_ids"]) :]
+    return [LoggedResponse(**sequence)]
 
 
 def _prime_rl_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]:
