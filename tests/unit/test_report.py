@@ -413,7 +413,7 @@ def test_hostile_names_stay_text(tmp_path: Path, page: Page, name: str) -> None:
     run = flat_run(tmp_path / "run", 0.01, name=name, engine={name: name}, versions={name: name})
     with run_stream(run, header=header(name, engine={name: name}), resume_step=2) as stream:
         stream.event(2, "error", name, name, {name: name})
-        stream.scatter(2, [-0.5], [-0.4])
+        stream.scatter(2, rollout=[-0.5], old=[-0.4])
         stream.step(2, {"mismatch/logp_abs_diff_mean": 0.01}, f"eval/{name}")
         stream.end(2, "failed", name)
     hostile = rendered(run)
