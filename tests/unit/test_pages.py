@@ -139,10 +139,12 @@ def test_users_need_no_other_name_of_the_core_than_the_public_ones() -> None:
 
 def test_every_public_name_has_its_entry_in_the_api_reference() -> None:
     listed = re.findall(r"^::: mismatch_ext\.([\w.]+)$", (ROOT / "docs/reference.md").read_text("utf-8"), flags=re.M)
-    assert sorted(entry.split(".")[-1] for entry in listed) == sorted(mismatch_ext.__all__)
+    in_signatures = ["Batch", "HostNames", "Ranks"]
+    assert sorted(entry.split(".")[-1] for entry in listed) == sorted([*mismatch_ext.__all__, *in_signatures])
     for entry in listed:
         module, _, name = entry.rpartition(".")
-        assert getattr(importlib.import_module(f"mismatch_ext.{module}"), name) is getattr(mismatch_ext, name), entry
+        there = getattr(importlib.import_module(f"mismatch_ext.{module}"), name)
+        assert name in in_signatures or there is getattr(mismatch_ext, name), entry
 
 
 def test_every_page_is_in_the_navigation() -> None:
