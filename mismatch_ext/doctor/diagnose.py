@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor.causes import Cause, Remedy, remedy
+from mismatch_ext.doctor.causes import HOSTS, Cause, Remedy, remedy
 from mismatch_ext.doctor.fits import BEFORE_HEAT, FLOAT32, OTHER_HEAT, ROUNDING, SLOPES, Explained, Fit, Noise, Search
 from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
@@ -240,7 +240,7 @@ class Diagnosis:
     unexplained: float  # mean size of the error that is neither named nor rounding, nats per token
     notes: tuple[str, ...]
     tokens_test: TokensTest
-    verdict: str  # "clean", "explained", "partly" or "unexplained"
+    verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
     tried: tuple[str, ...]  # keys of all causes that were tried
     flips: tuple[float, float] | None = None  # `Scores.flips`
     seen: int = 0  # tokens of the longest response that was judged
@@ -252,6 +252,7 @@ class Diagnosis:
     rungs: tuple[Rung, ...] = ()  # of each side
     largest: Largest | None = None
     blocks: tuple[Block, ...] = ()  # empty if that was not asked for, or not possible
+    hosts: tuple[str, ...] = HOSTS  # whose lines to change are said
     seconds: Mapping[str, float] = field(default_factory=dict)  # duration of each of the doctor's rungs, by name
     # Predictions of the named causes, and the rounding by which they are judged; neither is in `data`.
     explained: Explained | None = field(default=None, repr=False, compare=False)
@@ -261,6 +262,8 @@ class Diagnosis:
         """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 3; 2 is an error."""
         if self.verdict == "clean":
             return 0
+        if self.verdict == "other_trainer":
+            return 3
         hidden = self.verdict == "unexplained" and self.unexplained == 0
         return 3 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
 
@@ -270,6 +273,12 @@ class Diagnosis:
         del data["explained"], data["noise"]
         data["tokens_test"]["finding"] = self.tokens_test.finding
         return data
+
+    def for_hosts(self, hosts: tuple[str, ...]) -> Diagnosis:
+        """Return the diagnosis with the lines to change of some hosts alone."""
+        others = dict.fromkeys(set(HOSTS) - set(hosts), "")
+        causes = tuple(replace(cause, remedy=replace(cause.remedy, **others)) for cause in self.causes)
+        return replace(self, causes=causes, hosts=hosts)
 
     @property
     def mendable(self) -> tuple[NamedCause, ...]:

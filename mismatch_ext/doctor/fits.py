@@ -92,7 +92,7 @@ class Noise:
         )
 
     def heated(self, ratio: float, spread: Floats) -> Noise:
-        """Return what the same errors of logits make at `ratio` times the temperature, where the oracle's spread is this `[N]`."""
+        """Return what these errors of logits are at `ratio` times the temperature, where the oracle's spread is this `[N]`."""
         return Noise.of(self.errors * spread / np.maximum(self.spread, CERTAIN) / ratio, spread)
 
     def ratio(self, errors: Floats) -> float:
@@ -307,7 +307,7 @@ class Search:
         # The grid's own losses are of unrefined parameters.
         pairs.clear()
         tried(x, key)
-        _narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
+        narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
         key, x = min((pair for pair in pairs if pair[0] == key), key=lambda pair: pairs[pair][0])
         _, cut, cause = pairs[key, x]
         whole, warmed = self._delta(cause, cut), self._delta(heat, x)
@@ -352,12 +352,12 @@ class Search:
         if cause.steps and (anyway or losses[best] < null + NEARLY):
             grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
             at = grid.index(best)
-            _narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
+            narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
             best = min(losses, key=losses.__getitem__)
         return best, losses[best] < null
 
 
-def _narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:
+def narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:
     """Evaluate a loss by golden sections between two parameters; past the steps only while it differs by more than `told`."""
     first, last = math.log(low), math.log(high)
     for step in range(steps + MORE_STEPS):

@@ -24,6 +24,8 @@ FEW = 0.02
 # A sample is cut if the log of the chance that a sound sample has so few tokens outside is below this.
 IMPLAUSIBLE = -16.0
 SURE = 5.0
+# From this z-score on, which one sound sample in 370 has, the tokens are no evidence that they come from the trainer.
+DOUBTFUL = 3.0
 # Number of bisection steps between two listed values, in the search for the tightest truncation that a sample obeys.
 STEPS = 7
 # A mask that starts late skips so many tokens at most; more are left out on purpose, such as those of older weights.
