@@ -139,6 +139,7 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
         (GOOD | {"provenance": {"sampling": {"top_p": 0.9}}, "x": 1}, ""),
         ([1], "line 2 is a list"),
         ({"text": "1+1="}, "line 2 holds text, which no format that is known here has"),
+        ({"text": "1+1="}, "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs"),
         (NEMO | {"generation_logprobs": None}, "line 2 has no generation_logprobs"),
         (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids: List should have at most 1 item"),
         (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths.0: Input should be a valid integer"),
