@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.hosts import HostRun
@@ -42,10 +44,11 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.rollouts is not None:
         logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
-        stated = logged.settings.get("dtype")
-        if arguments.dtype is None and stated in DTYPES:
-            sides = _in_dtype(sides, arguments, stated, host)
+        sides, said = as_logged(sides, arguments, logged.settings, host)
         diagnosis = examine_logged(sides, logged, **how)
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said)).for_hosts(
+            hosts_of_log(sides, arguments, logged.settings)
+        )
     else:
         prompts = prompts_of(arguments, host, sides.model)
         _writable(arguments.out)
@@ -97,6 +100,35 @@ def _as_served(sides: Run, arguments: argparse.Namespace, server: Server, host: 
             "trainer's by --trainer-dtype if that is another."
         )
     return _in_dtype(sides, arguments, dtype, host)
+
+
+def as_logged(
+    sides: Run, arguments: argparse.Namespace, stated: Mapping[str, Any], host: HostRun | None
+) -> tuple[Run, tuple[str, ...]]:
+    """Return the run with the dtype and the temperature that its log states, unless given, and a note on the temperature."""
+    if arguments.dtype is None and stated.get("dtype") in DTYPES:
+        sides = _in_dtype(sides, arguments, stated["dtype"], host)
+    heat = stated.get("temperature")
+    # At 0 an engine takes the best token, and no trainer scores so.
+    if not isinstance(heat, int | float) or heat <= 0:
+        return sides, ()
+    if arguments.temperature is None and host is None:
+        said = (
+            f"the trainer is scored at temperature {heat:g}, the log's, as RL trainers do; --temperature gives another"
+        )
+        return replace(sides, temperature=float(heat)), (said,)
+    if heat == sides.temperature:
+        return sides, ()
+    whose = "the run's" if arguments.temperature is None else "by --temperature"
+    said = f"the trainer is scored at temperature {sides.temperature:g}, {whose}; the log was sampled at {heat:g}"
+    return sides, (said,)
+
+
+def hosts_of_log(sides: Run, arguments: argparse.Namespace, stated: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return whose lines to change are of use to who gives a log: those of the named host, or of a loop of one's own."""
+    if arguments.trl is not None or arguments.verl is not None:
+        return ("verl" if arguments.trl is None else "trl", sides.engine)
+    return (*((stated["engine"],) if stated.get("engine") in SEEDS else SEEDS), "loop")
 
 
 def _in_dtype(sides: Run, arguments: argparse.Namespace, dtype: str, host: HostRun | None) -> Run:

@@ -133,6 +133,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
 
     from mismatch_ext.doctor.logged import of_nearest
+    from mismatch_ext.doctor.logged_trainer import against_logged
 
     dtype = logged.settings.get("dtype", sides.dtype)
     if dtype != sides.dtype:
@@ -155,9 +156,12 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             )
             sample = logged.sample(shape)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
-        diagnosis = replace(diagnosis, seconds=rung.ended())
-    notes = (*notes, *logged.scored_while_training(sample, scorer.scores.trainer))
-    return replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
+        own = logged.trainer(sample)
+        if own is not None:
+            rung("log's trainer")
+            diagnosis = against_logged(diagnosis, sample, scorer.scores, own, known.get("temperature"))
+        return replace(diagnosis, seconds=rung.ended())
 
 
 def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:

@@ -68,7 +68,7 @@ def configure_sides(parser: argparse.ArgumentParser, *, epilog: str) -> None:
     trainer.add_argument("--trainer-head", choices=("float32",),
                          help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
     trainer.add_argument(
-        "--temperature", metavar="T", type=float, help="what it divides logits by (default: 1, or the run's)"
+        "--temperature", metavar="T", type=float, help="what it divides logits by (default: the log's or run's, or 1)"
     )
     engine = parser.add_argument_group("the engine")
     engine.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")

@@ -16,8 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from mismatch_ext.doctor.causes import Cause, Remedy, remedy
-from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, SLOPES, Explained, Fit, Noise, Search
+from mismatch_ext.doctor.causes import HOSTS, Cause, Remedy, remedy
+from mismatch_ext.doctor.fits import BEFORE_HEAT, FLOAT32, OTHER_HEAT, ROUNDING, SLOPES, Explained, Fit, Noise, Search
 from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start, judge_tokens
@@ -66,6 +66,9 @@ APART = 3.0
 ANOTHER = 0.25
 # If a token is almost certain (spread below this), its log-probability says nothing about the logits.
 TELLING = 1e-3
+
+# Causes by which log-probabilities are reported at another temperature than the trainer's.
+HEATS = (OTHER_HEAT, BEFORE_HEAT)
 
 # Parts of the gap, besides the named causes.
 ENGINES, ROUTES, TRAINERS, LAYOUT, DECODED = (
@@ -237,7 +240,7 @@ class Diagnosis:
     unexplained: float  # mean size of the error that is neither named nor rounding, nats per token
     notes: tuple[str, ...]
     tokens_test: TokensTest
-    verdict: str  # "clean", "explained", "partly" or "unexplained"
+    verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
     tried: tuple[str, ...]  # keys of all causes that were tried
     flips: tuple[float, float] | None = None  # `Scores.flips`
     seen: int = 0  # tokens of the longest response that was judged
@@ -249,6 +252,7 @@ class Diagnosis:
     rungs: tuple[Rung, ...] = ()  # of each side
     largest: Largest | None = None
     blocks: tuple[Block, ...] = ()  # empty if that was not asked for, or not possible
+    hosts: tuple[str, ...] = HOSTS  # whose lines to change are said
     seconds: Mapping[str, float] = field(default_factory=dict)  # duration of each of the doctor's rungs, by name
     # Predictions of the named causes, and the rounding by which they are judged; neither is in `data`.
     explained: Explained | None = field(default=None, repr=False, compare=False)
@@ -258,6 +262,8 @@ class Diagnosis:
         """Return 0 for a clean pair, 1 if at most `threshold` nats per token are unexplained, otherwise 3; 2 is an error."""
         if self.verdict == "clean":
             return 0
+        if self.verdict == "other_trainer":
+            return 3
         hidden = self.verdict == "unexplained" and self.unexplained == 0
         return 3 if self.verdict != "explained" and (hidden or self.unexplained > threshold) else 1
 
@@ -267,6 +273,12 @@ class Diagnosis:
         del data["explained"], data["noise"]
         data["tokens_test"]["finding"] = self.tokens_test.finding
         return data
+
+    def for_hosts(self, hosts: tuple[str, ...]) -> Diagnosis:
+        """Return the diagnosis with the lines to change of some hosts alone."""
+        others = dict.fromkeys(set(HOSTS) - set(hosts), "")
+        causes = tuple(replace(cause, remedy=replace(cause.remedy, **others)) for cause in self.causes)
+        return replace(self, causes=causes, hosts=hosts)
 
     @property
     def mendable(self) -> tuple[NamedCause, ...]:
@@ -384,7 +396,7 @@ def diagnose(
     ]
     if explained.named and not noise.is_rounding(explained.rest):
         part = least_part(explained.error, explained.rest, scores.own - table.logprob)
-        if part < LEAST_PART and not noise.is_rounding(explained.rest / _sharper(explained, scores.temperature)):
+        if part < LEAST_PART and not _engines_noise(explained, sample, scores, noise).is_rounding(explained.rest):
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
 
@@ -396,8 +408,9 @@ def diagnose(
     terms |= {TRAINERS: native - straight} | ({} if scores.straight is None else {LAYOUT: straight - scores.trainer})
     parts = {part.name: part for part in split(terms, sample.row, rng)}
 
-    complete = noise.is_rounding(explained.rest / _sharper(explained, scores.temperature))
-    left, trainer_ratio = noise.size(explained.rest), noise.size(terms[TRAINERS])
+    engines_noise = _engines_noise(explained, sample, scores, noise)
+    complete = engines_noise.is_rounding(explained.rest)
+    left, trainer_ratio = engines_noise.size(explained.rest), noise.size(terms[TRAINERS])
     named = [_by_fit(fit, parts[fit.cause.key], complete, scores.temperature) for fit in explained.named]
     # Only if the log-probabilities agree: otherwise the tokens come from another distribution in any case, whatever the cause.
     if not named and complete and apart is None and tokens.finding is not None:
@@ -433,7 +446,7 @@ def diagnose(
         or any(cause.family == "trainer" for cause in named)
     )
     sound = complete and exact and (bool(named) or abs(tokens.z) < SURE)
-    missing = 0.0 if complete else max(0.0, float(np.abs(explained.rest).mean()) - noise.mean)
+    missing = 0.0 if complete else max(0.0, float(np.abs(explained.rest).mean()) - engines_noise.mean)
     missing = missing if exact else max(missing, parts[TRAINERS].mean - noise.mean)
     # No note beside a named cause, because a change of the logits also changes the size of rounding errors.
     finer = not named and noise.measured and left < FINER and float(np.abs(explained.error).mean()) > FLOAT32
@@ -455,7 +468,7 @@ def diagnose(
         causes=tuple(named),
         hints=tuple(hints[:2]),
         left=left,
-        left_tail=noise.tail_ratio(explained.rest),
+        left_tail=engines_noise.tail_ratio(explained.rest),
         unexplained=missing,
         notes=(
             *(
@@ -675,12 +688,12 @@ def _largest(sample: Sample, terms: Mapping[str, Floats]) -> Largest:
     )  # fmt: skip
 
 
-def _sharper(explained: Explained, temperature: float) -> float:
-    """Return by how much an engine that divides logits by a lower temperature enlarges their rounding errors."""
-    factors = [
-        temperature / fit.x for fit in explained.named if fit.cause.key in ("temperature", "raw_logprobs") and fit.x > 0
-    ]
-    return max([1.0, *factors])
+def _engines_noise(explained: Explained, sample: Sample, scores: Scores, noise: Noise) -> Noise:
+    """Return the rounding of what the engine reports, at the temperature that the named causes say it is reported at."""
+    heats = [fit.x for fit in explained.named if fit.cause.key in HEATS]
+    if not heats:
+        return noise
+    return noise.heated(heats[0] / scores.temperature, LogitTable.of(sample, scores.logits, heats[0]).spread)
 
 
 def _by_fit(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:

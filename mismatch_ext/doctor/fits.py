@@ -19,6 +19,8 @@ from mismatch_ext.doctor.sample import Floats, Sample
 FLOAT32 = 1e-5
 # Nats: float32's own rounding of a log-probability.
 FLOOR = 3e-7
+# A token's spread below this is rounding of float64.
+CERTAIN = 1e-8
 # Median of |x| over the standard deviation of a normal distribution.
 NORMAL = 0.6745
 # Degrees of freedom of Student's t: rounding errors of a network have heavy tails.
@@ -67,6 +69,8 @@ class Noise:
     tail: float  # 99th percentile of their sizes, in units of `scale`
     mean: float  # mean size of the errors themselves, in nats
     measured: bool  # whether they lie above float32's own rounding
+    errors: Floats  # they themselves, in nats [N]
+    spread: Floats  # the oracle's `LogitTable.spread` [N]
 
     @classmethod
     def of(cls, errors: Floats, spread: Floats) -> Noise:
@@ -83,7 +87,13 @@ class Noise:
             tail=max(float(np.quantile(sizes, TAIL)) / scale, 1.0),
             mean=float(np.abs(errors).mean()),
             measured=median > FLOOR and sigma > 1e-6,
+            errors=errors,
+            spread=spread,
         )
+
+    def heated(self, ratio: float, spread: Floats) -> Noise:
+        """Return what these errors of logits are at `ratio` times the temperature, where the oracle's spread is this `[N]`."""
+        return Noise.of(self.errors * spread / np.maximum(self.spread, CERTAIN) / ratio, spread)
 
     def ratio(self, errors: Floats) -> float:
         """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
@@ -276,16 +286,20 @@ class Search:
             tuple[str, float], tuple[float, float, Cause]
         ] = {}  # by key and temperature: loss, parameter, truncation
 
+        def rounded(x: float) -> float:
+            return float(f"{x:.4g}")
+
         def tried(x: float, chosen: str = "") -> float:
             """Return the loss of a temperature with the best parameter of a truncation; of every truncation if none is chosen."""
-            x = float(f"{x:.4g}")
+            x = rounded(x)
             for cause in truncated(x) if (chosen, x) not in pairs else ():
                 if chosen in ("", cause.key):
                     cut, _ = self._parameter(cause if chosen else replace(cause, steps=0), error, anyway=True)
                     pairs[cause.key, x] = (self._loss(self._delta(cause, cut), error), cut, cause)
             return pairs[chosen, x][0] if chosen else 0.0
 
-        grid = sorted(heat.grid)
+        # At a trainer's temperature of 0.8 the grid's 1.4 times is not 1.12 to the last bit.
+        grid = sorted(map(rounded, heat.grid))
         for x in grid:
             tried(x)
         key, x = min(pairs, key=lambda pair: pairs[pair][0])
@@ -293,7 +307,7 @@ class Search:
         # The grid's own losses are of unrefined parameters.
         pairs.clear()
         tried(x, key)
-        _narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
+        narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
         key, x = min((pair for pair in pairs if pair[0] == key), key=lambda pair: pairs[pair][0])
         _, cut, cause = pairs[key, x]
         whole, warmed = self._delta(cause, cut), self._delta(heat, x)
@@ -338,12 +352,12 @@ class Search:
         if cause.steps and (anyway or losses[best] < null + NEARLY):
             grid = sorted({*cause.grid, *([] if cause.neutral is None else [cause.neutral])})
             at = grid.index(best)
-            _narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
+            narrowed(loss, grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], cause.steps, TOLD / int(half.sum()))
             best = min(losses, key=losses.__getitem__)
         return best, losses[best] < null
 
 
-def _narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:
+def narrowed(loss: Callable[[float], float], low: float, high: float, steps: int, told: float = math.inf) -> None:
     """Evaluate a loss by golden sections between two parameters; past the steps only while it differs by more than `told`."""
     first, last = math.log(low), math.log(high)
     for step in range(steps + MORE_STEPS):

@@ -46,6 +46,10 @@ from mismatch_ext.routing import RoutingShape, RoutingTrace
 UNKNOWN = "unknown"
 OWN, SLIME, NEMO_RL, PRIME_RL = "mismatch-ext's own format", "slime", "NeMo-RL", "prime-rl"
 READABLE = f"{OWN}, slime's --save-debug-rollout-data, prime-rl's traces.jsonl and NeMo-RL's train_data_step*.jsonl"
+OURS = (
+    "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs (token ids and nats, one per response token): "
+    'rename yours, or see "Logged rollouts" in docs/doctor.md'
+)
 WRITE = "write records with mismatch_ext.doctor.write_rollouts"
 TEXTS = f"which holds texts alone; the doctor needs token ids and the engine's log-probabilities: {WRITE}"
 LATE = {
@@ -284,28 +288,16 @@ class Logged:
         parts += [f"keys of the rows that were not used: {', '.join(unused[:12])}"] * bool(unused)
         return "; ".join(parts)
 
-    def scored_while_training(self, sample: Sample, trainer: Floats) -> tuple[str, ...]:
-        """Return a note on the log's own `trainer_logprobs` and the scores `[N]` of `--model`; none if a response has none."""
-        rows = [response.trainer_logprobs for response in self.responses]
-        if any(row is None for row in rows):
-            return ()
-        own = np.array([
+    def trainer(self, sample: Sample) -> Floats | None:
+        """Return the log's own `trainer_logprobs` `[N]`, NaN where it has none; None without a number for any of the tokens."""
+        rows = zip(self.responses, sample.masks, strict=True)
+        scored = np.array([
             value
-            for row, mask in zip(rows, sample.masks, strict=True)
-            for value, sampled in zip(row or (), mask, strict=True)
+            for response, mask in rows
+            for value, sampled in zip(response.trainer_logprobs or (math.nan,) * len(mask), mask, strict=True)
             if sampled
         ])  # fmt: skip
-        known = np.isfinite(own)
-        if not known.any():
-            return ()
-        gap = torch.from_numpy((own - sample.engine)[known])
-        mean, moved = float(gap.abs().mean()), float(np.abs(own - trainer)[known].mean())
-        text = (
-            f"by the log's own trainer_logprobs mean |Δlogp| is {mean:.1e} nats, k3 {float(k3(gap).mean()):.1e}, on {len(gap):,} "
-            f"tokens; --model scores them {moved:.1e} nats apart from the log's trainer"
-        )
-        other = ": --model is not the checkpoint that scored them, or the trainer was set up otherwise"
-        return (text + (other if moved > mean else ""),)
+        return scored if np.isfinite(scored).any() else None
 
 
 def of_nearest(logged: Logged, sample: Sample, trainer: Floats) -> tuple[Logged, tuple[str, ...]]:
@@ -414,7 +406,9 @@ def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None
         host = next((name for name, keys in KEYS.items() if row.keys() >= keys), "")
         if not host:
             keys = ", ".join(sorted(row)[:12]) or "nothing"
-            raise RecordError(f"{where} holds {keys}, which no format that is known here has; read are {READABLE}.")
+            raise RecordError(
+                f"{where} holds {keys}, which no format that is known here has; read are {READABLE}. {OURS}."
+            )
         if host not in LINES:
             raise RecordError(f"{where} is of {host}, {TEXTS}.")
         rows += LINES[host](row, where)

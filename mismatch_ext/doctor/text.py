@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from mismatch_ext.doctor.causes import HOSTS, Remedy, remedy
+from mismatch_ext.doctor.causes import Remedy, remedy
 from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES, STANDS_OUT, Diagnosis, Largest, NamedCause, Rung
-from mismatch_ext.doctor.tokens import SURE, TokensTest
+from mismatch_ext.doctor.tokens import DOUBTFUL, SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
 """How sure a cause is, in words: every status that a `NamedCause` may have."""
@@ -15,6 +15,9 @@ VERDICTS = {
     "explained": "Explained{upto}: the causes above and rounding make the gap.",
     "partly": "Partly explained: {unexplained:.1e} nats per token are neither the causes above nor rounding.",
     "unexplained": "Unexplained: {unexplained:.1e} nats per token are not rounding, and no cause on the list fits.",
+    "other_trainer": "Not judged: --model scores {unexplained:.1e} nats per token apart from the log's trainer_logprobs, more "
+    "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
+    "the checkpoint that scored them.",
 }
 CANNOT = (
     "not on the list: tensor parallelism, speculative decoding. A cause of the trainer's model looks like the engine's here; an "
@@ -61,14 +64,18 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         for block in diagnosis.blocks:
             yield f"{f'layer {block.layer}, {block.kind}':32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
     for cause in diagnosis.causes:
-        if lines := _changes(cause.remedy):
+        if lines := _changes(cause.remedy, diagnosis.hosts):
             yield from ("", f"to fix {cause.key}:", *lines)
     if diagnosis.verdict == "clean" and diagnosis.measurable:
         lower = remedy("dtype", engine_dtype=diagnosis.engine_dtype, trainer_dtype=diagnosis.trainer_dtype)
-        yield from ("", "to lower rounding:" if lower != Remedy() else "both compute in float16 already")
-        yield from _changes(lower)
+        if lower == Remedy():
+            yield from ("", "both compute in float16 already")
+        elif {"trl", "verl"} & set(diagnosis.hosts):
+            yield from ("", "to lower rounding:", *_changes(lower, diagnosis.hosts))
+        else:
+            yield from ("", "to lower rounding: compute in float16, engine and trainer")
         if any(part.name == ROUTES for part in diagnosis.parts):
-            yield from _changes(remedy("routes"))
+            yield from _changes(remedy("routes"), diagnosis.hosts)
     yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
@@ -91,8 +98,8 @@ def conclusion(verdict: str, unexplained: float, seen: int, longest: int) -> str
     return VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
 
 
-def _changes(lines: Remedy) -> list[str]:
-    return [f"  {host:7}{line}" for host in HOSTS if (line := getattr(lines, host))]
+def _changes(lines: Remedy, hosts: Sequence[str]) -> list[str]:
+    return [f"  {host:7}{line}" for host in hosts if (line := getattr(lines, host))]
 
 
 def _largest(largest: Largest) -> str:
@@ -124,4 +131,6 @@ def _tokens(test: TokensTest, named: Sequence[NamedCause]) -> str:
         return f"tokens: {test.finding[2]} {z}"
     if abs(test.z) >= SURE:
         return f"tokens: not drawn from the trainer's distribution {z}"
+    if abs(test.z) >= DOUBTFUL:
+        return f"tokens: not decided whether they were drawn from the trainer's own distribution {z}"
     return f"tokens: drawn from the trainer's own distribution, as far as they tell {z}"

@@ -24,13 +24,15 @@ FEW = 0.02
 # A sample is cut if the log of the chance that a sound sample has so few tokens outside is below this.
 IMPLAUSIBLE = -16.0
 SURE = 5.0
+# From this z-score on, which one sound sample in 370 has, the tokens are no evidence that they come from the trainer.
+DOUBTFUL = 3.0
 # Number of bisection steps between two listed values, in the search for the tightest truncation that a sample obeys.
 STEPS = 7
 # A mask that starts late skips so many tokens at most; more are left out on purpose, such as those of older weights.
 LATE = 3
 # Share of responses that are cut at the longest length, from which on it is told: rldoctor warns from here on.
 CUT = 0.05
-# Two truncations are told apart if their log-likelihoods of the tokens differ by this many nats.
+# Two truncations, or two temperatures, are told apart if their log-likelihoods of the tokens differ by this many nats.
 TOLD = 5.0
 
 
@@ -71,7 +73,9 @@ class TokensTest:
     def drawn_at(self, ratio: float) -> bool | None:
         """Whether the tokens were drawn at `ratio` times the trainer's temperature; None if z cannot tell the two apart."""
         expected = (1 / ratio - 1) * self.spread
-        return None if abs(expected) < SURE else self.z / expected > 0.5
+        # The log-likelihood of a normal z around `expected`, over that of one around 0.
+        likelier = expected * (self.z - expected / 2)
+        return None if abs(likelier) < TOLD else likelier > 0
 
     @property
     def truncated(self) -> Outside | None:

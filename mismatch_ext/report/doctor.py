@@ -27,7 +27,7 @@ class Why:
     # Name, share, how sure it is, lines to change in each host.
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
-    verdict: str  # "clean", "explained", "partly" or "unexplained"
+    verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
     sentence: str  # the verdict as the doctor prints it
     # The engine's error in units of the trainer's own; None if that is too small to be a unit.
     rounding: float | None = None

@@ -108,6 +108,25 @@ def test_a_log_says_the_dtype_of_both_sides(tmp_path: Path, capsys: pytest.Captu
     assert "give --dtype float32" in capsys.readouterr().err
 
 
+def test_a_log_says_the_trainers_temperature_and_another_trainer_is_not_judged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = {"prompt_ids": [3, 12, 4, 13], "response_ids": [5, 1], "rollout_logprobs": [-0.5, -0.01]}
+    line |= {"trainer_logprobs": [-0.5, -0.01], "provenance": {"dtype": "float32", "sampling": {"temperature": 0.8}}}
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text(f"{json.dumps(line)}\n" * 4, encoding="utf-8")
+    asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
+    for more, temperature, said in (
+        ([], 0.8, "temperature 0.8, the log's"),
+        (["--temperature", "1"], 1, "temperature 1, by --temperature; the log was sampled at 0.8"),
+    ):
+        assert cli.main([*asked, *more]) == 3
+        written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
+        assert written["run"]["temperature"] == temperature and written["verdict"] == "other_trainer"
+        table = capsys.readouterr().out
+        assert said in table and "Not judged: --model scores" in table and "  trl " not in table
+
+
 def test_no_two_responses_draw_with_the_same_noise() -> None:
     from mismatch_ext.adapters.vllm.doctor import seeded
     from vllm import SamplingParams

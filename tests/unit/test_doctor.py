@@ -16,7 +16,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split
 from mismatch_ext.doctor.logits import LogitTable
-from mismatch_ext.doctor.tokens import judge_ends, judge_tokens
+from mismatch_ext.doctor.tokens import TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
 from mismatch_ext.rollout import SamplingSettings
 
@@ -508,3 +508,22 @@ def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
     for line in calls:
         eval(line, {"SamplingSettings": SamplingSettings})
     assert len(blocks) == 3 and len(calls) == 5 and "SamplingSettings(temperature=0.7)" in calls
+
+
+def test_a_temperature_beside_a_truncation_is_searched_at_another_temperature_of_the_trainer() -> None:
+    # 1.12 is 1.4 times 0.8, but not to the last bit.
+    found = diagnose(*drawn(lambda z: nucleus(0.9)(z / 1.12), temperature=0.8))
+    assert {cause.key: round(cause.parameter, 2) for cause in found.causes} == {"temperature": 1.12, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(("z", "drawn_there"), [(-4.2, True), (-0.1, False), (-2.2, None)])
+def test_tokens_tell_two_temperatures_apart_by_their_likelihoods(z: float, drawn_there: bool | None) -> None:
+    assert TokensTest(z=z, temperature=None, outside=(), spread=21.0).drawn_at(1.25) is drawn_there
+
+
+def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_temperature() -> None:
+    # Most tokens are almost certain, and less so at the higher temperature, where rounding moves them more.
+    found = diagnose(*drawn(lambda z: z / 0.2, reported=lambda z: z / 0.25, temperature=0.2))
+    assert [cause.status for cause in found.causes] == ["fits"] and found.verdict == "explained", report(found)
+    assert found.left < 1.3 and found.explained is not None and found.noise is not None
+    assert not found.noise.is_rounding(found.explained.rest)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mismatch_ext.adapters.doctor.command import as_logged, hosts_of_log
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
@@ -80,3 +81,33 @@ def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureF
         "engine again",
         "trainer",
     }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stated", "hosted", "scored", "said"),
+    [
+        ((), 0.8, None, 0.8, "the log's"),
+        (("--temperature", "1"), 0.8, None, 1.0, "by --temperature; the log was sampled at 0.8"),
+        ((), 0.8, 0.7, 0.7, "the run's; the log was sampled at 0.8"),
+        ((), 0.7, 0.7, 0.7, ""),
+        ((), 0, None, 1.0, ""),
+        ((), None, None, 1.0, ""),
+    ],
+)
+def test_a_trainer_is_scored_at_the_temperature_that_was_given_or_the_runs_or_the_logs(
+    arguments: tuple[str, ...], stated: float | None, hosted: float | None, scored: float, said: str
+) -> None:
+    host = None
+    if hosted is not None:
+        host = HostRun(sides={"temperature": hosted}, max_tokens=9, dataset=None, origin={}, left_out={})
+    given = parsed("--model", "x", "--rollouts", "log.jsonl", *arguments)
+    run, notes = as_logged(asked_of(given, host).run, given, {} if stated is None else {"temperature": stated}, host)
+    assert run.temperature == scored and len(notes) == bool(said) and all(said in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("stated", "hosts"), [({}, ("vllm", "sglang", "loop")), ({"engine": "vllm"}, ("vllm", "loop"))]
+)
+def test_what_to_change_is_said_of_the_engine_that_a_log_names(stated: dict[str, str], hosts: tuple[str, ...]) -> None:
+    assert hosts_of_log(Run(model="x"), parsed("--model", "x"), stated) == hosts
+    assert hosts_of_log(Run(model="x"), parsed("--trl", "run.yaml"), stated) == ("trl", "vllm")

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from mismatch_ext.doctor import Sample, Scores, diagnose, report
 from mismatch_ext.doctor.diagnose import Block, farther, least_part, request_or_engine, taken_apart, with_blocks
+from mismatch_ext.doctor.logged_trainer import against_logged
+from mismatch_ext.doctor.logits import LogitTable
 from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
@@ -165,3 +167,53 @@ def test_only_what_made_a_runs_own_gap_fall_is_named_with_its_remedy() -> None:
     assert neither.verdict == "partly" and neither.exit_status(1e-4) == 3 and "use_remove" not in report(neither)
     clean = diagnose(sample, scores)
     assert taken_apart(clean, run.trainer, scores.trainer, {}) is clean
+
+
+def test_a_trainer_that_is_not_the_logs_is_not_judged_and_the_temperature_is_named() -> None:
+    sample, scores = drawn()
+    _, other = drawn(temperature=0.8)
+    found = against_logged(diagnose(sample, scores), sample, scores, other.trainer)
+    assert diagnose(sample, scores).verdict == "clean"
+    assert found.verdict == "other_trainer" and found.exit_status(10.0) == 3, report(found)
+    assert "and with --temperature 0.8 it is" in report(found) and "Not judged" in report(found)
+
+
+@pytest.mark.parametrize("size", [0.0, 1.0])
+def test_a_trainer_within_rounding_of_the_logs_is_judged(size: float) -> None:
+    sample, scores = drawn()
+    table = LogitTable.of(sample, scores.logits, 1.0)
+    # As far from the oracle as this trainer, on the other side.
+    logged = scores.trainer - 2 * size * (scores.trainer - table.logprob)
+    logged[::7] = np.nan
+    found = against_logged(diagnose(sample, scores), sample, scores, logged)
+    assert found.verdict == "clean" and "2,057 tokens; --model scores them" in report(found), report(found)
+
+
+def test_another_trainer_on_a_few_tokens_is_seen_in_the_tail() -> None:
+    sample, scores = drawn()
+    errors = scores.trainer - LogitTable.of(sample, scores.logits, 1.0).logprob
+    moved = np.where(np.arange(len(errors)) % 50 == 0, 30 * np.abs(errors).mean(), 0.0)
+    found = against_logged(diagnose(sample, scores), sample, scores, scores.trainer + moved)
+    assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
+
+
+def test_what_fits_a_gap_to_another_trainer_has_no_lines_to_change() -> None:
+    sample, scores = drawn(lambda z: z / 0.8)
+    whole = diagnose(sample, scores)
+    found = against_logged(whole, sample, scores, scores.trainer + 0.3)
+    assert "to fix temperature" in report(whole) and "to fix" not in report(found)
+
+
+def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:
+    named, clean = diagnose(*drawn(lambda z: z / 0.8)), diagnose(*drawn())
+    found = report(named.for_hosts(("vllm", "loop")))
+    assert "  loop   SamplingSettings" in found and "  trl " not in found and "  sglang" not in found
+    assert "to lower rounding: compute in float16, engine and trainer" in report(clean.for_hosts(("vllm", "loop")))
+    lowered = report(clean.for_hosts(("trl", "vllm")))
+    assert "  trl    mismatch" in lowered and "  verl" not in lowered
+
+
+@pytest.mark.parametrize(("z", "words"), [(2.9, "as far as they tell"), (4.9, "not decided"), (5.1, "not drawn from")])
+def test_the_tokens_reassure_no_one_above_their_own_significance(z: float, words: str) -> None:
+    found = diagnose(*drawn())
+    assert words in report(replace(found, tokens_test=replace(found.tokens_test, z=z, temperature=None)))

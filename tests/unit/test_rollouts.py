@@ -139,6 +139,7 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
         (GOOD | {"provenance": {"sampling": {"top_p": 0.9}}, "x": 1}, ""),
         ([1], "line 2 is a list"),
         ({"text": "1+1="}, "line 2 holds text, which no format that is known here has"),
+        ({"text": "1+1="}, "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs"),
         (NEMO | {"generation_logprobs": None}, "line 2 has no generation_logprobs"),
         (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids: List should have at most 1 item"),
         (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths.0: Input should be a valid integer"),
@@ -229,18 +230,15 @@ def test_several_versions_are_stale_only_if_one_step_trained_on_them(
     assert of_nearest(logged, logged.sample(), np.array([-0.4, -0.11, -0.13]))[1][2].startswith(words)
 
 
-def test_the_trainers_own_scores_in_a_log_are_compared_without_and_with_the_model(tmp_path: Path) -> None:
+def test_the_trainers_own_scores_in_a_log_are_those_of_the_sampled_tokens(tmp_path: Path) -> None:
     two = {"response_ids": [3, 4], "rollout_logprobs": [-0.1, None], "response_mask": [True, False]}
     logged = read_rollouts(plain(tmp_path, *[two | {"trainer_logprobs": [-0.3, None]}] * 2))
-    (near,) = logged.scored_while_training(logged.sample(), np.array([-0.3, -0.32]))
-    assert near.startswith(
-        "by the log's own trainer_logprobs mean |Δlogp| is 2.0e-01 nats, k3 1.9e-02, on 2 tokens; --model"
-    )
-    assert near.endswith("scores them 1.0e-02 nats apart from the log's trainer")
-    (far,) = logged.scored_while_training(logged.sample(), np.array([-0.3, -0.8]))
-    assert "is not the checkpoint that scored them" in far
-    bare = read_rollouts(plain(tmp_path, two, two | {"trainer_logprobs": [-0.3, -0.1]}))
-    assert bare.scored_while_training(bare.sample(), np.array([-0.3, -0.3])) == ()
+    scored = logged.trainer(logged.sample())
+    assert scored is not None and scored.tolist() == [-0.3, -0.3]
+    some = read_rollouts(plain(tmp_path, two, two | {"trainer_logprobs": [-0.3, -0.1]}))
+    np.testing.assert_array_equal(some.trainer(some.sample()), [np.nan, -0.3])
+    bare = read_rollouts(plain(tmp_path, two, two))
+    assert bare.trainer(bare.sample()) is None
     with pytest.raises(RecordError, match="line 1: 1 trainer_logprobs for 2 response_ids"):
         read_rollouts(plain(tmp_path, two | {"trainer_logprobs": [-0.3]}))
 
