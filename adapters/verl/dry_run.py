@@ -114,7 +114,9 @@ def _values(config: Any) -> dict[str, Any]:
 def _vllm_by_its_name() -> Iterator[None]:
     """Let verl, which asks for the version of a distribution `vllm`, find a CPU build of vLLM, which has another name."""
     stock, version = importlib.metadata.version, installed("vllm")
-    importlib.metadata.version = lambda name: version if name == "vllm" and version is not None else stock(name)
+    importlib.metadata.version = lambda distribution_name: (
+        version if distribution_name == "vllm" and version is not None else stock(distribution_name)
+    )
     try:
         yield
     finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,7 +18,7 @@ from mismatch_ext.adapters.cli import main
 from mismatch_ext.adapters.verl import plugin
 
 from examples.arithmetic.shipped import FOLDER
-from tests.commands import ROOT
+from tests.commands import ROOT, shell
 from tests.peers.verl.prepared import GRPO
 
 plugin.unload()  # importing the adapter has loaded it
@@ -60,6 +61,13 @@ def test_the_configuration_in_a_file_is_accepted_with_what_it_sets(capsys: pytes
     assert any("the weights fit the dtype" in line for line in found["later"])
     status, found = checked(capsys, *YAML, "mismatch=null")
     assert (status, found["verdict"]) == (1, "no mismatch config")
+
+
+def test_the_line_of_the_page_runs_as_it_is_pasted() -> None:
+    (line,) = re.findall(
+        r"^ +(mismatch-ext compat --verl .*)$", (ROOT / "docs/verl.md").read_text(encoding="utf-8"), flags=re.M
+    )
+    assert shell(line).endswith("verdict: accepted\n")
 
 
 def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -122,5 +130,9 @@ def test_a_configuration_that_cannot_be_composed_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["compat", "--verl", "no.such.key=1"]) == 2
-    assert "error: --verl: Could not override 'no.such.key'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "error: --verl: Could not override 'no.such.key'" in said
+        and "Give arguments that verl's main_ppo takes" in said
+    )
     assert main(["compat", "--verl", "--config-path", str(tmp_path), "--config-name=mine"]) == 2
