@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 from collections.abc import Sequence
 
 from mismatch_ext.cli import DEMO, REPORT, Command, folder, run_command
@@ -149,4 +150,8 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return its exit status."""
+    # Without a GPU verl warns twice that it found none, which no command here depends on.
+    logging.getLogger("verl.plugin.platform.platform_manager").addFilter(
+        lambda record: record.levelno > logging.WARNING
+    )
     return run_command(COMMANDS, argv)

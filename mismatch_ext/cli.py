@@ -78,7 +78,10 @@ def _configure_report(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("path", metavar="PATH", type=folder, help=about)
     parser.add_argument(
-        "--out", metavar="FILE", type=folder, help="file to write (default: report.html in that folder)"
+        "--out",
+        metavar="FILE",
+        type=folder,
+        help="file to write (default: report.html in that folder, or the log's name with .html)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of lines")
 

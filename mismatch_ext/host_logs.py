@@ -25,11 +25,6 @@ TRAINER_STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents.*"
 CENTRAL = ("logp_abs_diff_mean", "k3_kl", "ess_seq")
 """The figures of the gap that the report's verdict and first table are about."""
-HOST_SETTING = {
-    "TRL": "use_vllm=True, with vllm_importance_sampling_correction as it is by default",
-    "verl": "actor_rollout_ref.rollout.calculate_log_probs=true",
-}
-"""What makes a host log those of the central figures that it has itself."""
 OBSERVE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatch.level=observe"}
 """What makes this package log all of them, and changes nothing."""
 GIVE = (
@@ -238,13 +233,12 @@ def _header(source: Path, host: str) -> dict[str, Any]:
 
 
 def _about(source: Path, host: str, logged: set[str]) -> str:
-    figures = f"of the gap it has {', '.join(sorted(logged))}" if logged else "it has no figure of the gap"
     missing = [name for name in CENTRAL if name not in logged]
-    text = f"read from {host}'s own log, {source.name}: {figures}"
+    text = f"read from {host}'s own log, {source.name}"
+    if not logged & {"logp_abs_diff_mean", "k3_kl"}:
+        text += ": it has no figure of the gap's size"
     if host == "verl" and logged:
         text += ". How stale its rollouts were is unknown: with asynchronous rollouts, part of the gap may be drift"
     if not missing:
         return f"{text}."
-    by_host = [name for name in missing if getattr(MEASURES[name], host.lower())]
-    how = f"{HOST_SETTING[host]}, for {', '.join(by_host)} alone; or {OBSERVE[host]}" if by_host else OBSERVE[host]
-    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {how}."
+    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {OBSERVE[host]}."

@@ -176,10 +176,20 @@ def present(*names: str) -> None:
             raise _missing(PEERS[name])
 
 
-def _missing(peer: Peer) -> PeerVersionError:
+def _missing(peer: Peer, using: Iterable[str] = ()) -> PeerVersionError:
+    limits = [
+        wrong
+        for wrong in KNOWN_WRONG
+        if wrong.peer == peer.name and wrong.feature is None and {*wrong.where} <= {*using} and wrong.applies()
+    ]
+    supports, package = peer.supports, ""
+    if limits:
+        right = [run for run in peer.ran if not any(in_range(run, wrong.versions) for wrong in limits)]
+        supports += f" ({' and '.join(wrong.condition for wrong in limits)}: {', '.join(right)})"
+        package = f" {peer.name}=={right[-1]}"
     return PeerVersionError(
-        f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {peer.supports}. "
-        f"Install it with `pip install mismatch-ext[{peer.extra or peer.name}]`."
+        f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {supports}. "
+        f'Install it with `pip install ".[{peer.extra or peer.name}]"{package}` in a clone of mismatch-ext.'
     )
 
 
@@ -187,7 +197,7 @@ def accepted(name: str, features: Iterable[str] = (), using: Iterable[str] = ())
     """Return the version of a peer that can be used for these features in these circumstances; raises PeerVersionError."""
     peer, version = PEERS[name], installed(name)
     if version is None:
-        raise _missing(peer)
+        raise _missing(peer, using)
     if not peer.accepts(version):
         raise PeerVersionError(
             f"{name} {version} is outside the supported range {peer.supports}; nothing was patched or changed. "

@@ -93,7 +93,9 @@ def _encoded(tokenizer: Any, prompt: Any, asked: Dataset, number: int) -> list[i
             prompt, add_generation_prompt=True, tokenize=True, return_dict=True, **asked.template_arguments
         )
     except Exception as error:  # jinja2 raises errors of its own classes
+        why = " ".join(str(error).split())[:300].rstrip(".")
         raise ConfigError(
-            f"{asked.option}: row {number}: the chat template cannot be applied: {' '.join(str(error).split())[:300]}"
+            f"{asked.option}: row {number}: the chat template cannot be applied: {why}. "
+            "Write the prompts to a file for --prompts."
         ) from error
     return list(made["input_ids"])

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib.metadata
 import io
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
+from mismatch_ext.versions import installed
 
+AGENT_LOOPS = ("single_turn_agent", "tool_agent")
+"""verl's own agent loops, which hand on what the package needs."""
 LATER = {
     "monitor": "workers: verl's loss and token layout behave as in the tested version, and the engine is verl's own",
     "monitor.weight_sync": "each weight update: trainer and rollout server score the same probe tokens",
@@ -33,7 +37,7 @@ class DryRun:
     verdict: str  # "accepted", "refused", "not observed" (verl trains without the block), or "no mismatch config"
     refused: list[str]
     warnings: list[str]
-    settings: list[str]  # of verl that the block sets
+    settings: list[str]  # of verl that the block changes, each with its new value, and what to know about them
     later: list[str]
 
     @property
@@ -50,7 +54,8 @@ class DryRun:
             ("refused", self.refused), ("warning", self.warnings), ("sets", self.settings), ("checked later", self.later),
         )  # fmt: skip
         lines = [f"{name}: {line}" for name, entries in parts for line in entries]
-        return "\n".join([*lines, f"verdict: {self.verdict}"])
+        trains = ": verl would train without the config" if self.verdict == "not observed" else ""
+        return "\n".join([*lines, f"verdict: {self.verdict}{trains}"])
 
 
 def dry_run(words: Sequence[str]) -> DryRun:
@@ -59,6 +64,7 @@ def dry_run(words: Sequence[str]) -> DryRun:
     verls = io.StringIO()
     with contextlib.redirect_stdout(verls), warnings.catch_warnings(record=True) as warned:
         config = composed(given.overrides, given.config_path, given.config_name)
+        before = _values(config)
         warned.clear()
         warnings.simplefilter("always")
         observes, refused, later = False, list[str](), list[str]()
@@ -67,26 +73,73 @@ def dry_run(words: Sequence[str]) -> DryRun:
             observes, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]
+    said += [f"{path}={value!r}" for path, value in _values(config).items() if (path, value) not in before.items()]
     if stated is None:
         verdict = "no mismatch config"
     elif refused:
         verdict = "not observed" if observes else "refused"
     else:
         verdict = "accepted"
-    return DryRun(verdict=verdict, refused=refused, warnings=told, settings=said, later=[] if refused else later)
+    accepted = verdict == "accepted"
+    return DryRun(
+        verdict=verdict,
+        refused=refused,
+        warnings=told,
+        settings=said if accepted else [],
+        later=later if accepted else [],
+    )
 
 
 _OURS = "mismatch-ext: "
 
 
+def _values(config: Any) -> dict[str, Any]:
+    """Return each setting of verl by its path, without the copies of the block that workers and servers are given."""
+    from omegaconf import OmegaConf
+
+    values: dict[str, Any] = {}
+
+    def collect(path: str, value: Any) -> None:
+        if isinstance(value, dict):
+            for key, inside in value.items():
+                if key != "mismatch":
+                    collect(f"{path}.{key}" if path else str(key), inside)
+        else:
+            values[path] = value
+
+    collect("", OmegaConf.to_container(config))
+    return values
+
+
+@contextlib.contextmanager
+def _vllm_by_its_name() -> Iterator[None]:
+    """Let verl, which asks for the version of a distribution `vllm`, find a CPU build of vLLM, which has another name."""
+    stock, version = importlib.metadata.version, installed("vllm")
+    importlib.metadata.version = lambda distribution_name: (
+        version if distribution_name == "vllm" and version is not None else stock(distribution_name)
+    )
+    try:
+        yield
+    finally:
+        importlib.metadata.version = stock
+
+
 def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     """Return whether the run is only observed, every refusal, and what is checked later."""
-    from mismatch_ext.adapters.verl.block import block_of
-    from mismatch_ext.adapters.verl.config import observable, prepare, reasons
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
-    from verl.trainer.ppo.utils import need_critic, need_reference_policy
-    from verl.utils.config import validate_config
+
+    try:
+        from mismatch_ext.adapters.verl.block import block_of
+        from mismatch_ext.adapters.verl.config import observable, prepare, reasons
+        from mismatch_ext.adapters.verl.driver.weights import unverified
+        from verl.trainer.ppo.utils import need_critic, need_reference_policy
+        from verl.utils.config import validate_config
+    except Exception as error:  # a broken package that verl imports raises whatever it likes
+        raise ConfigError(
+            f"--verl: verl cannot be imported here: {type(error).__name__}: {' '.join(str(error).split())[:400]} Repair that "
+            "package, or run this where verl trains."
+        ) from error
 
     observes = False
     try:
@@ -102,14 +155,22 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
     try:
-        validate_config(
-            config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-        )
+        with _vllm_by_its_name():
+            validate_config(
+                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+            )
     except Exception as error:  # noqa: BLE001 - whatever verl refuses with
         return False, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     acting = block_of(config.actor_rollout_ref)
     assert acting is not None
-    return observes, [], [LATER[feature] for feature in acting.features if feature in LATER]
+    rollout = config.actor_rollout_ref.rollout
+    later = [LATER[feature] for feature in acting.features if feature in LATER]
+    if (why := unverified(rollout, acting.monitor)) is not None:
+        warnings.warn(f"mismatch.monitor.weight_sync: {why}", stacklevel=2)
+        later.remove(LATER["monitor.weight_sync"])
+    if (loop := rollout.agent.default_agent_loop) not in AGENT_LOOPS:
+        later.append(f"agent loops: {loop!r} is registered, and hands on extra_fields and the engine's token ids")
+    return observes, [], later
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:
@@ -135,7 +196,9 @@ def composed(overrides: Sequence[str], folder: str = "config", name: str = "ppo_
         with initialize_config_dir(version_base=None, config_dir=str(where)):
             return compose(name, overrides=list(overrides))
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
+        raise ConfigError(
+            f"--verl: {' '.join(str(error).split())[:400].rstrip('.')}. Give arguments that verl's main_ppo takes."
+        ) from error
 
 
 def require(config: Any, paths: Iterable[str]) -> None:

@@ -321,8 +321,8 @@ TABLE = (
         ),
     )),
     Case("an asynchronous trainer_mode and a mismatch block", lambda asked: asked.mode != SYNC, (
-        Setting(f"{ACTOR}.strategy", other_than(*FSDP), "'fsdp' or 'fsdp2'", "nobody has run another"),
-        Setting(f"{ROLLOUT}.name", other_than("vllm"), "'vllm'", "nobody has run another"),
+        Setting(f"{ACTOR}.strategy", other_than(*FSDP), "'fsdp' or 'fsdp2'", "those modes were run with FSDP only"),
+        Setting(f"{ROLLOUT}.name", other_than("vllm"), "'vllm'", "those modes were run with vLLM only"),
     )),
     Case("a mismatch block", lambda _: True, (
         Setting(

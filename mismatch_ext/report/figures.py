@@ -282,7 +282,7 @@ def require_plotly() -> Any:
         import plotly.offline
     except ImportError as error:
         raise PeerVersionError(
-            "the report needs plotly, which is not installed; run `pip install mismatch-ext[report]`."
+            "the report needs plotly, which is not installed; run `pip install 'plotly>=6'`."
         ) from error
     return plotly
 

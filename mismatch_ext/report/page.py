@@ -45,7 +45,7 @@ STATUS_LABELS = {
 
 @dataclass(frozen=True, kw_only=True)
 class Report:
-    """A rendered report: where it is, its verdict in one sentence and by run, its numbers, and what could not be used."""
+    """A rendered report: where it is, its verdict in words and by run, its numbers, and what could not be used."""
 
     path: Path
     verdict: str
@@ -67,14 +67,16 @@ class Report:
 def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     """Render the report of a run directory, a folder of run directories side by side, or a log that TRL or verl wrote.
 
-    The file, which loads nothing from the network, is `report.html` in that folder unless `out` names another. Raises
-    RunDirectoryError if there is no run or the file cannot be written, PeerVersionError if plotly is not installed.
+    The file loads nothing from the network. Unless `out` names another, it is `report.html` in that folder, or for a log of TRL
+    or verl the log's name with `.html`. Raises RunDirectoryError if there is no run or the file cannot be written,
+    PeerVersionError if plotly is not installed.
     """
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
     summary = summarize(runs)
     why, unread = read_why(run_dir)
     sentence = verdict(runs, summary, why)
+    path = _default(Path(run_dir), runs) if out is None else Path(out)
     page = template.render(
         title=_title(run_dir, runs),
         verdict=sentence,
@@ -83,12 +85,18 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
         why=why,
         **_context(runs, summary, why, unread),
     )
-    folder = Path(run_dir) if Path(run_dir).is_dir() else Path(run_dir).parent
-    path = folder / REPORT_FILE if out is None else Path(out)
     _write(path, page)
     problems = tuple(problem for run in runs.values() for problem in run.problems)
     judged = tuple(judge(name, run, summary, why) for name, run in runs.items())
     return Report(path=path, verdict=sentence, judged=judged, summary=summary, problems=problems)
+
+
+def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
+    if source.is_dir():
+        return source / REPORT_FILE
+    # A folder may hold many logs, but one run of ours.
+    logs = [run.source for run in runs.values() if run.is_host_log]
+    return source.with_name(f"{logs[0]}.html" if logs else REPORT_FILE)
 
 
 def build_why(directory: str | Path) -> Path:

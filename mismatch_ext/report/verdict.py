@@ -1,4 +1,4 @@
-"""The verdict in one sentence, and the thresholds it rests on.
+"""The verdict in a few sentences, and the thresholds it rests on.
 
 Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nat per token), besides those of
 `mismatch_ext.alarms`:
@@ -90,6 +90,11 @@ WORDS = {
 }
 
 
+DOCTOR = {
+    "stock TRL": "mismatch-ext doctor --trl FILE --prompts FILE",
+    "stock verl": "mismatch-ext doctor --verl ARGUMENTS, those of main_ppo",
+}
+"""The doctor's command, by who wrote a log without this package."""
 ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
 TELL_APART = (
     "let rollouts be less stale, so that a batch has tokens of the weights that score it, before changing anything for that "
@@ -254,7 +259,7 @@ def _warnings(run: RunData, level: str) -> list[_Warning]:
         _Warning(
             step=row.first_step,
             said=f"the check {row.check} failed {times(row.times)}, first at step {row.first_step}",
-            advice='do what the failed checks say, under "Observed"',
+            advice='follow the failed checks, under "Observed"',
         )
         for row in observed(run)
     ]
@@ -319,6 +324,7 @@ def _late(run: RunData) -> _Warning | None:
     """Compare the gap of the last three logs, and of the last tenth, with that of the logs before, by medians."""
     part = "" if parts(run) is None else NUMERICS
     steps, means = run.series(f"{PREFIX}{part}{ABS_DIFF_MEAN}")
+    estimated = "" if steps else ", estimated from k3"
     if not steps:
         steps, k3 = run.series(f"{PREFIX}{part}k3_kl")
         means = [value if value is None else _mean_of(value) for value in k3]
@@ -340,7 +346,7 @@ def _late(run: RunData) -> _Warning | None:
     return _Warning(
         step=step,
         said=f"from step {step} on the gap is far above the steps before, mean |Δlogp| {quantity(after, 2)} after "
-        f"{quantity(before, 2)}",
+        f"{quantity(before, 2)}{estimated}",
         advice=f"look at the weight-sync check and at what else changed at step {step}",
     )
 
@@ -406,31 +412,50 @@ def _unexplained(run: RunData, main: Row | None, level: str) -> str | None:
 
 
 def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = ()) -> str:
-    """Say in one sentence which runs agree, how large the gap is, what dominates it, and what to do."""
+    """Say in a few sentences which runs agree, how large the gap is, what dominates it, and what to do."""
     judged = [judge(name, run, summary, why) for name, run in runs.items()]
     measured = [v for v in judged if v.level in LEVELS]
     if not measured and any(v.level == MIXED for v in judged):
         return f"{_levels_clause(judged, judged[0])}: {TELL_APART}."
     if not measured:
-        warned = [f" {_in(v, judged, ', ')}{'; '.join(v.warnings)}." for v in judged if v.warnings]
+        warned = [f" {sentence}." for v in judged for sentence in _warned(v, judged)]
         if all(run.is_host_log for run in runs.values()):
-            check = "below is what makes the trainer log them"
+            absent, check = "Neither mean |Δlogp| nor k3 was", "below is what makes the trainer log them"
         else:
-            check = "check that the run got past its first step with a `mismatch:` block"
-        return (
-            "No mismatch metrics were recorded, so nothing can be said about the two policies: "
-            f"{check}.{''.join(warned)}"
-        )
+            absent, check = (
+                "No mismatch metrics were",
+                "check that the run got past its first step with a `mismatch:` block",
+            )
+        return f"{absent} recorded, so nothing can be said about the two policies: {check}.{''.join(warned)}"
     worst = max(measured, key=lambda v: (LEVELS.index(v.level), v.worst_mean or 0.0))
     best = _best_alternative(measured, worst)
-    clauses = [_levels_clause(judged, worst)]
+    sentences = [_levels_clause(judged, worst)]
     if best is not None and (ratio := (worst.mean or 0) / (best.mean or 1)) >= CLEAR_RATIO:
-        clauses.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
+        sentences.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
-        clauses.append(_in(worst, judged) + what)
-    clauses += [_in(v, judged, ", ") + "; ".join(v.warnings) for v in judged if v.warnings]
-    clauses += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
-    return f"{'; '.join(clauses)}: {_advice(worst, best, judged)}."
+        sentences.append(_begun(_in(worst, judged) + what))
+    sentences += [sentence for v in judged for sentence in _warned(v, judged)]
+    sentences += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
+    then = ". What to do: " if len(sentences) > 1 else ": "
+    return f"{'. '.join(sentences)}{then}{_advice(worst, best, judged)}.{_ask(runs[worst.run], worst, why)}"
+
+
+def _begun(sentence: str) -> str:
+    return sentence[0].upper() + sentence[1:]
+
+
+def _warned(v: RunVerdict, judged: Sequence[RunVerdict]) -> list[str]:
+    """Return a sentence for each warning, or one for all of a run that is one of several."""
+    if len(judged) == 1:
+        return [_begun(warning) for warning in v.warnings]
+    return [f"In {v.run}, {'; '.join(v.warnings)}"] if v.warnings else []
+
+
+def _ask(run: RunData, worst: RunVerdict, why: Sequence[Why]) -> str:
+    """Send the owner of a log without this package to the doctor, unless the gap is small or the doctor was asked."""
+    if why or not run.is_host_log or worst.level not in (WARNED, ELEVATED, LARGE):
+        return ""
+    return f" To learn why: {DOCTOR[run.header['run']['host']]} (docs/doctor.md). What acts on it: docs/index.md, By symptom."
 
 
 def _in(v: RunVerdict, judged: Sequence[RunVerdict], then: str = " ") -> str:
@@ -461,7 +486,11 @@ def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
     if v.parts is not None and v.parts.numerics is None and v.parts.total is not None:
         return f"{v.run} ({unit}{quantity(v.parts.total, 2)} of both)"
     if v.mean is None:
-        return v.run if v.k3 is None else f"{v.run} (k3 {quantity(v.k3, 2)})"
+        if v.k3 is None:
+            return v.run
+        return (
+            f"{v.run} (k3 {quantity(v.k3, 2)}, from which a mean |Δlogp| of {quantity(_mean_of(v.k3), 2)} is estimated)"
+        )
     text = f"{unit}{quantity(v.mean, 2)}"
     if v.parts is not None and v.split == "train":
         text += f" of numerics, {quantity(v.parts.total, 2)} with the drift of stale rollouts"

@@ -146,5 +146,7 @@ def test_messages_are_encoded_by_the_chat_template_and_long_prompts_left_out(tmp
     texts.write_text("".join(json.dumps({"prompt": f"{text}="}) + "\n" for text in sums))
     plain: Any = read_dataset(with_own(None, str(texts)), model, 8)
     assert plain == [tokenizer(f"{text}=")["input_ids"] for text in sums]
-    with pytest.raises(ConfigError, match="row 0: the chat template cannot be applied"):
+    with pytest.raises(
+        ConfigError, match="row 0: the chat template cannot be applied.* Write the prompts to a file for --prompts.$"
+    ):
         read_dataset(with_own(None, str(tmp_path / "rows.parquet")), model, 8)

@@ -70,7 +70,7 @@ def test_a_missing_renderer_is_named(
 ) -> None:
     monkeypatch.setitem(sys.modules, "plotly.graph_objects", None)
     assert cli.main(["report", str(run_dir)]) == 2
-    assert "pip install mismatch-ext[report]" in capsys.readouterr().err
+    assert "pip install 'plotly>=6'" in capsys.readouterr().err
 
 
 def test_without_a_subcommand_the_help_is_shown(capsys: pytest.CaptureFixture[str]) -> None:

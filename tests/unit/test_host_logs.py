@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,9 +12,12 @@ from typing import Any
 import pytest
 
 from mismatch_ext import cli
+from mismatch_ext.alarms import HEALTHY_K3, STALE_ABS_DIFF
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import Role
 from mismatch_ext.report import build, judge, load_runs, summarize
+from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, LARGE_K3
+from tests.commands import ROOT
 from tests.unit.synthetic_runs import write_run
 
 TRL_LOGS = [
@@ -62,7 +66,7 @@ def test_trls_own_log(write: object, tmp_path: Path) -> None:
     judged = judge(name, run, summarize({name: run}))
     assert judged.level == "elevated" and judged.mean == pytest.approx(0.021)
     (problem,) = run.problems
-    assert "logp_abs_diff_mean" in problem.split("Missing:")[0] and "k3_kl" in problem.split("Missing:")[1]
+    assert "logp_abs_diff_mean" not in problem and "Missing: k3_kl" in problem
 
 
 def test_the_last_checkpoint_of_an_output_folder_is_read(tmp_path: Path) -> None:
@@ -93,15 +97,19 @@ def test_verls_file_logger_is_judged_by_k3(
     assert run.series(Role.LEARNING_RATE) == ([2], [1e-6]), "stock verl logs the next step's rate"
     assert cli.main(["report", str(path)]) == 0
     printed = capsys.readouterr().out
-    assert str(path.with_name("report.html")) in printed and "to have them logged: +mismatch.level=observe." in printed
-    assert (path.parent / "report.html").is_file()
+    page = path.with_name("experiment.jsonl.html")
+    assert str(page) in printed and "to have them logged: +mismatch.level=observe." in printed
+    assert page.is_file() and not (path.parent / "report.html").exists(), (
+        "other logs of this folder have reports of theirs"
+    )
+    assert "estimated)" in printed and ("To learn why: mismatch-ext doctor --verl" in printed) == (level != "small")
 
 
 def test_a_log_without_figures_of_the_gap_is_not_judged(tmp_path: Path) -> None:
     path = tmp_path / "trainer_state.json"
     path.write_text('{"log_history": [{"step": 1, "reward": 0.5}]}')
     report = build(tmp_path)
-    assert "No mismatch metrics were recorded" in report.verdict
+    assert "Neither mean |Δlogp| nor k3 was recorded" in report.verdict
     assert "no figure of the gap" in report.problems[0] and "attach(trainer)" in report.problems[0]
 
 
@@ -135,7 +143,7 @@ def test_stale_weights_in_the_last_steps_are_not_hidden_by_the_mean(
 ) -> None:
     said, run = verdict_of(trl_log(tmp_path, [0.011 if bad == 5 else 0.009] * (60 - bad) + [0.21] * bad))
     assert run["level"] == level and f"mean |Δlogp| {mean}" in said
-    assert f"from step {61 - bad} on the two sides differ by as much as with stale weights" in said
+    assert f"From step {61 - bad} on the two sides differ by as much as with stale weights" in said
     assert (
         ": look at the weight-sync check" in said and "no correction is needed" not in said and "attention" not in said
     )
@@ -144,7 +152,7 @@ def test_stale_weights_in_the_last_steps_are_not_hidden_by_the_mean(
 def test_a_gap_that_ends_far_above_its_run_is_named_before_an_alarm_is_raised(tmp_path: Path) -> None:
     said, run = verdict_of(trl_log(tmp_path / "late", [0.004] * 57 + [0.03] * 3))
     assert run["level"] == "warned" and "no correction is needed" not in said
-    assert "from step 58 on the gap is far above the steps before, mean |Δlogp| 0.03 after 0.004" in said
+    assert "From step 58 on the gap is far above the steps before, mean |Δlogp| 0.03 after 0.004" in said
     assert "no correction is needed" in verdict_of(trl_log(tmp_path / "flat", [0.004, 0.006] * 30))[0]
     # Below the size of rounding a gap may do as it likes.
     assert verdict_of(trl_log(tmp_path / "tiny", [1e-6] * 57 + [5e-5] * 3))[1]["level"] == "same"
@@ -161,6 +169,24 @@ def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
     assert run["level"] == "warned" and "the gap has more than doubled" in said
 
 
+def test_a_mean_that_is_estimated_from_k3_is_judged_as_the_page_says(tmp_path: Path) -> None:
+    page = (ROOT / "docs/metrics.md").read_text(encoding="utf-8").replace("\n", " ")
+    limits = re.search(
+        r"\*elevated\* above a mean of ([\d.]+) or a k3 of ([\d.]+), and \*large\* from ([\d.]+) or ([\d.]+)\. ", page
+    )
+    assert limits is not None
+    mean, k3, large_mean, large_k3 = map(float, limits.groups())
+    assert (mean, k3, large_mean, large_k3) == (HEALTHY_ABS_DIFF, HEALTHY_K3, STALE_ABS_DIFF, LARGE_K3)
+    estimated = re.search(r"k3 above ([\d.e-]+) is elevated", page)
+    assert estimated is not None and float(estimated[1]) == pytest.approx(mean * mean * math.pi / 4, rel=0.02)
+    said, run = verdict_of(verl_log(tmp_path / "verl.jsonl", [{"rollout_corr/k3_kl": 3.7e-4}] * 8))
+    assert run["level"] == "elevated" and "(k3 3.7e-4, from which a mean |Δlogp| of 0.022 is estimated)" in said
+    rows = [{"rollout_corr/k3_kl": 4e-5}] * 12 + [{"rollout_corr/k3_kl": 9e-4}] * 3
+    said, run = verdict_of(verl_log(tmp_path / "late.jsonl", rows))
+    assert run["level"] == "warned" and "|Δlogp| 0.034 after 0.0071, estimated from k3. What to do: look at" in said
+    assert said.endswith("What acts on it: docs/index.md, By symptom.")
+
+
 def test_a_mean_that_grows_within_the_healthy_range_is_not_named(tmp_path: Path) -> None:
     said, run = verdict_of(trl_log(tmp_path / "healthy", [0.0115 * (18 / 11.5) ** (step / 39) for step in range(40)]))
     assert run["level"] == "small" and "doubled" not in said
@@ -168,8 +194,8 @@ def test_a_mean_that_grows_within_the_healthy_range_is_not_named(tmp_path: Path)
     said, _ = verdict_of(trl_log(tmp_path / "tiny", [0.001 * 10 ** (step / 39) for step in range(40)]))
     assert "doubled" not in said
     said, run = verdict_of(trl_log(tmp_path / "grown", [0.012 * 2.5 ** (step / 39) for step in range(40)]))
-    assert "by step 31 the gap has more than doubled over the last logs, beyond what chance does" in said
-    assert "from step" not in said and "k3" not in said  # the log has no such name
+    assert "By step 31 the gap has more than doubled over the last logs, beyond what chance does" in said
+    assert "rom step" not in said and "k3" not in said  # the log has no such name
 
 
 def test_a_sequences_effective_sample_size_is_not_judged_as_that_of_tokens(tmp_path: Path) -> None:
@@ -249,7 +275,10 @@ def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
     path = verl_log(tmp_path / "verl.jsonl", rows)
     said, run = verdict_of(path)
     assert run["level"] == "warned"
-    assert "from step 37 on the gradients hold NaN or infinity (actor/grad_norm not finite): in float16 look" in said
+    assert (
+        "From step 37 on the gradients hold NaN or infinity (actor/grad_norm not finite). What to do: in float16 look"
+        in said
+    )
     assert build(path).to_dict()["rows"][0]["nonfinite_steps"] == 4
     # A single one is a skipped step of a float16 run.
     rows[37:39] = [{**rows[0]}] * 2
@@ -258,15 +287,15 @@ def test_gradients_that_are_not_finite_are_named(tmp_path: Path) -> None:
 
 def test_trls_kl_to_the_reference_is_not_a_figure_of_the_gap(tmp_path: Path) -> None:
     (run,) = load_runs(trl_log(tmp_path, [0.01] * 4, kl=0.3)).values()
-    assert run.problems[0].split("of the gap it has ")[1].startswith("logp_abs_diff_mean. Missing: k3_kl")
+    assert run.problems[0].startswith("read from TRL's own log, trainer_state.json. Missing: k3_kl")
     assert run.problems[0].endswith("logged: mismatch_ext.adapters.trl.attach(trainer).")
 
 
 def test_verls_log_may_have_the_name_of_ours(tmp_path: Path) -> None:
     path = verl_log(tmp_path / "metrics.jsonl", [{"rollout_corr/k3_kl": 2e-3}] * 5)
-    assert build(tmp_path).to_dict() == build(path).to_dict()
+    assert build(tmp_path).to_dict() | {"report": ""} == build(path).to_dict() | {"report": ""}
     said, run = verdict_of(tmp_path)
-    assert run["level"] == "elevated" and run["k3"] == pytest.approx(2e-3) and "from step 1 on" in said
+    assert run["level"] == "elevated" and run["k3"] == pytest.approx(2e-3) and "From step 1 on" in said
 
 
 def test_logs_of_several_runs_are_shown_side_by_side(tmp_path: Path) -> None:
@@ -310,10 +339,11 @@ def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_pa
         with pytest.raises(RunDirectoryError, match="holds no step"):
             build(tmp_path / name)
     report = build(verl_log(tmp_path / "plain.jsonl", [{"actor/loss": 0.1}, {"actor/loss": None}]))
-    assert "`mismatch:` block" not in report.verdict and "from step 2 on the weights are broken" in report.verdict
-    assert (
-        "read from verl's own log" in report.problems[0] and "calculate_log_probs=true, for k3_kl" in report.problems[0]
-    )
+    assert "`mismatch:` block" not in report.verdict and "From step 2 on the weights are broken" in report.verdict
+    assert "read from verl's own log" in report.problems[0] and report.problems[0].endswith("+mismatch.level=observe.")
+    # These tell how probabilities differ, and not the size of the gap.
+    report = build(verl_log(tmp_path / "probs.jsonl", [{"training/rollout_probs_diff_max": 0.1}] * 3))
+    assert "no figure of the gap's size" in report.problems[0] and "Neither mean |Δlogp| nor k3" in report.verdict
 
 
 @pytest.mark.parametrize("text", ["[]", "{}", '{"log_history": [{}]}', "no json"])

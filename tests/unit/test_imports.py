@@ -116,7 +116,7 @@ def test_an_adapter_without_its_peer_names_the_extra() -> None:
     assert len(refused) == len(cases)
     for case, said in zip(cases, refused, strict=True):
         assert said.startswith(f"PeerVersionError: {case.partition(':')[0]} is not installed"), said
-        assert f"pip install mismatch-ext[{cases[case]}]" in said
+        assert f'pip install ".[{cases[case]}]"' in said
     # vLLM's adapter asks for vLLM when it is given an engine, so that TRL's works without.
     assert vllm == "imported"
 
@@ -127,7 +127,7 @@ def test_a_command_without_its_peer_names_the_extra(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, "readiness", str(tmp_path)], capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
-    assert "transformers is not installed" in done.stderr and "pip install mismatch-ext[trl]" in done.stderr
+    assert "transformers is not installed" in done.stderr and 'pip install ".[trl]"' in done.stderr
 
 
 @pytest.mark.parametrize("folder", ["mismatch_ext", "patches", "adapters"])

@@ -128,7 +128,17 @@ def test_any_of_a_peers_distributions_will_do(upstream: Path) -> None:
 def test_a_missing_peer_is_named_with_what_to_install(upstream: Path) -> None:
     with pytest.raises(PeerVersionError) as error:
         require("upst")
-    assert "upst is not installed" in str(error.value) and "pip install mismatch-ext[up]" in str(error.value)
+    assert "upst is not installed" in str(error.value) and 'pip install ".[up]"' in str(error.value)
+
+
+def test_a_missing_peer_is_named_with_the_versions_that_work_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(versions, "installed", lambda name: None)
+    with pytest.raises(PeerVersionError, match=r"supports sglang >=0\.5\.12\. ") as error:
+        accepted("sglang")
+    assert 'pip install ".[sglang]"` in a clone' in str(error.value)
+    with pytest.raises(PeerVersionError, match=r">=0\.5\.12 \(under verl: 0\.5\.12, 0\.5\.18\)") as error:
+        accepted("sglang", using={"verl", "sglang"})
+    assert 'pip install ".[sglang]" sglang==0.5.18` in a clone' in str(error.value)
 
 
 @pytest.mark.parametrize("name", PEERS)

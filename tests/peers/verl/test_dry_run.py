@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +18,7 @@ from mismatch_ext.adapters.cli import main
 from mismatch_ext.adapters.verl import plugin
 
 from examples.arithmetic.shipped import FOLDER
-from tests.commands import ROOT
+from tests.commands import ROOT, shell
 from tests.peers.verl.prepared import GRPO
 
 plugin.unload()  # importing the adapter has loaded it
@@ -51,9 +55,19 @@ def test_the_configuration_in_a_file_is_accepted_with_what_it_sets(capsys: pytes
     status, found = checked(capsys, *YAML, f"actor_rollout_ref.model.path={FOLDER / 'dense'}")
     assert (status, found["verdict"], found["refused"]) == (0, "accepted", [])
     assert "mixed_precision.param_dtype=fp16" in found["settings"][0]
+    assert {f"actor_rollout_ref.{set_to}" for set_to in (
+        "rollout.dtype='float16'", "actor.fsdp_config.mixed_precision.param_dtype='fp16'",
+    )} <= {*found["settings"]}  # fmt: skip
     assert any("the weights fit the dtype" in line for line in found["later"])
     status, found = checked(capsys, *YAML, "mismatch=null")
     assert (status, found["verdict"]) == (1, "no mismatch config")
+
+
+def test_the_line_of_the_page_runs_as_it_is_pasted() -> None:
+    (line,) = re.findall(
+        r"^ +(mismatch-ext compat --verl .*)$", (ROOT / "docs/verl.md").read_text(encoding="utf-8"), flags=re.M
+    )
+    assert shell(line).endswith("verdict: accepted\n")
 
 
 def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,15 +78,61 @@ def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str])
 def test_an_observed_run_says_what_is_left_out_or_that_nothing_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
     observe = (*DENSE, "+mismatch.level=observe", "+mismatch.routing.mode=R3")
     status, found = checked(capsys, *observe, "+mismatch.monitor.doctor=on_alarm")
-    assert (status, found["verdict"], found["settings"]) == (0, "accepted", [])
+    assert (status, found["verdict"]) == (0, "accepted")
+    # Only by what the run is observed: nothing that is trained or sampled.
+    assert [line.partition("=")[0].rpartition(".")[2] for line in found["settings"]] == [
+        "worker_extension_cls", "trainer_mode", "VERL_USE_EXTERNAL_MODULES",
+    ]  # fmt: skip
     assert ["monitor.doctor" in line for line in found["warnings"]] == [True]
     status, found = checked(capsys, *observe, "trainer.use_v1=False")
     assert (status, found["verdict"]) == (1, "not observed") and "use_v1" in found["refused"][0]
+    assert found["settings"] == [] and main(["compat", "--verl", *observe, "trainer.use_v1=False"]) == 1
+    assert capsys.readouterr().out.endswith("verdict: not observed: verl would train without the config\n")
+
+
+def test_lora_is_checked_with_a_cpu_build_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:
+    """verl asks for the version of a distribution `vllm`."""
+    stock = importlib.metadata.version
+    status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8")
+    assert (status, found["refused"]) == (0, []) and importlib.metadata.version is stock
+    status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=4096")
+    assert (status, found["refused"][0][:16]) == (1, "verl: ValueError") and "lora_rank must be" in found["refused"][0]
+
+
+def test_what_is_never_or_only_later_verified_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=my_agent"
+    status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.rollout.data_parallel_size=2", loop)
+    assert (status, found["verdict"]) == (0, "accepted")
+    assert "the rollout's weights are not verified" in found["warnings"][0]
+    assert (
+        not any("weight update" in line for line in found["later"]) and "'my_agent' is registered" in found["later"][-1]
+    )
+    _, found = checked(capsys, *DENSE, "+mismatch={}")
+    assert found["warnings"] == [] and any("weight update" in line for line in found["later"])
+    assert not any("agent loops" in line for line in found["later"])
+
+
+def test_the_command_says_nothing_of_a_missing_gpu_and_names_a_verl_that_does_not_import() -> None:
+    code = "import sys; {}; from mismatch_ext.adapters.cli import main; sys.exit(main())"
+
+    def run(first: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-c", code.format(first), "compat", "--verl", *DENSE, "+mismatch={}"]
+        return subprocess.run(words, capture_output=True, text=True, check=False)
+
+    done = run("pass")
+    assert done.returncode == 0 and "accelerator" not in done.stderr and "Platform" not in done.stderr
+    done = run("sys.modules['verl.trainer.ppo.utils'] = None")
+    assert done.returncode == 2 and done.stderr.startswith("error: --verl: verl cannot be imported here: ")
+    assert done.stderr.count("\n") == 1
 
 
 def test_a_configuration_that_cannot_be_composed_is_an_error(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["compat", "--verl", "no.such.key=1"]) == 2
-    assert "error: --verl: Could not override 'no.such.key'" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "error: --verl: Could not override 'no.such.key'" in said
+        and "Give arguments that verl's main_ppo takes" in said
+    )
     assert main(["compat", "--verl", "--config-path", str(tmp_path), "--config-name=mine"]) == 2
