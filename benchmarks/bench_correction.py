@@ -39,7 +39,7 @@ def run() -> list[dict[str, Any]]:
     settings = PRESETS["decoupled_geo_rs_token_tis"]
 
     def ours() -> Any:
-        return correct(rollout, old, mask, settings)
+        return correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
 
     def theirs() -> Any:
         return verl_correct(old, rollout, mask, "token", 2.0, False, "seq_mean_k1", "0.999_1.001")

@@ -31,7 +31,12 @@ RTOL = 1e-9
 def corrected(level: Any, cap: float, batch: Batch) -> Tensor:
     """Return the plain GRPO loss with our weights on the tokens."""
     settings = CorrectionConfig(level=level, bound="truncate", upper=cap)
-    ours = correct(batch["rollout_logprobs"], batch["old_logprobs"], batch["response_mask"], settings)
+    ours = correct(
+        old_logprobs=batch["old_logprobs"],
+        rollout_logprobs=batch["rollout_logprobs"],
+        response_mask=batch["response_mask"],
+        config=settings,
+    )
     return surrogate(ours.weights, **batch)
 
 

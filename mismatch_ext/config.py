@@ -293,7 +293,8 @@ class AlarmConfig:
     """Values less than this are out of bounds."""
     patience: Count | None = None
     """Logs in a row out of bounds that raise the alarm; None is the built-in alarm's, else 3. Logs without the metric
-    do not count. As many logs in a row that are back by a fifth end it, and it may be raised again."""
+    do not count. The alarm ends after the same number of logs in a row with the metric at least 20% inside its limit.
+    It may be raised again."""
     action: AlarmAction | None = None
     """`stop` saves a checkpoint and ends training after the step (the alarm starts again if you resume it); `off`
     switches a built-in alarm off; None is `warn`. All but `off` log a warning and write to the metrics file."""

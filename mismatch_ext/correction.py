@@ -70,11 +70,11 @@ class Correction:
 
 @torch.no_grad()
 def correct(
-    rollout_logprobs: Tensor,
+    *,
     old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
     response_mask: Tensor,
     config: CorrectionConfig | ResolvedCorrection,
-    *,
     logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Correction:
@@ -88,9 +88,11 @@ def correct(
 
     In bypass mode, pass the current policy's log-probabilities as `old_logprobs`; the ratio is then pi/mu.
 
+    All arguments are keywords, because two tensors in the wrong order would invert every weight without an error.
+
     Args:
-        rollout_logprobs: log mu of the sampled tokens `[B, T]`, nats, any float dtype.
-        old_logprobs: log pi_old of the same tokens `[B, T]`, nats.
+        old_logprobs: log pi_old of the sampled tokens `[B, T]`, nats, any float dtype.
+        rollout_logprobs: log mu of the same tokens `[B, T]`, nats.
         response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
         config: A `correction` section, or resolved settings.
         logprobs: log pi of the current policy `[B, T]`, for `off_policy_threshold`; None takes `old_logprobs`.
@@ -105,10 +107,10 @@ def correct(
         ConfigError: The section is malformed.
     """
     settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
-    mask = checked_mask("response_mask", response_mask, rollout_logprobs=rollout_logprobs, old_logprobs=old_logprobs)
-    tokens = _Tokens(rollout_logprobs, old_logprobs, mask, settings)
+    mask = checked_mask("response_mask", response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
+    tokens = _Tokens(old_logprobs, rollout_logprobs, mask, settings)
     metrics = tokens.gap_metrics()
-    dtype = output_dtype(rollout_logprobs, old_logprobs)
+    dtype = output_dtype(old_logprobs, rollout_logprobs)
     kept_mask = mask.clone()
     if settings.level == "none":
         weights = mask.to(dtype)
@@ -144,7 +146,7 @@ def correct(
 class _Tokens:
     """The unmasked tokens of a batch, row after row, with d = log pi_old - log mu, and c, which is d clamped."""
 
-    def __init__(self, rollout: Tensor, old: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
+    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
         self.settings = settings
         count = mask.sum(1)
         self.count, self.total = count.double(), float(count.sum())
@@ -166,7 +168,7 @@ class _Tokens:
         self.old_row, self.d_row, self.excess_row = (torch.cat(sums) for sums in list(zip(*by_block, strict=True))[:3])
         self.k3, self.chi2 = torch.stack([sums[3] for sums in by_block]).sum(0).tolist()
         if not bool((self.d_row.isfinite() & self.old_row.isfinite()).all()):
-            expect_finite(mask, rollout_logprobs=rollout, old_logprobs=old)
+            expect_finite(mask, old_logprobs=old, rollout_logprobs=rollout)
             raise RecordError("log-probabilities overflow float64 when summed; their unit must be nats.")
         self.smallest, self.largest = (float(x) for x in torch.aminmax(self.d))
         beyond = max(self.largest, -self.smallest) > LOG_RATIO_BOUND

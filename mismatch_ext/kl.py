@@ -626,7 +626,7 @@ class KlTerm:
         if added and float((whole := merged(*added))["kl_tokens"]):
             self.state, _ = kl_step(self.state, kl_means(whole)["kl_ref_k1"], self.config)
 
-    def behavior(self, logprobs: Tensor, rollout: Tensor | None, old: Tensor | None) -> Tensor | None:
+    def behavior(self, logprobs: Tensor, *, old: Tensor | None, rollout: Tensor | None) -> Tensor | None:
         """Return log-probabilities under the policy that sampled, if a ratio needs them: the engine's, else the old ones."""
         if self.config.ratio == "none":
             return None

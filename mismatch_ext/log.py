@@ -136,7 +136,7 @@ class RunStream:
         """Write the profiles of one step by name; each is a mapping of columns."""
         self._write({**self._at("profile", step), "split": split, "profiles": dict(profiles)})
 
-    def scatter(self, step: int, rollout: Sequence[float], old: Sequence[float], split: str = "train") -> None:
+    def scatter(self, step: int, *, old: Sequence[float], rollout: Sequence[float], split: str = "train") -> None:
         """Write a sample of tokens: their log-probabilities of both sides."""
         pair = {"rollout_logprobs": list(rollout), "old_logprobs": list(old)}
         self._write({**self._at("scatter", step), "split": split, **pair})
@@ -521,7 +521,7 @@ class RunLog:
         if self.ranks.rank == 0 and (split != "train" or count % PROFILE_EVERY == 0):
             self._file().profile(step, gap_profiles(part(sums, "gap")), split)
             scatter = gap_sample(part(sums, "gap"))
-            self._file().scatter(step, scatter["rollout_logprobs"], scatter["old_logprobs"], split)
+            self._file().scatter(step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split)
         scalars |= {f"native/{name}": value for name, value in native.items()}
         scalars |= masked_metrics(part(sums, "masked"))
         if drift := part(sums, "drift"):

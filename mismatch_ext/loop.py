@@ -413,7 +413,13 @@ class Run:
                     "own mean only. Give run.correct whole batches of several responses, or set normalize: false."
                 )
             if bool(mask.any()):
-                correction = correct(batch.rollout_logprobs, old.detach(), mask, settings, advantages=advantages)
+                correction = correct(
+                    old_logprobs=old.detach(),
+                    rollout_logprobs=batch.rollout_logprobs,
+                    response_mask=mask,
+                    config=settings,
+                    advantages=advantages,
+                )
         metrics = metrics_over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
         if settings.normalize and correction.metrics:
             mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
@@ -437,7 +443,7 @@ class Run:
             reference,
             batch.response_mask,
             self._kl.config,
-            behavior=self._kl.behavior(logprobs, batch.rollout_logprobs if old is None else None, old),
+            behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
             coef=self._kl.coef,
             groups=batch.groups,
             logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,

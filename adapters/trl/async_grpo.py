@@ -339,7 +339,13 @@ def corrected(
     then 1, with its gradient, and the importance weight pi_old/mu multiplies it. `bypass` with `ppo_clip`: TRL's ratio stays
     pi/mu, and rejected tokens weigh nothing. `bypass` with `reinforce`: TRL's ratio is 1, and the weight is pi/mu.
     """
-    done = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
+    done = correct(
+        old_logprobs=terms.logprobs,
+        rollout_logprobs=terms.rollout,
+        response_mask=terms.mask,
+        config=settings,
+        advantages=terms.advantages,
+    )
     clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
     weights = done.mask.float() if clips else done.as_multiplier()
     chosen, changed = inputs[INDEX] >= 0, dict(inputs)

@@ -69,7 +69,9 @@ class CorrectionTerm:
         found = None
         with together(self._ranks):
             if bool(chosen.any()):
-                found = correct(rollout, old_logprobs, chosen, self.settings)
+                found = correct(
+                    old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self.settings
+                )
         if found is None:
             # Other ranks may have tokens, and wait for this one's metrics.
             return metrics_over_ranks({}, chosen, self.settings, self._ranks)
@@ -87,7 +89,12 @@ class CorrectionTerm:
         chosen = mask.bool()
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
-        return correct(inputs["sampling_per_token_logps"], logps, chosen, self.settings).as_multiplier()
+        return correct(
+            old_logprobs=logps,
+            rollout_logprobs=inputs["sampling_per_token_logps"],
+            response_mask=chosen,
+            config=self.settings,
+        ).as_multiplier()
 
 
 def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> float | None:

@@ -76,7 +76,7 @@ def batch_baseline(
         chosen, policy, reference, *engine = padded.unbind(1)
         numbers = {prompt: number for number, prompt in enumerate(dict.fromkeys(prompt_of))}
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
-        behavior = term.behavior(policy, engine[0] if engine else None, policy)
+        behavior = term.behavior(policy, old=policy, rollout=engine[0] if engine else None)
         baseline = kl_baseline(
             policy, reference, chosen, term.config, behavior=behavior, groups=of_prompt.to(old.device)
         )
@@ -107,14 +107,14 @@ def kl_loss(
 ) -> Tensor:
     """Return what is added to TRL's per-token loss `[B, T]`, coefficient included."""
     # TRL leaves the old log-probabilities out where the policy is still the old one.
-    sampled = inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps")
+    old, rollout = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     full = term.config.estimator == "full"
     return kl_terms(
         logps,
         inputs["ref_per_token_logps"],
         mask,
         term.config,
-        behavior=term.behavior(logps, *sampled),
+        behavior=term.behavior(logps, old=old, rollout=rollout),
         coef=term.coef,
         groups=prompt_groups(inputs) if full else None,
         baseline=inputs[BASELINE] if needs_baseline(term) else None,

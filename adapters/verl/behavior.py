@@ -8,21 +8,24 @@ shown by the pass itself.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.loss import WEIGHTS, weighs
+from mismatch_ext.adapters.verl.refusals import POLICY_LOSS
 from mismatch_ext.adapters.verl.replay import PassLayout
 from tensordict import TensorDict
 from torch import Tensor
-from verl.trainer.ppo.core_algos import agg_loss
+from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
 from verl.workers.config import FSDPActorConfig
 from verl.workers.utils.losses import ppo_loss
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import SeamError
+from mismatch_ext.errors import ConfigError, SeamError
+from mismatch_ext.rng import forked_rng
 from mismatch_ext.seams import named
 from mismatch_ext.versions import PEERS, installed
 
@@ -31,8 +34,13 @@ RANKS, TOKENS, SAMPLES = 2, 20, 6
 """Data-parallel ranks, and tokens and samples of the global batch of which the made-up rows are a part."""
 
 
-def check_loss(block: MismatchConfig, mode: str) -> None:
-    """Refuse sections in the actor's loss if verl's, with a `loss_agg_mode`, is not the one that was run; raises SeamError."""
+def check_loss(block: MismatchConfig, config: Any) -> None:
+    """Refuse sections in the actor's loss if verl's, with the actor's configuration, does not take them.
+
+    Raises SeamError if verl's loss is not the one that was run, and ConfigError if the run's policy loss, which may be of the
+    user's own, ignores the weights of the correction.
+    """
+    mode = str(config.loss_agg_mode)
     try:
         seen = _computed(mode, weighed=weighs(block))
     except Exception as error:  # noqa: BLE001 - whatever it is, it is what was seen
@@ -42,6 +50,36 @@ def check_loss(block: MismatchConfig, mode: str) -> None:
         what, value = next(iter(wrong.items()))
         found = f"it {what} {value}" if isinstance(value, str) else f"{what} is off by {value:.6f}"
         raise _refused(block, ("kl", "correction"), f"ppo_loss with loss_agg_mode={mode!r}: on made-up rows {found}")
+    if weighs(block):
+        _check_weights(config)
+
+
+def _check_weights(config: Any) -> None:
+    """Refuse a run whose policy loss has the same slope whichever token has which weight; raises ConfigError."""
+    device = torch.device(get_device_id())
+    wave = torch.sin(1.3 * torch.arange(1.0, sum(RESPONSES) + 1, device=device))
+    weights, old = 1 - 0.5 * wave, -2 + 0.4 * wave
+    config = replace(config, use_kl_loss=False, global_batch_info={})
+    name, slopes = config.policy_loss.loss_mode, list[Tensor]()
+    function = get_policy_loss_fn(name)  # a name that nobody registered is verl's to refuse
+    try:
+        # The same weights in another order, so that a loss that takes their mean alone does not pass.
+        for given in (weights, weights.flip(0)):
+            policy = old.clone().requires_grad_()  # at ratio 1 no bound clips, however narrow
+            with forked_rng(device):  # both draw the same numbers, as those losses do that choose tokens at random
+                loss, _ = ppo_loss(config, *_made_up(policy, old, 0.5 + wave, {WEIGHTS: given}))
+            slopes += torch.autograd.grad(loss, policy)
+        first, second = slopes
+        found = "has the same slope for two vectors of weights" if torch.allclose(first, second, 1e-4, 0) else None
+    except Exception as error:  # noqa: BLE001 - whatever it is, it is what was seen
+        found = f"raises {type(error).__name__}: {error}"
+    if found is not None:
+        raise ConfigError(
+            f"{POLICY_LOSS}.loss_mode={name!r} with mismatch.correction: on made-up rows that loss, "
+            f"{function.__module__}.{function.__qualname__}, {found}, so that it would not be corrected; allowed: a loss that "
+            f"multiplies each token's term by its {WEIGHTS}. Let it do so, or choose another, such as 'vanilla', or a correction "
+            "that only rejects (level='none' with reject)."
+        )
 
 
 def _computed(mode: str, *, weighed: bool) -> dict[str, Any]:
@@ -50,26 +88,11 @@ def _computed(mode: str, *, weighed: bool) -> dict[str, Any]:
     advantages, old = 0.5 + wave, -2 + 0.4 * wave
     policy = (old + 0.1 * torch.cos(2.1 * torch.arange(1.0, sum(RESPONSES) + 1))).requires_grad_()
     weights = 1 - 0.5 * wave if weighed else torch.ones_like(wave)
-    fields = {"old_log_probs": old, "advantages": advantages, "ref_log_prob": old - 1, "rollout_log_probs": old + 1}
-    fields |= {WEIGHTS: weights} if weighed else {}
-    data = TensorDict(
-        {
-            "prompts": _rows(torch.arange(sum(PROMPTS)), PROMPTS),
-            "responses": _rows(torch.arange(sum(RESPONSES)), RESPONSES),
-            "input_ids": _rows(torch.arange(sum(PROMPTS + RESPONSES)), _lengths()),
-            "response_mask": _rows(torch.ones(sum(RESPONSES), dtype=torch.int64), RESPONSES),
-            **{name: _rows(values, RESPONSES) for name, values in fields.items()},
-        },
-        batch_size=len(PROMPTS),
-    )
-    tu.assign_non_tensor(data, dp_size=RANKS, batch_num_tokens=TOKENS, global_batch_size=SAMPLES)
-    # The token at a place is scored by the row before it.
-    parts = zip(PROMPTS, policy.split(RESPONSES), strict=True)
-    scores = torch.cat([torch.cat([old.new_zeros(prompt - 1), row, old.new_zeros(1)]) for prompt, row in parts])
+    output, data = _made_up(policy, old, advantages, {WEIGHTS: weights} if weighed else {})
     config = FSDPActorConfig(
         strategy="fsdp", rollout_n=1, ppo_micro_batch_size_per_gpu=1, loss_agg_mode=mode, use_kl_loss=False
     )
-    loss, _ = ppo_loss(config, {"log_probs": _rows(scores, _lengths())}, data)
+    loss, _ = ppo_loss(config, output, data)
     (slope,) = torch.autograd.grad(loss, policy)
     term = -advantages * (policy - old).exp() * weights
     wanted = _mean(term, mode)
@@ -81,6 +104,27 @@ def _computed(mode: str, *, weighed: bool) -> dict[str, Any]:
         "its slope": float((slope - slope_wanted).abs().max()),
         "the mean of a term (agg_loss)": float(shared - wanted),
     }
+
+
+def _made_up(policy: Tensor, old: Tensor, advantages: Tensor, weights: dict[str, Tensor]) -> tuple[Any, TensorDict]:
+    """Return what verl's engine gives its loss of made-up rows: the model's output, and the micro-batch."""
+    device = policy.device
+    fields = {"old_log_probs": old, "advantages": advantages, "ref_log_prob": old - 1, "rollout_log_probs": old + 1}
+    data = TensorDict(
+        {
+            "prompts": _rows(torch.arange(sum(PROMPTS), device=device), PROMPTS),
+            "responses": _rows(torch.arange(sum(RESPONSES), device=device), RESPONSES),
+            "input_ids": _rows(torch.arange(sum(PROMPTS + RESPONSES), device=device), _lengths()),
+            "response_mask": _rows(torch.ones(sum(RESPONSES), dtype=torch.int64, device=device), RESPONSES),
+            **{name: _rows(values, RESPONSES) for name, values in (fields | weights).items()},
+        },
+        batch_size=len(PROMPTS),
+    )
+    tu.assign_non_tensor(data, dp_size=RANKS, batch_num_tokens=TOKENS, global_batch_size=SAMPLES)
+    # The token at a place is scored by the row before it.
+    parts = zip(PROMPTS, policy.split(RESPONSES), strict=True)
+    scores = torch.cat([torch.cat([old.new_zeros(prompt - 1), row, old.new_zeros(1)]) for prompt, row in parts])
+    return {"log_probs": _rows(scores, _lengths())}, data
 
 
 def _mean(term: Tensor, mode: str) -> Tensor:

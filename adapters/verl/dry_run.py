@@ -20,6 +20,7 @@ LATER = {
     "precision": "workers and servers: the weights fit the dtype, and both sides hold the dtypes and formats that you asked for",
     "routing.R2": "workers: the model has routers that can be replayed",
     "routing.R3": "workers: the model has routers that can be replayed; each batch: the engine's routes fit its tokens",
+    "correction": "workers: the policy loss multiplies by the correction's weights, if it has any",
     "sampling_mask": "each answer: the engine reported enough tokens for its mask",
 }
 """What is checked once Ray runs, by the feature that needs it."""

@@ -198,7 +198,13 @@ def without_drifted(model_output: Any, data: Any, threshold: float) -> tuple[Any
     name, dropped = PREFIX + "off_policy_masked_fraction", 0.0
     if bool(mask.any()):
         rule = ResolvedCorrection(off_policy_threshold=threshold)
-        corrected = correct(padded["rollout_log_probs"], logps, mask, rule, advantages=advantages)
+        corrected = correct(
+            old_logprobs=logps,
+            rollout_logprobs=padded["rollout_log_probs"],
+            response_mask=mask,
+            config=rule,
+            advantages=advantages,
+        )
         dropped = corrected.metrics["off_policy_masked_fraction"]
         data = data.copy()
         kept = torch.where(corrected.mask.any(-1, keepdim=True), advantages, 0.0)

@@ -492,6 +492,12 @@ TABLE = (
             f"{POLICY_LOSS}.loss_mode", other_than("vanilla"), "'vanilla'", "that has a policy loss of its own", REMOVE_ONE,
         ),
     )),
+    Case("mismatch.correction.mode='decoupled'", lambda asked: asked.correction is not None and not asked.bypass, (
+        Setting(
+            f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"), "another, or mismatch.correction.mode='bypass' with 'vanilla'",
+            "that loss ignores the weights of the batch, and rejects by the settings of another correction",
+        ),
+    )),
     Case("mismatch.correction.off_policy_threshold", lambda asked: asked.drops, (
         Setting(
             f"{POLICY_LOSS}.loss_mode", one_of(*NOT_BY_ADVANTAGE), f"none of {', '.join(NOT_BY_ADVANTAGE)}",

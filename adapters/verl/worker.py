@@ -107,7 +107,7 @@ class MismatchWorker(ActorRolloutRefWorker):
         if not self._verdicts.observes:
             config = self.loss_fn.keywords["config"]
             if needs_own_loss(block) is not None or weighs(block):
-                check_loss(block, config.loss_agg_mode)
+                check_loss(block, config)
             self._actor.set_loss_fn(make_loss(config, block))
         with self._verdicts.checking("readiness"):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)

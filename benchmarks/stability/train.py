@@ -110,7 +110,9 @@ def objective(arm: Arm, trainer: Tensor, engine: Tensor, reward: Tensor, mask: T
     none = torch.zeros_like(mask)
     if arm.objective == "decoupled":
         old = trainer.detach()
-        found = correct(engine, old, mask, CorrectionConfig(preset=arm.preset))
+        found = correct(
+            old_logprobs=old, rollout_logprobs=engine, response_mask=mask, config=CorrectionConfig(preset=arm.preset)
+        )
         return -found.as_multiplier() * (trainer - old).exp() * reward, none
     if arm.objective == "sequence clip":
         mean = ((trainer - engine) * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)

@@ -6,6 +6,7 @@ import math
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
@@ -56,6 +57,13 @@ def level_of_run(run: RunData) -> str:
     """Return `mismatch.level` of a run; a header without it means the default."""
     block = run.header.get("config")
     return str(block.get("level", "enforce")) if isinstance(block, Mapping) else "enforce"
+
+
+def section(run: RunData, name: str) -> Mapping[str, Any] | None:
+    """Return a section of a run's config that acted; None without one, and under `level: observe`."""
+    block = run.header.get("config")
+    keys = block.get(name) if isinstance(block, Mapping) and level_of_run(run) != "observe" else None
+    return keys if isinstance(keys, Mapping) else None
 
 
 def observed(run: RunData) -> list[Observed]:
@@ -129,12 +137,18 @@ def kept_events(run: RunData, name: str) -> list[EventRecord]:
 
 
 def _parts(run: RunData) -> list[tuple[str, str]]:
-    """Return the lines about learning rate, loss scale, weight sync and routing, as far as they were logged."""
+    """Return the lines about KL, learning rate, loss scale, weight sync and routing, as far as they were logged."""
 
     def values(name: str) -> list[float]:
         return [value for value in run.series(PREFIX + name)[1] if value is not None]
 
     rows = []
+    if (k1 := values("kl_ref_k1")) and (coefs := values("kl_coef")):
+        target = (section(run, "kl") or {}).get("target_kl")
+        aim = "" if target is None else f", target {quantity(target)}"
+        coef = quantity(coefs[-1]) if coefs[0] == coefs[-1] else f"{quantity(coefs[0])} -> {quantity(coefs[-1])}"
+        moved = f"{quantity(k1[0])} -> {quantity(k1[-1])} nat per token from the reference (k1){aim}"
+        rows.append(("kl", f"{moved}, coefficient {coef}"))
     if multiplier := values("lr_multiplier"):
         surge = values("lr_surge_step")
         at = f", surge at step {surge[-1]:.0f}" if surge and math.isfinite(surge[-1]) else ""

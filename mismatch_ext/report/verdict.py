@@ -37,7 +37,7 @@ from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPP
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.closing import kept_events, observed, times
+from mismatch_ext.report.closing import kept_events, observed, section, times
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
@@ -119,6 +119,7 @@ class RunVerdict:
     parts: Parts | None = None
     rounding: float | None = None
     warnings: tuple[str, ...] = ()
+    corrected: bool = False  # whether a `correction` section acted
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -178,6 +179,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         parts=known,
         rounding=None if found is None else found.rounding,
         warnings=tuple(warning.said for warning in warnings),
+        corrected=section(run, "correction") is not None,
     )
 
 
@@ -506,7 +508,8 @@ def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerd
     if worst.level == LARGE and (worst.worst_mean or 0) >= STALE_ABS_DIFF:
         return "check weight sync, temperature and logprob mode before precision"
     if worst.level == SMALL:
-        return "no correction is needed, keep watching it"
+        needed = "no correction is needed" + (" beyond the one that is on" if worst.corrected else "")
+        return f"{needed}, keep watching it"
     if "bfloat16" in (worst.trainer_dtype, worst.engine_dtype):
         return "set mismatch.precision.dtype to float16"
     return "rounding alone does not explain it, so check routing, attention kernels and logprob mode"

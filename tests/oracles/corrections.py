@@ -26,7 +26,9 @@ def judged_ours(settings: ResolvedCorrection) -> dict[str, float | None]:
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        found = correct(behavior_logprobs, logprobs.detach(), mask, settings)
+        found = correct(
+            old_logprobs=logprobs.detach(), rollout_logprobs=behavior_logprobs, response_mask=mask, config=settings
+        )
         return -found.as_multiplier() * REWARDS[:, None] * logprobs
 
     return asdict(judge_correction(PROBLEM, term, REWARDS))

@@ -54,7 +54,7 @@ def compare(verl: Any, config: Any, settings: ResolvedCorrection, rollout: Tenso
         old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, config.rollout_is_batch_normalize,
         config.rollout_rs, config.rollout_rs_threshold,
     )  # fmt: skip
-    ours = correct(rollout, old, mask, settings)
+    ours = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
     assert torch.equal(ours.mask, kept.bool())
     if proto is not None:
         theirs = proto.batch["rollout_is_weights"].double()
@@ -123,7 +123,12 @@ def test_huge_log_ratios_agree_in_weights_and_mask(verl: Any) -> None:
             old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, False, config.rollout_rs,
             config.rollout_rs_threshold,
         )  # fmt: skip
-        ours = correct(rollout, old, mask, dataclasses.replace(PRESETS[name], compat=QUIRKS))
+        ours = correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=mask,
+            config=dataclasses.replace(PRESETS[name], compat=QUIRKS),
+        )
         assert torch.equal(ours.mask, kept.bool()), name
         assert torch.allclose(ours.weights.double(), proto.batch["rollout_is_weights"].double(), rtol=1e-6, atol=1e-8)
         assert all(value == value and abs(value) < float("inf") for value in ours.metrics.values()), name
@@ -134,8 +139,17 @@ def test_k1_bounds_hold_for_the_ratio_and_verls_for_its_inverse(verl: Any) -> No
     old = torch.tensor([[1.8], [0.6], [1.0]], dtype=torch.float64).log() - 1
     rollout, mask = torch.full((3, 1), -1.0, dtype=torch.float64), torch.ones(3, 1, dtype=torch.bool)
     settings = ResolvedCorrection(rules=parse_rules({"token_k1": (0.55, 1.5)}))
-    right = correct(rollout, old, mask, settings).mask[:, 0].tolist()
-    quirk = correct(rollout, old, mask, dataclasses.replace(settings, compat=QUIRKS)).mask[:, 0].tolist()
+    right = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).mask[:, 0].tolist()
+    quirk = (
+        correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=mask,
+            config=dataclasses.replace(settings, compat=QUIRKS),
+        )
+        .mask[:, 0]
+        .tolist()
+    )
     theirs, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), "token_k1", "0.55_1.5")
     assert right == [False, True, True] and quirk == [True, False, True] == theirs[:, 0].bool().tolist()
 
@@ -144,7 +158,12 @@ def test_geometric_is_a_level_of_its_own() -> None:
     # ms-swift calls the geometric mean "sequence". Two tokens of ratio 2 and 8: the product is 16, the geometric mean 4.
     old = torch.tensor([[2.0, 8.0]]).log()
     weights = {
-        level: correct(torch.zeros(1, 2), old, torch.ones(1, 2), ResolvedCorrection(level=level, upper=100.0))
+        level: correct(
+            old_logprobs=old,
+            rollout_logprobs=torch.zeros(1, 2),
+            response_mask=torch.ones(1, 2),
+            config=ResolvedCorrection(level=level, upper=100.0),
+        )
         .weights[0, 0]
         .item()  # type: ignore[arg-type]
         for level in ("sequence", "geometric")
@@ -168,7 +187,11 @@ def test_trl_modes(mode: str, lower: float | None) -> None:
             ratio = ratio.clamp(min=lower, max=3.0)
         else:
             ratio = ratio.masked_fill((ratio < (lower or 0)) | (ratio > 3.0), 0.0)
-        ours = correct(rollout, old, mask, settings).as_multiplier().double()
+        ours = (
+            correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
+            .as_multiplier()
+            .double()
+        )
         assert torch.allclose(ours[mask], ratio.expand_as(ours)[mask], rtol=1e-6, atol=1e-9)
 
 
@@ -184,7 +207,14 @@ def test_off_policy_mask_is_trls() -> None:
         )
         advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
         theirs = GRPOTrainer.get_off_policy_mask(advantages[:, None], current, rollout, mask.double(), 0.5)
-        ours = correct(rollout, old, mask, settings, logprobs=current, advantages=advantages).mask
+        ours = correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=mask,
+            config=settings,
+            logprobs=current,
+            advantages=advantages,
+        ).mask
         assert torch.equal(ours, mask & theirs.bool())
         dropped += int((theirs == 0).sum())
     assert 0 < dropped < 240
@@ -212,7 +242,7 @@ def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -
             old, rollout, mask.long(), config.rollout_is, config.rollout_is_threshold, False, config.rollout_rs,
             config.rollout_rs_threshold,
         )  # fmt: skip
-        ours = correct(rollout, old, mask, settings)
+        ours = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings)
         assert torch.equal(ours.mask, kept.bool())
         if proto is not None:
             theirs = proto.batch["rollout_is_weights"].double()
@@ -242,9 +272,11 @@ def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
             "seq_mean_k1": d.sum(1, keepdim=True) / mask.sum(1)[:, None],
         }
         rho = statistic[rule].clamp(-20, 20).exp()
-        right = correct(rollout, old, mask, settings).mask
+        right = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).mask
         assert torch.equal(right, mask & (rho >= 0.6) & (rho <= 1.6))
         kept, _ = verl[0].compute_rollout_rejection_mask(old - rollout, mask.long(), rule, "0.6_1.6")
-        assert torch.equal(correct(rollout, old, mask, quirk).mask, kept.bool())
+        assert torch.equal(
+            correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=quirk).mask, kept.bool()
+        )
         differ += int(not torch.equal(right, kept.bool()))
     assert differ > 0

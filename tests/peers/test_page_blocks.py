@@ -90,7 +90,6 @@ LIGHT: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
         ),
         "\nassert replay.forwards == 1",
     ),
-    ("docs/metrics.md", 0): ("", (), "\nassert drift_metrics(sums)['stale/logp_abs_diff_mean'] > 0.04"),
     ("docs/stability.md", 0): ("import torch\nmodel = torch.nn.Linear(4, 4)\nheld = model.weight.detach().bfloat16()\n",
         (), "\nassert torch.equal(model.weight.bfloat16(), held) and not torch.equal(model.weight, held.float())"),
     ("docs/loop.md", 1): (
@@ -117,6 +116,12 @@ LIGHT: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
         "\nassert run.steps == 1 and rollout.weight_version == 2",
     ),
     ("docs/loop.md", 4): (
+        "",
+        (),
+        "\nassert torch.allclose(weights, torch.tensor([[0.1, 0.0, 0.0]]).exp())"  # the comment's figures
+        "\nassert gap['logp_abs_diff_mean'] > 0.03 and drift_metrics(sums)['stale/logp_abs_diff_mean'] > 0.04",
+    ),
+    ("docs/loop.md", 5): (
         "from unittest import mock\nfrom mismatch_ext import MismatchConfig\nblock = MismatchConfig.parse({})\n"
         "from types import SimpleNamespace\nfrom tests.unit.test_sglang_server import GOOD\n"
         "there = SimpleNamespace(server_info=lambda: GOOD | {'dtype': 'bfloat16'})\n"

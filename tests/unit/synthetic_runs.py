@@ -125,7 +125,7 @@ def write_profiles(stream: RunStream, step: int, rollout: np.ndarray, old: np.nd
         "probability": profile(np.exp(rollout), difference, PROBABILITY_EDGES),
     }
     stream.profile(step, profiles, split)
-    stream.scatter(step, rollout.ravel()[:300].tolist(), old.ravel()[:300].tolist(), split)
+    stream.scatter(step, old=old.ravel()[:300].tolist(), rollout=rollout.ravel()[:300].tolist(), split=split)
 
 
 def write_arms(folder: Path, *, steps: int = 30, names: tuple[str, ...] = ("bf16", "fp16", "fp32")) -> Path:

@@ -382,6 +382,28 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("keys", "coefs", "said"),
+    [
+        ({"coef": 0.05}, (0.05, 0.05), "1.00e-4 -> 0.012 nat per token from the reference (k1), coefficient 0.05"),
+        (
+            {"coef": 0.05, "target_kl": 0.02},
+            (0.05, 0.04),
+            "1.00e-4 -> 0.012 nat per token from the reference (k1), target 0.02, coefficient 0.05 -> 0.04",
+        ),
+    ],
+)
+def test_the_closing_line_of_the_kl(
+    keys: dict[str, float], coefs: tuple[float, float], said: str, tmp_path: Path
+) -> None:
+    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16", config={"kl": keys}))
+    for step, (k1, coef) in enumerate(zip((1e-4, 0.012), coefs, strict=True)):
+        stream.step(step, {"mismatch/kl_ref_k1": k1, "mismatch/kl_coef": coef})
+    stream.end(1, "completed")
+    stream.close()
+    assert f"  kl         {said}" in closing_lines(read_run(tmp_path))
+
+
 def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
     stream.step(3, {"reward": 1.0, "sampling/sampling_logp_difference/mean": 0.015})

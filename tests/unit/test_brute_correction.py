@@ -99,7 +99,14 @@ def compare(settings: ResolvedCorrection, seed: int, batches: int) -> None:
         # A shift that is no difference of thresholds, so that no sum lies on one.
         current = torch.where(mask, old.double() + 0.13, 0.0) if rng.random() < 0.5 else None
         given = rng.choice([mask, mask.int(), mask.float(), mask.long()])
-        got = correct(rollout, old, given.clone(), settings, advantages=advantages, logprobs=current)
+        got = correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=given.clone(),
+            config=settings,
+            advantages=advantages,
+            logprobs=current,
+        )
         weights, kept = weights_and_mask(rollout, old, mask, settings, advantages, current)
         assert float(((got.weights.double() - weights).abs() / (1 + weights)).max()) <= 3e-6
         assert torch.equal(got.mask, kept)

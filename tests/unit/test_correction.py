@@ -26,7 +26,12 @@ MASK = torch.tensor([[1, 1, 1], [1, 1, 0]])
 
 def corrected(**keys: Any) -> Any:
     """Correct the ratios above."""
-    return correct(torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, ResolvedCorrection(**keys))
+    return correct(
+        old_logprobs=RATIOS.log() - 1,
+        rollout_logprobs=torch.full_like(RATIOS, -1.0),
+        response_mask=MASK,
+        config=ResolvedCorrection(**keys),
+    )
 
 
 @pytest.mark.parametrize(
@@ -85,9 +90,12 @@ def test_veto_and_off_policy_mask_by_hand() -> None:
     # mean log(mu/pi): -log(4)/3 = -0.46 and log(4)/2 = 0.69: the second drifted beyond 0.5, and is dropped if A < 0.
     for advantages, kept in (([-1.0, -1.0], [3, 0]), ([-1.0, 1.0], [3, 2])):
         found = correct(
-            torch.full_like(RATIOS, -1.0), RATIOS.log() - 1, MASK, ResolvedCorrection(off_policy_threshold=0.5),
+            old_logprobs=RATIOS.log() - 1,
+            rollout_logprobs=torch.full_like(RATIOS, -1.0),
+            response_mask=MASK,
+            config=ResolvedCorrection(off_policy_threshold=0.5),
             advantages=torch.tensor(advantages),
-        )  # fmt: skip
+        )
         assert found.mask.sum(1).tolist() == kept
 
 
@@ -121,7 +129,7 @@ def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tupl
 @pytest.mark.parametrize("scale", [1e-4, 1e-2, 1.0])
 def test_metrics_agree_with_a_float64_oracle(scale: float) -> None:
     rollout, old, mask = draw(4, rows=32, length=400, scale=scale)
-    found = correct(rollout, old, mask, PRESETS["tis"]).metrics
+    found = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS["tis"]).metrics
     d = (old.double() - rollout.double())[mask]
     assert found["k3_kl"] == pytest.approx(float((d.expm1() - d).mean()), rel=1e-6)
     assert found["kl"] == pytest.approx(float(-d.mean()), rel=1e-6)
@@ -168,14 +176,20 @@ def test_what_is_not_finite_is_named(value: float, which: str) -> None:
         correct(**tensors, response_mask=mask, config=PRESETS["tis"])
 
 
+def test_tensors_by_position_are_refused_as_their_order_would_invert_the_weights() -> None:
+    rollout, old, mask = draw(0)
+    with pytest.raises(TypeError, match="positional"):
+        correct(rollout, old, mask, PRESETS["tis"])  # type: ignore[misc]
+
+
 def test_other_malformed_inputs_are_refused() -> None:
     rollout, old, mask = draw(0)
     with pytest.raises(RecordError, match="one shape"):
-        correct(rollout, old[:, :-1], mask, PRESETS["tis"])
+        correct(old_logprobs=old[:, :-1], rollout_logprobs=rollout, response_mask=mask, config=PRESETS["tis"])
     with pytest.raises(RecordError, match="no unmasked token"):
-        correct(rollout, old, torch.zeros_like(mask), PRESETS["tis"])
+        correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=torch.zeros_like(mask), config=PRESETS["tis"])
     with pytest.raises(RecordError, match="advantages"):
-        correct(rollout, old, mask, PRESETS["opsm"])
+        correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS["opsm"])
 
 
 SOME = ("decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "icepop", "geo_mask", "slime_mis", "slime_cis")
@@ -193,15 +207,15 @@ def test_nothing_is_read_under_the_mask_and_rows_are_independent(
 ) -> None:
     rollout, old, mask = draw(seed)
     rollout, old = rollout.to(dtype), old.to(dtype)
-    plain = correct(rollout, old, mask, PRESETS[preset])
+    plain = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS[preset])
     dirty = [torch.where(mask, x, torch.tensor(garbage, dtype=torch.float64).to(dtype)) for x in (rollout, old)]
-    again = correct(*dirty, mask, PRESETS[preset])
+    again = correct(rollout_logprobs=dirty[0], old_logprobs=dirty[1], response_mask=mask, config=PRESETS[preset])
     assert torch.equal(plain.weights, again.weights) and torch.equal(plain.mask, again.mask)
     assert plain.metrics == again.metrics
     # Padding on either side, and another order of rows.
     order = torch.randperm(len(mask), generator=torch.Generator().manual_seed(seed))
-    padded = [torch.nn.functional.pad(x[order], (3, 4)) for x in (rollout, old, mask)]
-    other = correct(*padded, PRESETS[preset])
+    moved = [torch.nn.functional.pad(x[order], (3, 4)) for x in (old, rollout, mask)]
+    other = correct(old_logprobs=moved[0], rollout_logprobs=moved[1], response_mask=moved[2], config=PRESETS[preset])
     assert torch.equal(other.mask[:, 3:-4], plain.mask[order]) and not other.mask[:, :3].any()
     assert torch.allclose(other.weights[:, 3:-4], plain.weights[order], rtol=1e-6)
     for name, value in plain.metrics.items():
@@ -277,7 +291,13 @@ def test_weights_and_masks_are_those_by_hand(kind: str, scale: float) -> None:
     chosen = MORE_KINDS[kind]
     for seed in range(6):
         rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, scale=scale))
-        found = correct(rollout, old, mask, chosen, advantages=torch.ones(len(mask)))
+        found = correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=mask,
+            config=chosen,
+            advantages=torch.ones(len(mask)),
+        )
         weights, kept = by_hand(rollout, old, mask, chosen)
         assert torch.equal(found.mask, torch.tensor(kept))
         torch.testing.assert_close(found.weights, torch.tensor(weights, dtype=torch.float64), rtol=1e-11, atol=1e-11)
@@ -287,22 +307,49 @@ def test_a_ratio_at_its_bound_is_kept() -> None:
     # Powers of 2 whose logarithms are symmetric in floating point: rho = 2 and 0.5 stand exactly at their bounds.
     rollout, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
     ones = torch.ones(1, 2)
-    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules({"token_k1": (0.5, 2.0)}))).mask.all()
+    assert correct(
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=ones,
+        config=ResolvedCorrection(rules=parse_rules({"token_k1": (0.5, 2.0)})),
+    ).mask.all()
     # The sum of the logarithms is 0: a product of 1 at bounds of 1.
-    assert correct(rollout, old, ones, ResolvedCorrection(rules=parse_rules({"seq_sum_k1": (1, 1)}))).mask.all()
+    assert correct(
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=ones,
+        config=ResolvedCorrection(rules=parse_rules({"seq_sum_k1": (1, 1)})),
+    ).mask.all()
     # k2 of both is log(2)^2 / 2, which is 0.2402265069591007 in float64.
     at, below = (
         ResolvedCorrection(rules=parse_rules({"seq_max_k2": x})) for x in (0.2402265069591008, 0.2402265069591)
     )
-    assert correct(rollout, old, ones, at).mask.all() and not correct(rollout, old, ones, below).mask.any()
+    assert (
+        correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=ones, config=at).mask.all()
+        and not correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=ones, config=below).mask.any()
+    )
 
 
 @pytest.mark.parametrize("preset", PRESETS)
 def test_weights_are_detached_from_policies_that_require_gradients(preset: str) -> None:
     rollout, old, mask = draw(1)
     leaf, current = old.clone().requires_grad_(), (old - 0.1).requires_grad_()
-    found = correct(rollout, leaf, mask, PRESETS[preset], logprobs=current, advantages=-torch.ones(len(mask)))
-    plain = correct(rollout, old, mask, PRESETS[preset], logprobs=current.detach(), advantages=-torch.ones(len(mask)))
+    found = correct(
+        old_logprobs=leaf,
+        rollout_logprobs=rollout,
+        response_mask=mask,
+        config=PRESETS[preset],
+        logprobs=current,
+        advantages=-torch.ones(len(mask)),
+    )
+    plain = correct(
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=mask,
+        config=PRESETS[preset],
+        logprobs=current.detach(),
+        advantages=-torch.ones(len(mask)),
+    )
     assert not found.weights.requires_grad and not found.as_multiplier().requires_grad
     assert torch.equal(found.weights, plain.weights) and torch.equal(found.mask, plain.mask)
     assert found.metrics == plain.metrics
@@ -313,7 +360,7 @@ def test_weights_are_detached_from_policies_that_require_gradients(preset: str) 
 def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
     chosen = PRESETS[preset]
     rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(7, rows=24, length=300, scale=scale))
-    result = correct(rollout, old, mask, chosen)
+    result = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=chosen)
     found = result.metrics
     sequences = [(old[i][mask[i]], rollout[i][mask[i]]) for i in range(len(mask)) if mask[i].any()]
     differences = [o - r for o, r in sequences]
@@ -361,7 +408,9 @@ def test_where_the_padding_stands_changes_nothing(seed: int, preset: str, shuffl
     # Tokens keep their order within a row; padding columns full of NaN are put anywhere between them.
     rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(seed, length=20))
     advantages = torch.randn(len(mask), generator=torch.Generator().manual_seed(seed))
-    plain = correct(rollout, old, mask, PRESETS[preset], advantages=advantages)
+    plain = correct(
+        old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS[preset], advantages=advantages
+    )
     place = torch.randperm(33, generator=torch.Generator().manual_seed(shuffle))[:20].sort().values
 
     def spread(tensor: Tensor, fill: float) -> Tensor:
@@ -370,7 +419,11 @@ def test_where_the_padding_stands_changes_nothing(seed: int, preset: str, shuffl
         return wide
 
     other = correct(
-        spread(rollout, math.nan), spread(old, math.nan), spread(mask, 0), PRESETS[preset], advantages=advantages
+        old_logprobs=spread(old, math.nan),
+        rollout_logprobs=spread(rollout, math.nan),
+        response_mask=spread(mask, 0),
+        config=PRESETS[preset],
+        advantages=advantages,
     )
     assert torch.equal(other.mask[:, place], plain.mask) and other.mask.sum() == plain.mask.sum()
     assert torch.allclose(other.weights[:, place], plain.weights, rtol=1e-6, atol=0)
@@ -383,7 +436,13 @@ def test_where_the_padding_stands_changes_nothing(seed: int, preset: str, shuffl
 def test_every_preset_stays_finite_at_1e4(preset: str, dtype: torch.dtype) -> None:
     old = torch.tensor([[-1e4, -1.0, 0.0], [-1.0, -1e4, -2.0]], dtype=dtype)
     rollout = torch.tensor([[-1.0, -1e4, 0.0], [-1.0, -1.0, -1e4]], dtype=dtype)
-    found = correct(rollout, old, torch.ones(2, 3), PRESETS[preset], advantages=torch.tensor([-1.0, 1.0]))
+    found = correct(
+        old_logprobs=old,
+        rollout_logprobs=rollout,
+        response_mask=torch.ones(2, 3),
+        config=PRESETS[preset],
+        advantages=torch.tensor([-1.0, 1.0]),
+    )
     assert torch.isfinite(found.weights).all() and all(math.isfinite(x) for x in found.metrics.values())
 
 
@@ -393,7 +452,14 @@ def test_present_logprobs_that_are_not_finite_are_named(value: float) -> None:
     current = old.clone()
     current[3, 5] = value
     with pytest.raises(NonFiniteLogprobError, match=r"logprobs\[3, 5\]"):
-        correct(rollout, old, torch.ones(9, 70), PRESETS["opsm"], logprobs=current, advantages=-torch.ones(9))
+        correct(
+            old_logprobs=old,
+            rollout_logprobs=rollout,
+            response_mask=torch.ones(9, 70),
+            config=PRESETS["opsm"],
+            logprobs=current,
+            advantages=-torch.ones(9),
+        )
 
 
 @pytest.mark.parametrize("section", [{"upper": 2.0}, {"preset": "decoupled_geo_rs", "upper": 2.0}, {"normalize": True}])
@@ -424,10 +490,14 @@ def test_the_dtype_of_the_mask_changes_nothing(chosen: ResolvedCorrection, dtype
     for seed in range(6):  # odd seeds have holes
         rollout, old, mask = draw(seed)
         advantages = -torch.ones(len(mask))
-        plain = correct(rollout, old, mask, chosen, advantages=advantages)
+        plain = correct(
+            old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=chosen, advantages=advantages
+        )
         typed = mask.to(dtype)
         before = typed.clone()
-        found = correct(rollout, old, typed, chosen, advantages=advantages)
+        found = correct(
+            old_logprobs=old, rollout_logprobs=rollout, response_mask=typed, config=chosen, advantages=advantages
+        )
         assert torch.equal(typed, before)  # the caller's mask is not written to
         assert torch.equal(found.mask, plain.mask) and torch.equal(found.weights, plain.weights)
         assert found.metrics == plain.metrics
@@ -437,12 +507,22 @@ def test_the_dtype_of_the_mask_changes_nothing(chosen: ResolvedCorrection, dtype
 def test_a_mask_of_weights_is_refused(value: float) -> None:
     mask = torch.tensor([[value, 1.0]])
     with pytest.raises(RecordError, match="response_mask holds values other than 0 and 1"):
-        correct(torch.zeros(1, 2), torch.zeros(1, 2), mask, CorrectionConfig(preset="tis"))
+        correct(
+            old_logprobs=torch.zeros(1, 2),
+            rollout_logprobs=torch.zeros(1, 2),
+            response_mask=mask,
+            config=CorrectionConfig(preset="tis"),
+        )
 
 
 @pytest.mark.parametrize("level", ["token", "sequence", "geometric"])
 def test_least_and_largest_weight_are_finite_where_all_are_huge(level: str) -> None:
     settings = ResolvedCorrection(level=level, upper=2.0)  # type: ignore[arg-type]
-    found = correct(torch.full((2, 3), -800.0), torch.zeros(2, 3), torch.ones(2, 3), settings).metrics
+    found = correct(
+        old_logprobs=torch.zeros(2, 3),
+        rollout_logprobs=torch.full((2, 3), -800.0),
+        response_mask=torch.ones(2, 3),
+        config=settings,
+    ).metrics
     assert found["rollout_is_max"] == found["rollout_is_min"] or level == "token"
     assert all(math.isfinite(value) for value in found.values())

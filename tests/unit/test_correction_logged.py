@@ -57,10 +57,16 @@ def test_metrics_of_ranks_are_those_of_their_union(name: str) -> None:
     ranks, merged = Adding(), {}
     # The second of the three ranks has no token at all.
     for part in (slice(0, 9), slice(0, 0), slice(9, 12)):
-        found = correct(rollout[part], old[part], mask[part], settings).metrics if part.stop else {}
+        found = (
+            correct(
+                old_logprobs=old[part], rollout_logprobs=rollout[part], response_mask=mask[part], config=settings
+            ).metrics
+            if part.stop
+            else {}
+        )
         ranks.rank += 1
         merged = metrics_over_ranks(found, mask[part], settings, ranks)
-    whole = correct(rollout, old, mask, settings).metrics
+    whole = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings).metrics
     expected = {key: whole[key] for key in LOGGED if key in whole}
     assert len(expected) >= (2 if name == "rejected" else 7)
     assert merged == pytest.approx(expected, rel=1e-6, abs=1e-9)

@@ -117,14 +117,14 @@ def test_a_batch_without_tokens_leaves_the_coefficient() -> None:
 def test_a_ratio_is_to_the_rollout_else_to_the_old_policy_else_to_none() -> None:
     logprobs, rollout, old = (torch.full((1, 1), float(value)) for value in range(3))
     term = KlTerm(KlConfig(ratio="token"), 0.5)
-    for asked, want in (
+    for (rollout_given, old_given), want in (
         ((rollout, old), rollout),
         ((rollout, None), rollout),
         ((None, old), old),
         ((None, None), logprobs),
     ):
-        assert torch.equal(term.behavior(logprobs, *asked), want)
-    assert KlTerm(KlConfig(), 0.5).behavior(logprobs, rollout, old) is None
+        assert torch.equal(term.behavior(logprobs, old=old_given, rollout=rollout_given), want)
+    assert KlTerm(KlConfig(), 0.5).behavior(logprobs, old=old, rollout=rollout) is None
 
 
 def test_a_trainer_s_own_coefficient_is_followed_unless_a_target_leads_it() -> None:

@@ -40,7 +40,7 @@ def small_run(run_dir: Path) -> bytes:
         stream.step(1, {"reward": 0.5, "mismatch/k3_kl": 1e-6})
         stream.step(1, {"reward": 0.25}, "eval/long")
         stream.profile(1, {"position": PROFILE})
-        stream.scatter(1, [-0.5, -1.0], [-0.25, -1.0])
+        stream.scatter(1, rollout=[-0.5, -1.0], old=[-0.25, -1.0])
         stream.event(1, "info", "weight_sync", "in sync", {"max": 0.0})
         stream.step(2, {"reward": 0.75})
     return (run_dir / "metrics.jsonl").read_bytes()

@@ -227,6 +227,10 @@ def test_the_verdict_follows_the_data(tmp_path: Path) -> None:
     assert same == "fp32 (mean |Δlogp| 2.0e-6) computes the same policy on both sides: nothing to do."
     small = say(flat_run(tmp_path / "small", 0.012, name="bf16"))
     assert small == "bf16 (mean |Δlogp| 0.012) has a small gap: no correction is needed, keep watching it."
+    for level, more in (("enforce", " beyond the one that is on"), ("observe", "")):
+        config = {"correction": {"preset": "tis"}, "level": level}
+        corrected = say(flat_run(tmp_path / level, 0.012, name="bf16", config=config))
+        assert corrected.endswith(f": no correction is needed{more}, keep watching it.")
     elevated = say(flat_run(tmp_path / "elevated", 0.05, name="bf16"))
     assert "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated
     large = say(flat_run(tmp_path / "large", 0.2, name="bf16"))
@@ -413,7 +417,7 @@ def test_hostile_names_stay_text(tmp_path: Path, page: Page, name: str) -> None:
     run = flat_run(tmp_path / "run", 0.01, name=name, engine={name: name}, versions={name: name})
     with run_stream(run, header=header(name, engine={name: name}), resume_step=2) as stream:
         stream.event(2, "error", name, name, {name: name})
-        stream.scatter(2, [-0.5], [-0.4])
+        stream.scatter(2, rollout=[-0.5], old=[-0.4])
         stream.step(2, {"mismatch/logp_abs_diff_mean": 0.01}, f"eval/{name}")
         stream.end(2, "failed", name)
     hostile = rendered(run)

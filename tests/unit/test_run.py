@@ -297,7 +297,12 @@ def test_weights_of_the_correction_are_the_primitives(tmp_path: Path) -> None:
         with torch.no_grad():
             old = run.score(batch)
         found = run.correct(batch, old)
-        expected = correct(batch.rollout_logprobs, old, batch.response_mask, run.block.correction)  # type: ignore[arg-type]
+        expected = correct(
+            old_logprobs=old,
+            rollout_logprobs=batch.rollout_logprobs,
+            response_mask=batch.response_mask,
+            config=run.block.correction,
+        )  # type: ignore[arg-type]
         assert torch.equal(found.weights, expected.weights) and torch.equal(found.mask, expected.mask)
 
 
@@ -382,7 +387,12 @@ def test_weights_are_normalized_over_all_responses_or_refused(tmp_path: Path, mo
         records = rollout.generate(PROMPTS)
         batch = run.batch(records)
         old = run.score(batch).detach()
-        expected = correct(batch.rollout_logprobs, old, batch.response_mask, run.block.correction)  # type: ignore[arg-type]
+        expected = correct(
+            old_logprobs=old,
+            rollout_logprobs=batch.rollout_logprobs,
+            response_mask=batch.response_mask,
+            config=run.block.correction,
+        )  # type: ignore[arg-type]
         assert torch.equal(run.correct(batch, old).weights, expected.weights)
         alone = run.batch(records[:1])
         for part, scored in ((batch.rows(0, 8), old[:8]), (alone, run.score(alone).detach())):

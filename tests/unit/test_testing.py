@@ -49,7 +49,9 @@ def corrected(config: CorrectionConfig, rewards: Tensor) -> Term:
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        found = correct(behavior_logprobs, logprobs.detach(), mask, config)
+        found = correct(
+            old_logprobs=logprobs.detach(), rollout_logprobs=behavior_logprobs, response_mask=mask, config=config
+        )
         return -(found.weights * found.mask * rewards[:, None] * logprobs)
 
     return term

@@ -158,7 +158,9 @@ def correction(model: str, out: str, label: str) -> dict[str, Any]:
     mask, rollout = inputs["completion_mask"].bool(), inputs["sampling_per_token_logps"].double()
     logps = scored(logits_of(trainer.model, inputs), inputs)
     settings, old, advantages = resolve(CorrectionConfig(**section)), logps.detach(), inputs["advantages"].double()
-    found = correct(rollout, old, mask, settings, advantages=advantages)
+    found = correct(
+        old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=settings, advantages=advantages
+    )
     weight = found.as_multiplier().double()
     if settings.mode == "bypass" and settings.loss == "ppo_clip":
         weight = torch.where(mask, (old - rollout).exp(), 0.0) * found.mask

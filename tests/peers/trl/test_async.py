@@ -213,7 +213,13 @@ def test_trls_loss_has_the_gradient_that_the_correction_says(stock: Any, block: 
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
     model.zero_grad()
-    done = correct(terms.rollout, terms.logprobs, terms.mask, settings, advantages=terms.advantages)
+    done = correct(
+        old_logprobs=terms.logprobs,
+        rollout_logprobs=terms.rollout,
+        response_mask=terms.mask,
+        config=settings,
+        advantages=terms.advantages,
+    )
     loss = torch.zeros(())
     clips = settings.mode == "bypass" and settings.loss == "ppo_clip"
     for number, one in enumerate(samples):

@@ -406,6 +406,17 @@ def on_ranks(run: Run, world: int, moe: Path, routes: str, out: Path, env: dict[
     return {**found, "gradients": torch.load(path)}
 
 
+def test_routes_stay_with_their_tokens_when_verl_balances_a_batch_over_ranks(run: Run, moe: Path) -> None:
+    found = run(replaying.balanced, model=moe).expect()
+    # verl has moved samples between the ranks, and has added one of 128 tokens, which has no routes.
+    own = [int(key) for key in found["keys"] if key.isdigit()]
+    assert sorted(own) == list(range(7)) != own and sum(found["filled_up"]) == 1
+    # Scored and trained on, every token went to the experts that were recorded of it; TOKENS repeat after four samples.
+    lengths = [TOKENS[number % 4] for number in range(7)]
+    assert found["wrong"] == 0 and found["compared"] == 2 * (sum(lengths) - 7)
+    assert [one["routing/other_passes"] for one in found["updated"]] == [0, 0]
+
+
 @pytest.mark.in_process
 def test_two_ranks_replay_as_one_does(
     run: Run, moe: Path, routes: str, tmp_path: Path, on_one_rank: Result, host: dict[str, str]

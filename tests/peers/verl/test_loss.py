@@ -85,6 +85,12 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
 REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     ([f"{CORRECTION}.rollout_is=token"], "correction", {"preset": "tis"}, ["rollout_is='token'", "Remove one"]),
     ([f"{CORRECTION}.loss_type=reinforce"], "correction", {}, ["loss_type='reinforce'", "bypass_mode=True"]),
+    (
+        [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
+        "correction",
+        {"preset": "tis"},
+        ["loss_mode='bypass_mode' with mismatch.correction.mode='decoupled'", "ignores the weights"],
+    ),
     ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "correction", {}, ["loss_mode='bypass_mode'", "Set both"]),
     (
         [*BYPASS, f"{CORRECTION}.rollout_rs=token_k1", f"{ACTOR}.policy_loss.loss_mode=gspo"],
@@ -245,6 +251,22 @@ def test_a_loss_that_is_replaced_after_the_start_trains_nothing(run: Run, tmp_pa
     assert plain.startswith("RecordError: mismatch.correction: this update's samples have no 'rollout_is_weights'")
     for other in (wrapped, supervised):
         assert other.startswith("ConfigError: mismatch.correction: it takes verl's ppo_loss or this package's loss")
+
+
+@pytest.mark.in_process
+def test_a_policy_loss_that_ignores_the_weights_of_a_correction_is_refused_at_the_start(run: Run) -> None:
+    found = run(on_driver.policy_losses).expect()
+    runs = {name for name, said in found.items() if said == "nothing was refused"}
+    assert runs == {
+        "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "gpg", "clip_cov", "kl_cov", "geo_mean", "dro", "cispo",
+        "multiplies", "adds a term", "rejects", "bypass",
+    }  # fmt: skip
+    for name in ("ignores", "logs", "takes the mean", "bypass_mode"):
+        assert found[name].startswith(f"ConfigError: {ACTOR}.policy_loss.loss_mode={name!r} with mismatch.correction")
+        assert "same slope for two vectors of weights" in found[name]
+    assert "scenarios_driver.policy_losses.<locals>.<lambda>" in found["ignores"]
+    assert "raises ZeroDivisionError" in found["fails"] and "dro_beta" in found["unset"]
+    assert found["random numbers"] == "as before"
 
 
 def test_presets_by_name_are_verls_own_methods(direct: Any) -> None:

@@ -13,14 +13,17 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext.adapters.verl.config import set_correction, set_kl
 from mismatch_ext.adapters.verl.loss import BASELINE, loss_term, make_loss
 from mismatch_ext.adapters.verl.measure import baseline_of as baseline_of_rows
 from mismatch_ext.adapters.verl.measure import groups
 from mismatch_ext.adapters.verl.refusals import VERL_PRESETS, refuse
 from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
 from verl.protocol import DataProto
 from verl.trainer.config.algorithm import RolloutCorrectionConfig
+from verl.trainer.ppo import core_algos
 from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_and_add_to_batch
 from verl.workers.utils.losses import ppo_loss
 
@@ -41,6 +44,7 @@ from tests.peers.verl.in_process.losses import (
     loss_on,
     relative,
 )
+from tests.peers.verl.in_process.routes import refused
 
 
 def exact() -> dict[str, Any]:
@@ -72,6 +76,47 @@ def exact() -> dict[str, Any]:
             "true": float((found - fact.truth(problem)[1]).norm() / size), "mode": metrics["kl_loss"].aggregation.value,
         }  # fmt: skip
     return result
+
+
+def policy_losses() -> dict[str, str]:
+    """Return what the start of a worker says to a correction with each of verl's policy losses, and with losses of a user's.
+
+    A policy loss of the user's is registered as verl's documentation says, by a module that the worker has imported.
+    """
+
+    def plain(given: dict[str, Any]) -> Tensor:
+        return -given["advantages"] * (given["log_prob"] - given["old_log_prob"]).exp()
+
+    def mean(terms: Tensor, given: dict[str, Any]) -> Any:
+        info = given["config"].global_batch_info
+        return core_algos.agg_loss(terms, given["response_mask"], given["loss_agg_mode"], **info), {}
+
+    users: dict[str, Any] = {
+        "ignores": lambda **given: mean(plain(given), given),
+        "logs": lambda **given: (mean(plain(given), given)[0], {"weights": float(given["rollout_is_weights"].mean())}),
+        "takes the mean": lambda **given: mean(plain(given) * given["rollout_is_weights"].mean(), given),
+        "fails": lambda **given: 1 / 0,
+        "multiplies": lambda **given: mean(plain(given) * given["rollout_is_weights"], given),
+        "adds a term": lambda **given: mean(plain(given) * given["rollout_is_weights"] + given["log_prob"], given),
+    }
+    corrected = {"weights": "tis", "rejects": "decoupled_k3_rs", "bypass": "bypass_pg_is"}
+    blocks = {name: block_of(correction={"preset": preset}) for name, preset in corrected.items()}
+    verls, found, state = list(core_algos.POLICY_LOSS_REGISTRY), {}, torch.get_rng_state()
+    for name, function in users.items():
+        core_algos.register_policy_loss(name)(function)
+    try:
+        for name in (*verls, *users):
+            # A bound as narrow as GSPO's would clip every ratio that is off 1 by a thousandth.
+            config = actor_config({"loss_mode": name, "dro_beta": 0.1}, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
+            found[name] = refused(check_loss, blocks["weights"], config)
+        for name in ("rejects", "bypass"):
+            found[name] = refused(check_loss, blocks[name], actor_config({"loss_mode": "ignores"}))
+        found["unset"] = refused(check_loss, blocks["weights"], actor_config({"loss_mode": "dro"}))
+    finally:
+        for name in users:
+            del core_algos.POLICY_LOSS_REGISTRY[name]
+    found["random numbers"] = "as before" if torch.equal(state, torch.get_rng_state()) else "drawn"
+    return found
 
 
 def proto(rows: int = 12, length: int = 7, seed: int = 0) -> Any:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -24,6 +25,9 @@ from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transfer_queue import KVBatchMeta
+from verl.trainer.ppo import padding_utils
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
 from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import response_from_nested
@@ -390,6 +394,59 @@ def filled_up(model: str) -> dict[str, Any]:
         last = 0 if mode == "R2" else 1
         asked = Counter((int(row[0, 0]),) for sample in routes[:2] for row in sample[: len(sample) - last])
         found[f"{mode} {packed}"] = {**built.engine.mismatch_metrics(), "missing": missing(asked, seen)}
+    return found
+
+
+class Store:
+    """Samples by key, in the place of verl's TransferQueue."""
+
+    def __init__(self, data: TensorDict) -> None:
+        names = [name for name in data.keys() if isinstance(data[name], Tensor)]
+        self.samples = {f"{row}": {name: data[name].unbind()[row] for name in names} for row in range(len(data))}
+
+    def kv_batch_get(self, keys: list[str], partition_id: str | None) -> list[dict[str, Tensor]]:
+        return [self.samples[key] for key in keys]
+
+    def kv_batch_put(
+        self, keys: list[str], partition_id: str | None, fields: TensorDict, tags: list[dict[str, Any]]
+    ) -> None:
+        for row, key in enumerate(keys):
+            self.samples[key] = {name: fields[name].unbind()[row] for name in self.samples["0"]}
+
+
+def balanced(model: str) -> dict[str, Any]:
+    """Let verl fill up seven samples and balance them over two ranks, and compare what each rank's experts are handed."""
+    routes = nested(other(own_routes(model, range(8))).unbind()[:7])
+    plain = batch(range(7), rollout=routes)
+    store = Store(plain)
+    tags = [{"seq_len": len(ids)} for ids in plain["input_ids"].unbind()]
+    trainer = SimpleNamespace(
+        actor_rollout_wg=SimpleNamespace(_dispatch_info={"actor": [0, 1]}),
+        _get_required_batch_multiple=lambda ranks: ranks,
+        tokenizer=SimpleNamespace(eos_token_id=2),
+    )
+    with mock.patch.object(padding_utils, "tq", store):
+        meta = PPOTrainer._balance_batch(trainer, KVBatchMeta(keys=list(store.samples), tags=tags), {})
+    found: dict[str, Any] = {"keys": meta.keys, "filled_up": [tag.get("is_padding", False) for tag in meta.tags]}
+    found["wrong"], found["compared"], found["updated"] = 0, 0, []
+    for keys in (meta.keys[:4], meta.keys[4:]):  # as verl's dispatch cuts a batch
+        rows = [{**store.samples[key], "advantages": torch.ones(len(store.samples[key]["responses"]))} for key in keys]
+        data = TensorDict({name: nested([row[name] for row in rows]) for name in rows[0]}, batch_size=4)
+        lengths = [len(row["input_ids"]) for row in rows]
+        tu.assign_non_tensor(
+            data, temperature=1.0, calculate_entropy=True, global_token_num=lengths, compute_loss=False
+        )
+        built = worker(model, {"routing": R3}, use_remove_padding=True)
+        with experts_seen(built) as seen:
+            data = scored(built, data)
+            update(built, data)
+        for key, *passes in zip(keys, *(ids.split(lengths) for ids in seen), strict=True):
+            if key.isdigit():  # verl's own sample has no routes
+                wanted = routes.unbind()[int(key)][:-1, 0]
+                for ids in passes:
+                    found["wrong"] += int((ids[:-1] != wanted).any(1).sum())
+                    found["compared"] += len(wanted)
+        found["updated"].append(built.engine.mismatch_metrics())
     return found
 
 

@@ -129,7 +129,9 @@ def correction(host: Host, config: DictConfig, block: MismatchConfig) -> dict[st
     ours, _ = host.engine.gradient(make_loss(driven(config), block), data)
     fields = host.padded(host.data, "old_log_probs", "rollout_log_probs", "advantages")
     old, rollout, advantages = (fields[n] for n in ("old_log_probs", "rollout_log_probs", "advantages"))
-    decided = correct(rollout, old, host.mask, chosen, advantages=advantages)
+    decided = correct(
+        old_logprobs=old, rollout_logprobs=rollout, response_mask=host.mask, config=chosen, advantages=advantages
+    )
     weight = decided.as_multiplier()
     if chosen.mode == "bypass" and chosen.loss == "ppo_clip":
         weight = (old - rollout).exp() * decided.mask

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.verl.behavior import check_loss
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ReplayError, SeamError, UntestedVersionWarning
+from tests.peers.verl.in_process.losses import actor_config
 from tests.peers.verl.in_process.scenarios_masks import supports, with_fields
 from tests.peers.verl.in_process.workers import R2, batch, parameters, scored, update, worker
 
@@ -37,7 +38,7 @@ def newer(model: str) -> dict[str, Any]:
         compat.check(("verl",), parsed.features, {"verl", "fsdp"})  # as verl's worker does
         for mode in ("token-mean", "seq-mean-token-sum"):
             try:
-                check_loss(MismatchConfig.parse(LOSS), mode)  # type: ignore[arg-type]
+                check_loss(MismatchConfig.parse(LOSS), actor_config(loss_agg_mode=mode))  # type: ignore[arg-type]
             except SeamError as error:
                 found["refused"].append(str(error))
         try:
