@@ -52,7 +52,7 @@ FAR_BELOW = -1.0e4
 def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
     """Return the sections of a block that have no effect unless TRL's own loss is stepped."""
     found = []
-    if block.kl is not None and (block.kl.reward_path != "rewards" or block.kl.placement != "reward"):
+    if block.kl is not None and block.kl.in_loss:
         found.append("mismatch.kl")
     if block.correction is not None:
         settings = resolve(block.correction)
@@ -178,8 +178,14 @@ class Objective:
                     "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
                     "first: class T(Yours, MismatchGRPOTrainer)."
                 )
-        logps = self._scored_logps(passes, model, inputs)
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        if kl is not None and not kl.config.in_loss and not reinforces:
+            # In the rewards alone it adds nothing to the loss, which may be of parts of the micro-batch: then it is not logged.
+            reference = inputs["ref_per_token_logps"]
+            known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
+            self._log_kl(kl, (known or [reference])[0], reference, mask if known else torch.zeros_like(mask))
+            return loss
+        logps = self._scored_logps(passes, model, inputs)
         term = torch.zeros_like(logps)
         if kl is not None:
             both = lambda: self._both_logits(model, inputs)  # noqa: E731
@@ -192,10 +198,13 @@ class Objective:
         # Masked tokens have weight 0, and their term is finite.
         return loss + (read_aggregation(trainer, model, inputs) * term).sum()
 
+    def _found_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> list[Tensor]:
+        rows = rows_of_batch(inputs)
+        return [scored.scores[0] for scored in passes if scored.model is model and scored.is_of(*rows)]
+
     def _scored_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> Tensor:
         """Return the log-probabilities `[B, T]` that TRL's loss has got for its micro-batch, with their graph."""
-        rows, shape = rows_of_batch(inputs), inputs["completion_ids"].shape
-        found = [scored.scores[0] for scored in passes if scored.model is model and scored.is_of(*rows)]
+        shape, found = inputs["completion_ids"].shape, self._found_logps(passes, model, inputs)
         if not found or found[0].shape != shape:
             raise ConfigError(
                 f"mismatch.kl and mismatch.correction with {type(self.trainer).__name__}: TRL's loss got log-probabilities "
@@ -254,7 +263,10 @@ class Objective:
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
         metrics = self.trainer._metrics[self.run.mode]
-        found = term.measured(over_ranks(kl_sums(logps, reference_logps, mask), self.run.ranks))
+        sums = over_ranks(kl_sums(logps, reference_logps, mask), self.run.ranks)
+        if not float(sums["kl_tokens"]):
+            return
+        found = term.measured(sums)
         for name, value in {"kl": found["kl_ref_k3"], **{PREFIX + n: v for n, v in found.items()}}.items():
             metrics[name].append(value)
 

@@ -258,8 +258,9 @@ class Scoring:
         if not all(key in batch.replayed for key in row_keys(*rows_of_batch(output)) if key[1]):
             raise RecordError(
                 f"{self.sections}: {name} come from no replayed pass of the trained model over the batch's tokens. Score them "
-                "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model; "
-                f"or remove {self.sections}."
+                "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model. "
+                "A class that adds rows of an earlier batch has to be first: class T(Yours, MismatchGRPOTrainer). Or remove "
+                f"{self.sections}."
             )
 
     def _take_engines_routes(self, batch: RolloutPass) -> None:

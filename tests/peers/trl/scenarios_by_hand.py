@@ -23,12 +23,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
-from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.errors import ConfigError, RecordError, ReplayError
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import digest_of
 
 Inputs = dict[str, Any]
 RATE, ALPHA, ENTROPY, CLAMP, STEPS = 1e-2, 0.7, 0.05, 0.01, 3
+TIED = 1e-5
+"""How far apart entropies of equal prefixes may be, nats: float32 rounds them by the row that they are in."""
 ADAM_EPSILON = 1e-3
 """Large enough that the rounding of a gradient which is 0 by hand moves nothing."""
 LORA: dict[str, Any] = {
@@ -353,6 +355,8 @@ class Hand:
 
     Attributes:
         batch_errors: Largest difference of what was made with a batch from the same by hand, by what it is.
+        tied: Whether several tokens lie at the threshold of TRL's entropy quantile, as first tokens of one prompt do. Rounding
+            tells which of them TRL keeps.
     """
 
     def __init__(self, model: str, case: dict[str, Any], generated: list[Generated]) -> None:
@@ -370,6 +374,7 @@ class Hand:
         self.in_rewards = self.kl is not None and self.kl.get("reward_path") == "rewards"
         self.baselines: list[dict[Any, dict[int, float]]] = []  # by generation; a replayed row may have one in each
         self.taken = 0  # micro-batches
+        self.tied = False
         self.coefs: list[float] = []  # by generation
         self.batch_errors = {"old": 0.0, "ref": 0.0, "advantages": 0.0}
         coef, integral = 0.0 if self.kl is None else self.host.get("beta") or self.kl["coef"], 0.0
@@ -597,6 +602,7 @@ class Hand:
             values = entropy.detach().float()
             there = values[mask.bool()]
             least = torch.quantile(there, 0.5) if len(there) else torch.tensor(0.0)
+            self.tied |= int(((there - least).abs() < TIED).sum()) > 1
             kept = ((values * mask.float()) >= least).double() * mask
             term = term * kept
         return term, kept
@@ -695,7 +701,7 @@ def compared(model: str, out: str, case: dict[str, Any], by: type[Hand] = Hand, 
     try:
         trainer, noted = built(model, out, case, bases, {**args, "mismatch": case["block"]})
         trainer.train()
-    except (ConfigError, ReplayError) as error:
+    except (ConfigError, RecordError, ReplayError) as error:
         return result | {"refused": str(error)}
     hand, moments, errors = by(model, case, trainer.generated), {}, []
     for number, step in enumerate(noted.steps):
@@ -704,7 +710,7 @@ def compared(model: str, out: str, case: dict[str, Any], by: type[Hand] = Hand, 
         found = {name: step["after"][name] - step["before"][name] for name in wanted}
         off = math.sqrt(sum(float(((found[name] - wanted[name]) ** 2).sum()) for name in wanted))
         errors.append((off, size))
-    return result | {"errors": errors, "batch_errors": hand.batch_errors}
+    return result | {"errors": errors, "batch_errors": hand.batch_errors, "tied": hand.tied}
 
 
 def drawn(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
@@ -725,6 +731,8 @@ def observed(model: str, out: str, first: int, last: int) -> list[dict[str, Any]
     found = []
     for seed in range(first, last):
         case = draw(seed)
+        if "beta" not in case["host"]:  # the block's coefficient, which stock TRL does not read
+            case["host"].pop("sync_ref_model", None)
         bases = (MismatchTrainerMixin, User, GRPOTrainer) if case["user"]["ours_first"] else (User, MismatchGRPOTrainer)
         result: dict[str, Any] = {"case": case}
         for name, of_kind, args in (
