@@ -87,6 +87,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"where: layer {most.layer}, {most.kind}, {most.ratio:.1f} of rounding's; {count}"
     if diagnosis.begins is not None:
         yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
+    if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
+        yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
     yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest)
 
 
