@@ -74,36 +74,34 @@ def _lay(
     positions: int,
     device: torch.device | str | None,
 ) -> tuple[RoutingTrace, Tensor]:
-    """Copy each trace to its place and fill the positions between them; places must ascend."""
+    """Join the traces in their order, with fillers between them; places must ascend."""
     head, block = traces[0], traces[0].parts[0]
-    experts = block.new_empty((positions, len(head.layers), head.top_k))
     filler = torch.arange(head.top_k, dtype=torch.int32, device=block.device).to(block.dtype)
+    filler = filler.expand(positions, len(head.layers), -1)
+    experts: list[Tensor] = []
     recorded = torch.zeros(positions, dtype=torch.bool)
     ids = torch.full((positions,), PADDING, dtype=torch.int32)
     starts = torch.zeros(positions, dtype=torch.bool)
+    sequences = [(place, place + count - 1) for place, count in zip(places, tokens, strict=True) if count]
+    starts[[first for first, _ in sequences]] = True
+    ids[[last for _, last in sequences]] = ANY  # the last sampled token, whose id affects no other route
     stamps: list[tuple[int, int]] = []
-    end = 0  # of the rows that are filled
+    end = 0  # of the rows so far
     for row, (trace, place, count) in enumerate(zip(traces, places, tokens, strict=True)):
         _check_fit(row, trace, head, count)
-        if trace.tokens is not None and count:
-            starts[place] = True
-            ids[place : place + count] = ANY  # the last sampled token, whose id affects no other route
-            ids[place : place + len(trace.tokens)] = trace.tokens
+        if trace.tokens is not None:
+            ids[place : place + trace.start + trace.rows] = trace.tokens
         if not trace.rows:
             continue
         at = place + trace.start
         stamps += [(at + first, version) for first, version in trace.versions]
-        experts[end:at] = filler
-        recorded[at : at + trace.rows] = True
-        for part in trace.parts:
-            experts[at : at + len(part)] = part
-            at += len(part)
-        end = at
-    experts[end:] = filler
+        experts += [filler[end:at], *trace.parts]
+        end = at + trace.rows
+        recorded[at:end] = True
     stamps[:1] = [(0, stamps[0][1] if stamps else head.versions[0][1])]
     known = all(trace.tokens is not None for trace in traces)
     aligned = RoutingTrace(
-        parts=(experts,),
+        parts=(torch.cat([*experts, filler[end:]]),),
         layers=head.layers,
         num_experts=head.num_experts,
         versions=run_lengths(stamps),
