@@ -30,6 +30,15 @@ def test_a_trainer_that_errs_on_a_few_tokens_is_not_clean() -> None:
     assert found.verdict != "clean" and found.exit_status(1e-4) > 0, report(found)
 
 
+def test_an_engine_that_errs_on_one_token_in_seventy_is_not_clean() -> None:
+    sample, scores = drawn()
+    rounding = float(np.abs(sample.engine - scores.trainer).mean())
+    moved = sample.engine + np.where(np.arange(len(sample.engine)) % 70 == 0, 16 * rounding, 0.0)
+    found = diagnose(replace(sample, logprobs=tuple(map(tuple, moved.reshape(RESPONSES, LENGTH).tolist()))), scores)
+    assert found.left < 1.3 and found.left_tail > 3 and found.verdict == "unexplained", report(found)
+    assert found.exit_status(1e-4) == 3 and diagnose(sample, scores).verdict == "clean"
+
+
 def test_a_run_whose_pass_lost_its_mask_on_few_tokens_is_named_by_the_mean() -> None:
     sample, scores = drawn()
     moved = np.where(np.arange(len(scores.trainer)) % 25 == 0, 0.5, 0.0)
