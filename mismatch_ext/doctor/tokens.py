@@ -71,8 +71,12 @@ class TokensTest:
     spread: float = 0.0  # the root: z would move by this much if the inverse temperature doubled
 
     def drawn_at(self, ratio: float) -> bool | None:
-        """Whether the tokens were drawn at `ratio` times the trainer's temperature; None if z cannot tell the two apart."""
+        """Whether the tokens were drawn at `ratio` times the trainer's temperature; None if z cannot tell, or tells neither."""
         expected = (1 / ratio - 1) * self.spread
+        # A cut tail moves z as a lower temperature does. `expected` is a first order, off by a part of itself.
+        off = min(abs(self.z), abs(self.z - expected))
+        if self.truncated is not None or off > max(SURE, abs(expected) / 2):
+            return None
         # The log-likelihood of a normal z around `expected`, over that of one around 0.
         likelier = expected * (self.z - expected / 2)
         return None if abs(likelier) < TOLD else likelier > 0

@@ -516,7 +516,14 @@ def test_a_temperature_beside_a_truncation_is_searched_at_another_temperature_of
     assert {cause.key: round(cause.parameter, 2) for cause in found.causes} == {"temperature": 1.12, "top_p": 0.9}
 
 
-@pytest.mark.parametrize(("z", "drawn_there"), [(-4.2, True), (-0.1, False), (-2.2, None)])
+def test_a_cut_tail_is_not_taken_for_a_temperature() -> None:
+    sample, scores = drawn(lambda z: nucleus(0.9)(z / 1.1), reported=lambda z: z, temperature=1.1)
+    found = diagnose(sample, scores, asked=1.1)
+    assert found.tokens_test.truncated is not None and found.tokens_test.z > 4
+    assert found.causes[0].key == "raw_logprobs", report(found)
+
+
+@pytest.mark.parametrize(("z", "drawn_there"), [(-4.2, True), (-0.1, False), (-2.2, None), (8.0, None), (-10.0, None)])
 def test_tokens_tell_two_temperatures_apart_by_their_likelihoods(z: float, drawn_there: bool | None) -> None:
     assert TokensTest(z=z, temperature=None, outside=(), spread=21.0).drawn_at(1.25) is drawn_there
 
