@@ -160,7 +160,8 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         own = logged.trainer(sample)
         if own is not None:
             rung("log's trainer")
-            diagnosis = against_logged(diagnosis, sample, scorer.scores, own, known.get("temperature"))
+            stated, late = known.get("temperature"), logged.scored_late
+            diagnosis = against_logged(diagnosis, sample, scorer.scores, own, stated, scored_late=late)
         return replace(diagnosis, seconds=rung.ended())
 
 

@@ -26,7 +26,7 @@ import json
 import math
 import pickle
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -219,6 +219,8 @@ class Logged:
     host: str
     responses: tuple[LoggedResponse, ...]
     left_out: int = 0
+    # Whether the trainer may have scored with later weights than those that sampled: by steps, or by versions without steps.
+    scored_late: bool = False
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -330,6 +332,11 @@ def _mixed_steps(logged: Logged) -> bool | None:
     return any(len(versions) > 1 for versions in of_step.values())
 
 
+def _scored_late(rows: Sequence[LoggedResponse]) -> bool:
+    versions = {version for row in rows for version in row.versions}
+    return any(len(versions) > 1 if row.step is None else row.step != row.version for row in rows)
+
+
 def read_rollouts(path: Path, version: str | None = None) -> Logged:
     """Read a file of logged rollouts, or those of one version; raises RecordError, or RunDirectoryError if it cannot be read."""
     try:
@@ -340,7 +347,13 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
         raise RecordError(f"{path} is parquet, as TRL's log_completions writes it, {TEXTS}.")
     host, rows = (SLIME, _slime_file(path)) if data.startswith(ZIP) else _text_file(path, data)
     sampled = tuple(row for row in rows if row is not None)
-    logged = Logged(path=str(path), host=host, responses=sampled, left_out=len(rows) - len(sampled))
+    logged = Logged(
+        path=str(path),
+        host=host,
+        responses=sampled,
+        left_out=len(rows) - len(sampled),
+        scored_late=_scored_late(sampled),
+    )
     return logged if version is None else logged.of_version(version)
 
 

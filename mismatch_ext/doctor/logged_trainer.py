@@ -5,15 +5,16 @@ Suffixes of shapes: N tokens.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
 
-from mismatch_ext.doctor.causes import Remedy
 from mismatch_ext.doctor.diagnose import APART, LEAST_TOKENS, NEAR, TRAINER_ROUNDING, Diagnosis, Scores
-from mismatch_ext.doctor.fits import FLOAT32, TAIL, Noise, narrowed
+from mismatch_ext.doctor.fits import FLOAT32, FLOOR, TAIL, Noise, narrowed
 from mismatch_ext.doctor.logits import TEMPERATURES, LogitTable
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.gap import k3
@@ -23,12 +24,19 @@ STEPS = 14
 
 
 def against_logged(
-    diagnosis: Diagnosis, sample: Sample, scores: Scores, logged: Floats, stated: float | None = None
+    diagnosis: Diagnosis,
+    sample: Sample,
+    scores: Scores,
+    logged: Floats,
+    stated: float | None = None,
+    *,
+    scored_late: bool = False,
 ) -> Diagnosis:
     """Return the diagnosis with how far the scored trainer is from the log's own, and without a verdict if that is too far.
 
     Two trainers that each err no more than rounding are no farther apart than the sum of both errors, in the mean. `logged` are
-    the log's `trainer_logprobs` `[N]`, NaN where it has none, and `stated` the temperature that the log was sampled at.
+    the log's `trainer_logprobs` `[N]`, NaN where it has none, and `stated` the temperature that the log was sampled at. If they
+    may be of later weights than those that sampled (`scored_late`), their distance only is a note.
     """
     known = np.isfinite(logged)
     gap = torch.from_numpy((logged - sample.engine)[known])
@@ -37,37 +45,49 @@ def against_logged(
     )
     apart, table = logged - scores.trainer, LogitTable.of(sample, scores.logits, scores.temperature)
     plain = scores.trainer if scores.straight is None else scores.straight
-    errors = ((scores.own - table.logprob)[known], (plain - table.logprob)[known])
-    mean, tail = _over(apart[known], *errors)
+    own, trainers = (scores.own - table.logprob)[known], [(side - table.logprob)[known] for side in (plain, logged)]
+    mean, tail = _over(apart[known], own, *trainers)
     far = float(np.abs(apart[known]).mean())
     note = (
         f"by the log's own trainer_logprobs {from_engine}; --model scores them {far:.1e} nats apart "
         f"from the log's trainer, {mean:.1f} times its rounding, {tail:.1f} times for the largest hundredth"
     )
-    if _agrees(apart[known], errors, 1 + TRAINER_ROUNDING):
+    if _agrees(apart[known], 1 + TRAINER_ROUNDING, own, *trainers):
+        return replace(diagnosis, notes=(*diagnosis.notes, note))
+    if scored_late:
+        note += "; the log's may be of later weights than those that sampled, so this does not show another trainer"
         return replace(diagnosis, notes=(*diagnosis.notes, note))
     note += ": it is not the trainer of the log"
     heat = _temperature(table, logged, known, stated)
     at_heat = LogitTable.of(sample, scores.logits, heat)
-    heated = Noise.of(scores.trainer - table.logprob, table.spread).heated(heat / scores.temperature, at_heat.spread)
-    if _agrees((logged - at_heat.logprob)[known], (heated.errors[known],), TRAINER_ROUNDING):
+    heated = Noise.of(plain - table.logprob, table.spread).heated(heat / scores.temperature, at_heat.spread)
+    if abs(heat / scores.temperature - 1) >= NEAR and _agrees(
+        (logged - at_heat.logprob)[known], TRAINER_ROUNDING, heated.errors[known]
+    ):
         note += f", and with --temperature {heat:.3g} it is"
+    named = [cause.key for cause in diagnosis.causes]
+    # What fits a gap to another trainer is no cause in the run.
     return replace(
-        diagnosis, notes=(*diagnosis.notes, note), verdict="other_trainer", unexplained=far,
-        # What fits a gap to another trainer changes nothing in the run.
-        causes=tuple(replace(cause, remedy=Remedy()) for cause in diagnosis.causes),
+        diagnosis, notes=(*diagnosis.notes, note), verdict="other_trainer", unexplained=far, causes=(),
+        parts=tuple(replace(p, name=f"like {p.name}, not judged") if p.name in named else p for p in diagnosis.parts),
     )  # fmt: skip
 
 
-def _over(apart: Floats, *errors: Floats) -> tuple[float, float]:
-    """Return how many times the largest of errors differences are, in nats: in the mean, and for the largest hundredth."""
-    sizes = [np.abs(part) for part in (apart, *errors)]
-    means, tails = ([float(measure(size)) for size in sizes] for measure in (np.mean, partial(np.quantile, q=TAIL)))
-    return means[0] / max(*means[1:], 1e-300), tails[0] / max(*tails[1:], 1e-300)
+def _over(apart: Floats, rounding: Floats, *trainers: Floats) -> tuple[float, float]:
+    """Return how many times rounding differences are, in nats: in the mean, and for the largest hundredth.
+
+    If both `trainers` err more than `rounding`, the smaller of their errors takes its place: one alone is a fault, not a scale.
+    """
+
+    def over(measure: Callable[[Floats], Any]) -> float:
+        size, own, *errors = (float(measure(np.abs(part))) for part in (apart, rounding, *trainers))
+        return size / max(own, min(errors, default=0.0), FLOOR)
+
+    return over(np.mean), over(partial(np.quantile, q=TAIL))
 
 
-def _agrees(apart: Floats, errors: tuple[Floats, ...], most: float) -> bool:
-    mean, tail = _over(apart, *errors)
+def _agrees(apart: Floats, most: float, rounding: Floats, *trainers: Floats) -> bool:
+    mean, tail = _over(apart, rounding, *trainers)
     # Of few tokens the largest hundredth is a single one.
     within = mean <= most and (tail <= APART or len(apart) < LEAST_TOKENS)
     return within or float(np.abs(apart).mean()) <= FLOAT32

@@ -29,7 +29,7 @@ class Why:
     notes: tuple[str, ...]
     verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
     sentence: str  # the verdict as the doctor prints it
-    # The engine's error in units of the trainer's own; None if that is too small to be a unit.
+    # The engine's error in units of the trainer's own; None if that is too small to be a unit, or of another trainer.
     rounding: float | None = None
     confirmed: bool = False  # whether the remedy of a cause was tried, and the gap fell as predicted
 
@@ -94,7 +94,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)).replace(
             "causes above", "causes below"
         ),
-        rounding=data["ratio"] if data.get("measurable") else None,
+        rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,
         confirmed=any(cause["status"] == "confirmed" for cause in causes),
     )
 

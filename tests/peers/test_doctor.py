@@ -18,7 +18,7 @@ from mismatch_ext.adapters import cli
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.doctor import REMEDIES, read_rollouts
+from mismatch_ext.doctor import REMEDIES, Sample, read_rollouts
 from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 from tests.peers.engines.sglang_environment import PYTHON
@@ -125,6 +125,31 @@ def test_a_log_says_the_trainers_temperature_and_another_trainer_is_not_judged(
         assert written["run"]["temperature"] == temperature and written["verdict"] == "other_trainer"
         table = capsys.readouterr().out
         assert said in table and "Not judged: --model scores" in table and "  trl " not in table
+
+
+@pytest.mark.parametrize(
+    ("version", "off", "verdict"), [(7, 0.0, "clean"), (6, 0.1, "clean"), (7, 0.1, "other_trainer")]
+)
+def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
+    version: int, off: float, verdict: str, tmp_path: Path
+) -> None:
+    from mismatch_ext.adapters.transformers.doctor.models import load_model
+    from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
+
+    ids = {"prompt_ids": (3, 12, 4, 13), "response_ids": (3, 12)}  # the likeliest
+    sample = Sample(
+        prompts=(ids["prompt_ids"],) * 4, responses=(ids["response_ids"],) * 4, masks=((True, True),) * 4,
+        logprobs=((0.0, 0.0),) * 4,
+    )  # fmt: skip
+    scored = trainer_logprobs(load_model(str(FOLDER / "dense")), sample, dtype="float32", temperature=0.8)[:2]
+    line = ids | {"rollout_logprobs": scored.tolist(), "trainer_logprobs": (scored - off).tolist(), "step": 7}
+    line |= {"provenance": {"dtype": "float32", "sampling": {"temperature": 0.8}, "weight_version": version}}
+    log = tmp_path / "rollouts.jsonl"
+    log.write_text(f"{json.dumps(line)}\n" * 4, encoding="utf-8")
+    asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
+    assert cli.main(asked) == (3 if verdict == "other_trainer" else 0)
+    written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
+    assert written["verdict"] == verdict and any("by the log's own trainer_logprobs" in n for n in written["notes"])
 
 
 def test_no_two_responses_draw_with_the_same_noise() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from mismatch_ext.doctor import Sample, Scores, diagnose, report
 from mismatch_ext.doctor.diagnose import Block, farther, least_part, request_or_engine, taken_apart, with_blocks
 from mismatch_ext.doctor.logged_trainer import against_logged
 from mismatch_ext.doctor.logits import LogitTable
+from mismatch_ext.report.doctor import why_of
 from tests.unit.test_doctor import LENGTH, RESPONSES, ROUNDING, changed_model, drawn, drift
 
 NAMES = {"padding on the left": "layout", "packing": "packed"}
@@ -206,11 +208,43 @@ def test_another_trainer_on_a_few_tokens_is_seen_in_the_tail() -> None:
     assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
 
 
-def test_what_fits_a_gap_to_another_trainer_has_no_lines_to_change() -> None:
+def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     sample, scores = drawn(lambda z: z / 0.8)
     whole = diagnose(sample, scores)
     found = against_logged(whole, sample, scores, scores.trainer + 0.3)
     assert "to fix temperature" in report(whole) and "to fix" not in report(found)
+    assert not found.causes and "like temperature, not judged" in report(found) and "fits" not in report(found)
+    why = why_of(found.data(), "doctor", Path())
+    assert why.advice is None and why.rounding is None and why_of(whole.data(), "doctor", Path()).rounding is not None
+
+
+def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_away() -> None:
+    sample, scores = drawn()
+    found = against_logged(diagnose(sample, scores), sample, scores, scores.trainer + 0.3, scored_late=True)
+    assert found.verdict == "clean" and "may be of later weights" in report(found) and "Not judged" not in report(found)
+
+
+@pytest.mark.parametrize(("temperature", "size"), [(1.0, 0), (0.8, 12)])
+def test_behind_another_layout_no_temperature_is_named_that_is_given_already_or_leaves_more_than_rounding(
+    temperature: float, size: float
+) -> None:
+    sample, scores = drawn()
+    moved, more = ROUNDING * np.random.default_rng(0).normal(size=(2, len(scores.trainer)))
+    run = replace(scores, trainer=scores.trainer + 20 * moved, straight=scores.trainer, layout="padded on the left")
+    logged = drawn(temperature=temperature)[1].trainer + size * more
+    found = against_logged(diagnose(sample, run), sample, run, logged)
+    assert found.verdict == "other_trainer" and "with --temperature" not in report(found), report(found)
+
+
+@pytest.mark.parametrize(("both", "verdict"), [(False, "other_trainer"), (True, "explained")])
+def test_a_trainer_that_errs_is_not_the_logs_unless_that_errs_too(both: bool, verdict: str) -> None:
+    sample, scores = drawn()
+    made = np.random.default_rng(0)
+    coarse = replace(scores, trainer=scores.trainer + 12 * ROUNDING * made.normal(size=len(scores.trainer)))
+    whole = diagnose(sample, coarse)
+    assert [cause.key for cause in whole.causes] == ["trainer_dtype"] and whole.verdict == "explained"
+    logged = scores.trainer + both * 12 * ROUNDING * made.normal(size=len(scores.trainer))
+    assert against_logged(whole, sample, coarse, logged).verdict == verdict
 
 
 def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:

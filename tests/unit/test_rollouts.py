@@ -329,3 +329,22 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
     torch.save([1, 2], tmp_path / "other.pt")
     with pytest.raises(RecordError, match="not as slime's --save-debug-rollout-data writes it"):
         read_rollouts(tmp_path / "other.pt")
+
+
+@pytest.mark.parametrize(
+    ("keys", "late"),
+    [
+        ([{"step": 3}, {"step": 4}], False),
+        ([{"weight_version": 3}, {"weight_version": 3}], False),
+        ([{"weight_version": 3, "step": 3}, {"weight_version": 4, "step": 4}], False),
+        ([{"weight_version": 3, "step": 4}, {"weight_version": 4, "step": 4}], True),
+        ([{"weight_version": 3}, {"weight_version": 4}], True),
+    ],
+)
+def test_steps_and_versions_tell_whether_the_trainer_scored_with_later_weights(
+    keys: list[dict[str, int]], late: bool, tmp_path: Path
+) -> None:
+    (tmp_path / "log.jsonl").write_text("\n".join(json.dumps(GOOD | more) for more in keys))
+    assert read_rollouts(tmp_path / "log.jsonl").scored_late is late
+    version = str(keys[0].get("weight_version", keys[0].get("step")))
+    assert read_rollouts(tmp_path / "log.jsonl", version).scored_late is late, "the versions that are left out count"
