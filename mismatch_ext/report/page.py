@@ -14,6 +14,7 @@ import jinja2
 
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
+from mismatch_ext.host_logs import EVENTS
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
@@ -68,8 +69,8 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     """Render the report of a run directory, a folder of run directories side by side, or a log that TRL or verl wrote.
 
     The file loads nothing from the network. Unless `out` names another, it is `report.html` in that folder, or for a log of TRL
-    or verl the log's name with `.html`. Raises RunDirectoryError if there is no run or the file cannot be written,
-    PeerVersionError if plotly is not installed.
+    or verl the log's name, without TensorBoard's prefix, with `.html`. Raises RunDirectoryError if there is no run or the file
+    cannot be written, PeerVersionError if plotly is not installed.
     """
     plotly, template = require_plotly(), _template(TEMPLATE)
     runs = load_runs(run_dir)
@@ -96,7 +97,8 @@ def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
         return source / REPORT_FILE
     # A folder may hold many logs, but one run of ours.
     logs = [run.source for run in runs.values() if run.is_host_log]
-    return source.with_name(f"{logs[0]}.html" if logs else REPORT_FILE)
+    # A page whose name has TensorBoard's prefix would be read as one more event file.
+    return source.with_name(f"{logs[0].removeprefix(EVENTS.rstrip('*'))}.html" if logs else REPORT_FILE)
 
 
 def build_why(directory: str | Path) -> Path:

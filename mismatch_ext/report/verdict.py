@@ -91,10 +91,11 @@ WORDS = {
 
 
 DOCTOR = {
-    "stock TRL": "mismatch-ext doctor --trl FILE --prompts FILE",
-    "stock verl": "mismatch-ext doctor --verl ARGUMENTS, those of main_ppo",
+    "stock TRL": "mismatch-ext doctor --trl FILE --prompts FILE --out DIR",
+    "stock verl": "mismatch-ext doctor --verl ARGUMENTS --out DIR, with those of main_ppo",
 }
 """The doctor's command, by who wrote a log without this package."""
+NO_CORRECTION = {"preset": "disabled"}
 ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
 TELL_APART = (
     "let rollouts be less stale, so that a batch has tokens of the weights that score it, before changing anything for that "
@@ -184,12 +185,18 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         parts=known,
         rounding=None if found is None else found.rounding,
         warnings=tuple(warning.said for warning in warnings),
-        corrected=section(run, "correction") is not None,
+        corrected=_corrected(run),
     )
 
 
 def _folder(run: RunData) -> Path:
     return run.path.parent if run.path.name == METRICS_FILE else run.path
+
+
+def _corrected(run: RunData) -> bool:
+    """Whether a `correction` section acted; the preset `disabled` does nothing unless another key overrides it."""
+    keys = section(run, "correction")
+    return keys is not None and {name: value for name, value in keys.items() if value is not None} != NO_CORRECTION
 
 
 def _by_cause(level: str, mean: float | None, found: Why | None, penalty: str | None) -> str:

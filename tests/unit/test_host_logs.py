@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import math
 import re
@@ -10,13 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from mismatch_ext.adapters.doctor.options import configure
 
 from mismatch_ext import cli
 from mismatch_ext.alarms import HEALTHY_K3, STALE_ABS_DIFF
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import Role
 from mismatch_ext.report import build, judge, load_runs, summarize
-from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, LARGE_K3
+from mismatch_ext.report.verdict import DOCTOR, HEALTHY_ABS_DIFF, LARGE_K3
 from tests.commands import ROOT
 from tests.unit.synthetic_runs import write_run
 
@@ -232,6 +234,25 @@ def test_a_resumed_runs_event_files_are_one_log(tmp_path: Path) -> None:
     assert "2 event files are read as one resumed run" in run.problems[1]
     said, judged = verdict_of(tmp_path / "run")
     assert judged["level"] == "large" and "as large as stale weights" in said
+
+
+def test_the_page_of_an_event_file_is_no_event_file(tmp_path: Path) -> None:
+    (written,) = event_files(tmp_path).iterdir()
+    page = build(written).path
+    assert page.name == f"{written.name.removeprefix('events.out.tfevents.')}.html" and page.parent == written.parent
+    (run,) = load_runs(written.parent).values()
+    assert not any("event files" in problem for problem in run.problems), run.problems
+
+
+IN_ROUTING = re.findall("`(mismatch-ext doctor [^`]*)`", (ROOT / "docs/routing.md").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("command", [*DOCTOR.values(), *IN_ROUTING])
+def test_a_command_of_the_doctor_has_what_it_requires(command: str) -> None:
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    read = parser.parse_args(command.partition(",")[0].split()[2:])
+    assert read.out == Path("DIR") and (read.trl == Path("FILE") or read.verl == ["ARGUMENTS"])
 
 
 def test_a_folder_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:

@@ -227,9 +227,10 @@ def test_the_verdict_follows_the_data(tmp_path: Path) -> None:
     assert same == "fp32 (mean |Δlogp| 2.0e-6) computes the same policy on both sides: nothing to do."
     small = say(flat_run(tmp_path / "small", 0.012, name="bf16"))
     assert small == "bf16 (mean |Δlogp| 0.012) has a small gap: no correction is needed, keep watching it."
-    for level, more in (("enforce", " beyond the one that is on"), ("observe", "")):
-        config = {"correction": {"preset": "tis"}, "level": level}
-        corrected = say(flat_run(tmp_path / level, 0.012, name="bf16", config=config))
+    on = " beyond the one that is on"
+    for level, preset, more in (("enforce", "tis", on), ("enforce", "disabled", ""), ("observe", "tis", "")):
+        config = {"correction": {"preset": preset}, "level": level}
+        corrected = say(flat_run(tmp_path / level / preset, 0.012, name="bf16", config=config))
         assert corrected.endswith(f": no correction is needed{more}, keep watching it.")
     elevated = say(flat_run(tmp_path / "elevated", 0.05, name="bf16"))
     assert "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated
