@@ -82,9 +82,11 @@ def _by_log_alone(arguments: argparse.Namespace) -> int:
     _writable(arguments.out)
     text = json.dumps(answer.data(), indent=1)
     write_whole(arguments.out / "doctor.json", (text + "\n").encode())
-    say(text if arguments.json else answer.report(arguments.rollouts, arguments.threshold))
+    say(text if arguments.json else answer.report(arguments.rollouts, arguments.weight_version))
     if not arguments.json:
         say(str(arguments.out / "doctor.json"))
+    # Also because a page of an earlier answer would stay.
+    _say_page(arguments.out, error=arguments.json)
     return 0 if answer.agrees else 3
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,7 +34,8 @@ class FirstAnswer:
     gap: dict[str, float]
     begins: int | None
     notes: tuple[str, ...]
-    agrees: bool  # every token is within the threshold
+    agrees: bool  # every token is within the threshold, and the log shows nothing that takes this back
+    conclusion: str
 
     def data(self) -> dict[str, Any]:
         """Return it as JSON-able data, under the keys of a diagnosis where it has the same."""
@@ -42,17 +44,17 @@ class FirstAnswer:
         return {"schema": SCHEMA, **{k: v for k, v in vars(self).items() if k != "agrees"},
                 "verdict": verdict, "unexplained": unexplained}  # fmt: skip
 
-    def report(self, path: object, threshold: float) -> str:
-        """Return the lines for a terminal."""
+    def report(self, path: object, version: str | None = None) -> str:
+        """Return the lines for a terminal, of a log at this path and of one weight version if that was asked for."""
         gap = self.gap
+        given = [str(path), *(() if version is None else ("--weight-version", version))]
         return "\n".join((
             f"gap {gap['logp_abs_diff_mean']:.2e} nats per token (k3 {gap['k3_kl']:.2e}, largest "
             f"{gap['logp_abs_diff_max']:.2e}) on {self.tokens:,} tokens of {self.responses} responses, by the log alone",
             *self.notes,
-            "without a model there is no rounding to judge by: no cause is named, and nothing is called clean",
-            f"for the cause: mismatch-ext doctor --model PATH --rollouts {path} --out DIR",
-            f"Within the threshold: all {self.tokens:,} tokens agree to {threshold:g} nats." if self.agrees
-            else f"Unexplained: tokens are more than {threshold:g} nats apart, and the log alone shows no cause.",
+            "without a model the doctor cannot measure rounding, so it names no cause and calls no log clean",
+            f"for the cause: mismatch-ext doctor --model PATH --rollouts {shlex.join(given)} --out DIR",
+            self.conclusion,
         ))  # fmt: skip
 
 
@@ -84,10 +86,20 @@ def first_answer(logged: Logged, threshold: float) -> FirstAnswer:
     rest = np.where(border, 0.0, gap)
     early = np.argsort(sample.place, kind="stable")[: max(LEAST_BEFORE, len(size) // 8)]
     first = begins(sample.place, rest, float(np.abs(rest[early]).mean()))
+    apart, doubtful = bool(size.max() > threshold), not size.any() or judge_start(sample) > 0
+    if apart:
+        conclusion = f"Unexplained: tokens are more than {threshold:g} nats apart, and the log alone shows no cause."
+    elif doubtful:
+        conclusion = (
+            f"Unexplained: all tokens agree to {threshold:g} nats, but a line above says why that is not enough."
+        )
+    else:
+        conclusion = f"Within the threshold: all {len(gap):,} tokens agree to {threshold:g} nats."
     return FirstAnswer(
         tokens=len(gap), responses=len(np.unique(sample.row)),
         gap={"logp_abs_diff_mean": float(size.mean()), "k3_kl": _k3(gap), "logp_abs_diff_max": float(size.max())},
-        begins=first, notes=tuple(_notes(logged, sample, gap, first, border)), agrees=bool(size.max() <= threshold),
+        begins=first, notes=tuple(_notes(logged, sample, gap, first, border)), agrees=not (apart or doubtful),
+        conclusion=conclusion,
     )  # fmt: skip
 
 
@@ -96,7 +108,7 @@ def _k3(gap: Floats) -> float:
 
 
 def _border(sample: Sample) -> NDArray[np.bool_]:
-    """Tell which tokens lie beside a masked one and were logged with exactly 0, as of a mask that is one token off `[N]`."""
+    """Tell which tokens are next to a masked one and were logged with exactly 0, as of a mask that is one token off `[N]`."""
     places = zip(sample.row, sample.place, strict=True)
     beside = [False in sample.masks[row][max(0, at - 1) : at + 2] for row, at in places]
     border: NDArray[np.bool_] = np.array(beside, dtype=np.bool_) & (sample.engine == 0)
@@ -107,11 +119,18 @@ def _notes(logged: Logged, sample: Sample, gap: Floats, first: int | None, borde
     size = np.abs(gap)
     total = float(size.sum()) or 1.0
     largest = np.sort(size)[-max(1, len(size) // 100) :]
-    yield f"tail: the largest {len(largest):,} tokens hold {largest.sum() / total:.0%} of the gap"
     apart = gap[gap != 0]
-    higher = float((apart > 0).mean()) if len(apart) else 0.5
-    sided = ": one-sided, which rounding alone is not" if max(higher, 1 - higher) >= ONE_SIDED else ""
-    yield f"sign: engine less trainer {gap.mean():+.1e} nats in the mean, above 0 on {higher:.0%} of the tokens{sided}"
+    if len(apart):
+        tokens = "token holds" if len(largest) == 1 else f"{len(largest):,} tokens hold"
+        yield f"tail: the largest {tokens} {largest.sum() / total:.0%} of the gap"
+        higher = float((apart > 0).mean())
+        sided = ": one-sided, which rounding alone is not" if max(higher, 1 - higher) >= ONE_SIDED else ""
+        yield f"sign: engine less trainer {gap.mean():+.1e} nats in the mean, above 0 on {higher:.0%} of the tokens{sided}"
+    else:
+        yield (
+            "copied: the trainer's log-probabilities are the engine's on every token, to the last bit, as where a bypass mode "
+            "reuses them; two programs rarely agree so well"
+        )
     if first is not None:
         before, behind = size[sample.place < first].mean(), size[sample.place >= first].mean()
         yield f"where: begins at token {first} of a response; {before:.1e} nats before it, {behind:.1e} from there on"
@@ -120,10 +139,10 @@ def _notes(logged: Logged, sample: Sample, gap: Floats, first: int | None, borde
     if count <= max(1, FEW * len(by_row)):
         yield f"where: {count} of {len(by_row)} responses hold {by_row[:count].sum() / total:.0%} of the gap"
     if border.any():
+        zeros = f"{border.sum()} sampled {'token was' if border.sum() == 1 else 'tokens were'} logged with exactly 0"
         yield (
-            f"mask: {border.sum()} sampled tokens beside a masked one were logged with exactly 0, "
-            f"{size[border].sum() / total:.0%} of the gap: "
-            "a token that a tool inserted looks so, and a mask that is one token off counts it as sampled"
+            f"mask: {zeros} next to a masked one, {size[border].sum() / total:.0%} of the gap: a token that a tool inserted "
+            "looks like this, and a mask that is one token off counts it as sampled"
         )
     if late := judge_start(sample):
         yield f"mask: starts {late} token{'s'[: late > 1]} late in every response: it leaves out what the engine sampled"

@@ -27,7 +27,7 @@ class Why:
     # Name, share, how sure it is, lines to change in each host.
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
-    verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
+    verdict: str  # "clean", "explained", "partly", "unexplained", "other_trainer" or "within the threshold"
     sentence: str  # the verdict as the doctor prints it
     # The engine's error in units of the trainer's own; None if that is too small to be a unit, or of another trainer.
     rounding: float | None = None
@@ -70,8 +70,8 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
 
 
 def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
-    """Return what doctor.json says, in the form that the tables show."""
-    gap, causes = data["gap"], data["causes"]
+    """Return what doctor.json says, in the form that the tables show; without `--model` it has neither parts nor causes."""
+    gap, causes = data["gap"], data.get("causes", ())
     said = {cause["key"]: cause["said"] for cause in causes}
     return Why(
         name=name,
@@ -79,7 +79,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
         f"{data['responses']} responses",
         mean=float(gap["logp_abs_diff_mean"]),
-        parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data["parts"]),
+        parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data.get("parts", ())),
         causes=tuple(
             (
                 cause["said"],
@@ -89,14 +89,19 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
             )
             for cause in causes
         ),
-        notes=(*data["notes"], *data["hints"]),
+        notes=(*data["notes"], *data.get("hints", ())),
         verdict=data["verdict"],
-        sentence=conclusion(data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)).replace(
-            "causes above", "causes below"
-        ),
+        sentence=_sentence(data),
         rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,
         confirmed=any(cause["status"] == "confirmed" for cause in causes),
     )
+
+
+def _sentence(data: Mapping[str, Any]) -> str:
+    above = data.get("conclusion") or conclusion(
+        data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)
+    )
+    return str(above).replace(" above", " below")
 
 
 def _share(part: Mapping[str, Any]) -> str:

@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Callable
+import shlex
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor.options import configure
+
+from mismatch_ext.report.doctor import read_why
 
 LENGTH = 40
 Change = Callable[[dict[str, Any], int], None]
 
 
-def told(folder: Path, capsys: pytest.CaptureFixture[str], change: Change, size: float = 1e-3) -> tuple[int, str]:
+def told(
+    folder: Path, capsys: pytest.CaptureFixture[str], change: Change, size: float = 1e-3, more: Sequence[str] = ()
+) -> tuple[int, str]:
     """Log 20 responses with an error of both signs after a change, and have the doctor read them."""
     random, lines = np.random.default_rng(0), []
     for number in range(20):
@@ -26,7 +33,7 @@ def told(folder: Path, capsys: pytest.CaptureFixture[str], change: Change, size:
         change(row, number)
         lines.append(json.dumps(row))
     (folder / "log.jsonl").write_text("\n".join(lines))
-    status = cli.main(["doctor", "--rollouts", str(folder / "log.jsonl"), "--out", str(folder / "out")])
+    status = cli.main(["doctor", "--rollouts", str(folder / "log.jsonl"), "--out", str(folder / "out"), *more])
     captured = capsys.readouterr()
     return status, captured.out + captured.err
 
@@ -66,7 +73,7 @@ SPECIAL = ("begins at token", "one-sided", "responses hold", "mask:", "weight ve
     ("change", "words"),
     [
         (_nothing, []),
-        (_mask, ["mask: 20 sampled tokens beside a masked one were logged with exactly 0"]),
+        (_mask, ["mask: 20 sampled tokens were logged with exactly 0 next to a masked one"]),
         (_late, ["begins at token 20 of a response"]),
         (_versions, ["weight version 7: 400 tokens", "weight version 8: 400 tokens, mean |Δlogp| 1.0e-01"]),
         (_few, ["1 of 20 responses hold"]),
@@ -87,6 +94,67 @@ def test_the_log_alone_tells_where_the_gap_is_and_names_no_cause(
 def test_tokens_that_all_agree_end_with_status_0(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     status, text = told(tmp_path, capsys, _nothing, size=1e-6)
     assert status == 0 and "Within the threshold: all 800 tokens" in text and "Clean" not in text, text
+
+
+def _skipped(row: dict[str, Any], number: int) -> None:
+    row["response_mask"][:2] = [False] * 2
+
+
+def _copied(row: dict[str, Any], number: int) -> None:
+    row["trainer_logprobs"] = row["rollout_logprobs"]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_skipped, "mask: starts 2 tokens late in every response"),
+        (_copied, "copied: the trainer's log-probabilities are"),
+    ],
+)
+def test_a_log_that_shows_a_defect_is_not_within_the_threshold(
+    change: Change, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status, text = told(tmp_path, capsys, change, size=1e-6)
+    assert status == 3 and words in text and "Within the threshold" not in text, text
+    assert "tokens agree to 0.0001 nats, but a line above says why that is not enough" in text
+    assert ("above 0 on" in text) == (change is _skipped), "no sign without a gap"
+
+
+def test_the_command_for_the_cause_is_the_given_one_with_a_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    _, text = told(folder, capsys, _versions, more=("--weight-version", "7"))
+    line = next(line for line in text.splitlines() if line.startswith("for the cause: "))
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    configure(parser)
+    read = parser.parse_args(shlex.split(line)[5:])
+    assert read.rollouts == folder / "log.jsonl" and read.weight_version == "7" and read.model == Path("PATH")
+
+
+def test_the_page_is_of_the_log_and_not_of_an_earlier_answer(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    page = tmp_path / "out" / "report.html"
+    page.parent.mkdir()
+    page.write_text("an earlier answer")
+    told(tmp_path, capsys, _skipped, size=1e-6)
+    text = page.read_text()
+    assert "but a line below says why" in text and "starts 2 tokens late" in text and "Parts of the gap" not in text
+    (why,), wrong = read_why(page.parent)
+    assert not wrong and why.verdict == "unexplained" and why.advice is None and why.rounding is None
+
+
+def test_numbers_of_one_are_said_as_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def one(row: dict[str, Any], number: int) -> None:
+        for key in ("response_ids", "response_mask", "rollout_logprobs", "trainer_logprobs"):
+            row[key] = row[key][:3]
+        if number == 0:
+            row["rollout_logprobs"][1:], row["response_mask"][2] = [0.0, 0.0], False
+
+    _, text = told(tmp_path, capsys, one)
+    assert "the largest token holds" in text and "1 sampled token was logged with exactly 0" in text, text
 
 
 def test_a_log_without_the_trainers_needs_a_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
