@@ -111,10 +111,12 @@ def as_logged(
     if arguments.dtype is None and stated.get("dtype") in DTYPES:
         sides = _in_dtype(sides, arguments, stated["dtype"], host)
     heat = stated.get("temperature")
-    # At 0 an engine takes the best token, and no trainer scores so.
-    if not isinstance(heat, int | float) or heat <= 0:
+    if heat is None:
         return sides, ()
     if arguments.temperature is None and host is None:
+        if heat == 0:
+            said = "the log was sampled at temperature 0, at which no trainer scores; the trainer is scored at 1"
+            return sides, (f"{said}; --temperature gives another",)
         said = (
             f"the trainer is scored at temperature {heat:g}, the log's, as RL trainers do; --temperature gives another"
         )

@@ -27,7 +27,7 @@ EPILOG = """examples:
   mismatch-ext doctor --trl config.yaml --out runs/doctor
   mismatch-ext doctor --model PATH --rollouts rollouts.jsonl --out runs/doctor
 
-exit status: 0 clean, 1 explained, 2 an error, 3 unexplained; docs/doctor.md has more"""
+exit status: 0 clean, 1 explained, 2 an error, 3 unexplained or not judged; docs/doctor.md has more"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,10 @@ def configure_sides(parser: argparse.ArgumentParser, *, epilog: str) -> None:
     trainer.add_argument("--trainer-head", choices=("float32",),
                          help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
     trainer.add_argument(
-        "--temperature", metavar="T", type=float, help="what it divides logits by (default: the log's or run's, or 1)"
+        "--temperature",
+        metavar="T",
+        type=float,
+        help="what it divides logits by (default: the run's, else the log's, else 1)",
     )
     engine = parser.add_argument_group("the engine")
     engine.add_argument("--engine", choices=tuple(SEEDS), help="engine to start, in this process (default: vllm)")

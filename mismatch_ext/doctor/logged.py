@@ -332,6 +332,15 @@ def _mixed_steps(logged: Logged) -> bool | None:
     return any(len(versions) > 1 for versions in of_step.values())
 
 
+def _ensure_temperature(row: LoggedResponse) -> None:
+    heat = row.settings.get("temperature")
+    if heat is not None and not (type(heat) in (int, float) and 0 <= heat < math.inf):
+        raise RecordError(
+            f"{row.where}: the sampling temperature is {heat!r}; it must be a number > 0, or 0 for the best token. "
+            "Correct it or leave it out."
+        )
+
+
 def _scored_late(rows: Sequence[LoggedResponse]) -> bool:
     versions = {version for row in rows for version in row.versions}
     return any(len(versions) > 1 if row.step is None else row.step != row.version for row in rows)
@@ -347,6 +356,8 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
         raise RecordError(f"{path} is parquet, as TRL's log_completions writes it, {TEXTS}.")
     host, rows = (SLIME, _slime_file(path)) if data.startswith(ZIP) else _text_file(path, data)
     sampled = tuple(row for row in rows if row is not None)
+    for row in sampled:
+        _ensure_temperature(row)
     logged = Logged(
         path=str(path),
         host=host,

@@ -90,7 +90,8 @@ def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureF
         (("--temperature", "1"), 0.8, None, 1.0, "by --temperature; the log was sampled at 0.8"),
         ((), 0.8, 0.7, 0.7, "the run's; the log was sampled at 0.8"),
         ((), 0.7, 0.7, 0.7, ""),
-        ((), 0, None, 1.0, ""),
+        ((), 0, None, 1.0, "sampled at temperature 0, at which no trainer scores; the trainer is scored at 1"),
+        ((), 0, 0.7, 0.7, "the run's; the log was sampled at 0"),
         ((), None, None, 1.0, ""),
     ],
 )

@@ -348,3 +348,20 @@ def test_steps_and_versions_tell_whether_the_trainer_scored_with_later_weights(
     assert read_rollouts(tmp_path / "log.jsonl").scored_late is late
     version = str(keys[0].get("weight_version", keys[0].get("step")))
     assert read_rollouts(tmp_path / "log.jsonl", version).scored_late is late, "the versions that are left out count"
+
+
+@pytest.mark.parametrize(
+    ("value", "sound"),
+    [(0.8, True), (1, True), (0, True), (None, True), ("0.8", False), (True, False), (-1, False), (float("nan"), False),
+     (float("inf"), False)],
+)  # fmt: skip
+def test_a_temperature_is_a_number_that_an_engine_can_sample_at(value: Any, sound: bool, tmp_path: Path) -> None:
+    log = tmp_path / "log.jsonl"
+    log.write_text(json.dumps(GOOD | {"provenance": {"sampling": {"temperature": value}}}))
+    if sound:
+        assert read_rollouts(log).settings.get("temperature") == value
+    else:
+        with pytest.raises(
+            RecordError, match=f"line 1: the sampling temperature is {value!r}; it must be a number > 0"
+        ):
+            read_rollouts(log)
