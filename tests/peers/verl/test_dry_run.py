@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("verl")  # part of `make setup`
 
 import ray
+from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.cli import main
 from mismatch_ext.adapters.verl import plugin
 
@@ -124,6 +126,8 @@ def test_what_is_never_or_only_later_verified_is_said(capsys: pytest.CaptureFixt
     for preset, expected in (("decoupled_token_is", True), ("decoupled_k3_rs", False), ("bypass_pg_is", False)):
         _, found = checked(capsys, *DENSE, f"+mismatch.correction.preset={preset}")
         assert found["verdict"] == "accepted" and any(weighted in line for line in found["later"]) == expected, preset
+        paths = [re.split("[=:]", line)[0] for line in found["settings"]]
+        assert len(paths) == len({*paths}) and "algorithm.rollout_correction" not in paths, preset
     _, found = checked(capsys, *DENSE, "+mismatch={}", loss)
     assert "workers: a policy loss 'nobody' is registered" in found["later"]
     _, found = checked(capsys, *DENSE, "+mismatch={}")
@@ -144,6 +148,21 @@ def test_the_command_says_nothing_of_a_missing_gpu_and_names_a_verl_that_does_no
     done = run("sys.modules['verl.trainer.ppo.utils'] = None")
     assert done.returncode == 2 and done.stderr.startswith("error: --verl: verl cannot be imported here: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_only_what_verl_says_of_a_missing_gpu_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("verl.plugin.platform.platform_manager")
+
+    def speak(*_: object) -> int:
+        for line in ("No supported accelerator detected.", "Platform 'x' (X) is registered but", "Replacing"):
+            logger.warning(line)
+        return 0
+
+    monkeypatch.setattr(cli, "run_command", speak)
+    assert main([]) == 0 and [record.msg for record in caplog.records] == ["Replacing"]
+    assert speak() == 0 and len(caplog.records) == 4
 
 
 def test_an_error_of_ours_is_not_called_one_of_verls_imports(

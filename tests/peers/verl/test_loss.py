@@ -88,8 +88,8 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     (
         [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         "correction",
-        {"preset": "tis"},
-        ["loss_mode='bypass_mode' with mismatch.correction.mode='decoupled'", "ignores the weights"],
+        {"preset": "decoupled_k3_rs"},
+        ["loss_mode='bypass_mode' with mismatch.correction.mode='decoupled'", "rejects and weights by policy_loss.rollout"],
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "correction", {}, ["loss_mode='bypass_mode'", "Set both"]),
     (
