@@ -92,7 +92,7 @@ WORDS = {
 
 DOCTOR = {
     "stock TRL": "mismatch-ext doctor --trl FILE --prompts FILE",
-    "stock verl": "mismatch-ext doctor --verl ARGUMENTS, those of main_ppo",
+    "stock verl": "mismatch-ext doctor --verl OVERRIDES, those of main_ppo",
 }
 """The doctor's command, by who wrote a log without this package."""
 ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
