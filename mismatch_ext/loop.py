@@ -742,7 +742,7 @@ class _Required:
 
     def __init__(self, block: MismatchConfig, *, measures: bool) -> None:
         kl, leave_out = block.kl, "or leave the section out of the config"
-        in_loss = kl is not None and not (kl.in_rewards and kl.placement == "reward")
+        in_loss = kl is not None and kl.in_loss
         self._per_batch = {
             "measure": measures
             and "the gap of each batch is measured by run.measure(batch, old): call it before the step.",

@@ -182,14 +182,16 @@ def _missing(peer: Peer, using: Iterable[str] = ()) -> PeerVersionError:
         for wrong in KNOWN_WRONG
         if wrong.peer == peer.name and wrong.feature is None and {*wrong.where} <= {*using} and wrong.applies()
     ]
-    supports, package = peer.supports, ""
+    supports, package, right = peer.supports, "", peer.ran
     if limits:
-        right = [run for run in peer.ran if not any(in_range(run, wrong.versions) for wrong in limits)]
-        supports += f" ({' and '.join(wrong.condition for wrong in limits)}: {', '.join(right)})"
-        package = f" {peer.name}=={right[-1]}"
+        right = tuple(run for run in peer.ran if not any(in_range(run, wrong.versions) for wrong in limits))
+        supports += f" ({' and '.join(wrong.condition for wrong in limits)}: {', '.join(right) or 'none'})"
+        package = f" {peer.name}=={right[-1]}" if right else ""
+    how = f'Install it with `pip install ".[{peer.extra or peer.name}]"{package}` in a clone of mismatch-ext.'
+    if "verl" in using or not right:  # verl pins other versions of what SGLang pins, too
+        how = "docs/index.md#tested-versions has the commands that install a tested version."
     return PeerVersionError(
-        f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {supports}. "
-        f'Install it with `pip install ".[{peer.extra or peer.name}]"{package}` in a clone of mismatch-ext.'
+        f"{peer.name} is not installed; this release of mismatch-ext supports {peer.name} {supports}. {how}"
     )
 
 

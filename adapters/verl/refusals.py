@@ -495,7 +495,7 @@ TABLE = (
     Case("mismatch.correction.mode='decoupled'", lambda asked: asked.correction is not None and not asked.bypass, (
         Setting(
             f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"), "another, or mismatch.correction.mode='bypass' with 'vanilla'",
-            "that loss ignores the weights of the batch, and rejects by the settings of another correction",
+            "that loss rejects and weights by policy_loss.rollout_correction, not by this section",
         ),
     )),
     Case("mismatch.correction.off_policy_threshold", lambda asked: asked.drops, (

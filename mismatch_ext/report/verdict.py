@@ -92,7 +92,7 @@ WORDS = {
 
 DOCTOR = {
     "stock TRL": "mismatch-ext doctor --trl FILE --prompts FILE --out DIR",
-    "stock verl": "mismatch-ext doctor --verl ARGUMENTS --out DIR, with those of main_ppo",
+    "stock verl": "mismatch-ext doctor --verl OVERRIDES --out DIR, with those of main_ppo",
 }
 """The doctor's command, by who wrote a log without this package."""
 NO_CORRECTION = {"preset": "disabled"}

@@ -252,7 +252,7 @@ def test_a_command_of_the_doctor_has_what_it_requires(command: str) -> None:
     parser = argparse.ArgumentParser(exit_on_error=False)
     configure(parser)
     read = parser.parse_args(command.partition(",")[0].split()[2:])
-    assert read.out == Path("DIR") and (read.trl == Path("FILE") or read.verl == ["ARGUMENTS"])
+    assert read.out == Path("DIR") and (read.trl == Path("FILE") or read.verl == ["OVERRIDES"])
 
 
 def test_a_folder_that_cannot_be_read_is_left_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -138,7 +139,12 @@ def test_a_missing_peer_is_named_with_the_versions_that_work_there(monkeypatch: 
     assert 'pip install ".[sglang]"` in a clone' in str(error.value)
     with pytest.raises(PeerVersionError, match=r">=0\.5\.12 \(under verl: 0\.5\.12, 0\.5\.18\)") as error:
         accepted("sglang", using={"verl", "sglang"})
-    assert 'pip install ".[sglang]" sglang==0.5.18` in a clone' in str(error.value)
+    # No one line of pip installs SGLang with verl.
+    assert "pip" not in str(error.value) and "docs/index.md#tested-versions" in str(error.value)
+    every = replace(wrong(None, versions=">=0"), peer="sglang")
+    monkeypatch.setattr(versions, "KNOWN_WRONG", (every,))
+    with pytest.raises(PeerVersionError, match=r": none\)\. docs/index\.md"):
+        accepted("sglang")
 
 
 @pytest.mark.parametrize("name", PEERS)

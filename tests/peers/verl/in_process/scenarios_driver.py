@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import pickle
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -79,7 +80,7 @@ def exact() -> dict[str, Any]:
 
 
 def policy_losses() -> dict[str, str]:
-    """Return what the start of a worker says to a correction with each of verl's policy losses, and with losses of a user's.
+    """Return what the start of a worker says to a correction with each of verl's policy losses, and with a user's.
 
     A policy loss of the user's is registered as verl's documentation says, by a module that the worker has imported.
     """
@@ -93,6 +94,21 @@ def policy_losses() -> dict[str, str]:
 
     users: dict[str, Any] = {
         "ignores": lambda **given: mean(plain(given), given),
+        "draws": lambda **given: mean(plain(given) * torch.rand_like(given["log_prob"]), given),
+        "draws and multiplies": lambda **given: mean(
+            plain(given) * given["rollout_is_weights"] * torch.rand_like(given["log_prob"]), given
+        ),
+        "draws by numpy": lambda **given: mean(plain(given) * float(np.random.rand()), given),
+        "is not finite": lambda **given: mean(plain(given) / given["advantages"][:, :1].std(1, keepdim=True), given),
+        "corrects some": lambda **given: mean(
+            plain(given) * torch.where(given["advantages"] > 0, given["rollout_is_weights"], 1.0), given
+        ),
+        "reacts hardly": lambda **given: mean(
+            plain(given) + 1e-3 * given["rollout_is_weights"] * given["log_prob"], given
+        ),
+        "takes the row's first": lambda **given: mean(plain(given) * given["rollout_is_weights"][:, :1], given),
+        "clips": lambda **given: mean(plain(given) * given["rollout_is_weights"].clamp(max=1.0), given),
+        "drops all": lambda **given: mean(plain(given) * 0.0, given),
         "logs": lambda **given: (mean(plain(given), given)[0], {"weights": float(given["rollout_is_weights"].mean())}),
         "takes the mean": lambda **given: mean(plain(given) * given["rollout_is_weights"].mean(), given),
         "fails": lambda **given: 1 / 0,
@@ -105,13 +121,16 @@ def policy_losses() -> dict[str, str]:
     for name, function in users.items():
         core_algos.register_policy_loss(name)(function)
     try:
-        for name in (*verls, *users):
+        for name in {*verls, *users} - {"fails"}:
             # A bound as narrow as GSPO's would clip every ratio that is off 1 by a thousandth.
             config = actor_config({"loss_mode": name, "dro_beta": 0.1}, clip_ratio_low=3e-4, clip_ratio_high=4e-4)
             found[name] = refused(check_loss, blocks["weights"], config)
         for name in ("rejects", "bypass"):
             found[name] = refused(check_loss, blocks[name], actor_config({"loss_mode": "ignores"}))
-        found["unset"] = refused(check_loss, blocks["weights"], actor_config({"loss_mode": "dro"}))
+        for name, config in (("fails", {"loss_mode": "fails"}), ("unset", {"loss_mode": "dro"})):
+            with warnings.catch_warnings(record=True, action="always") as warned:
+                assert refused(check_loss, blocks["weights"], actor_config(config)) == "nothing was refused"
+            found[name] = str(warned[0].message)
     finally:
         for name in users:
             del core_algos.POLICY_LOSS_REGISTRY[name]

@@ -398,7 +398,7 @@ def filled_up(model: str) -> dict[str, Any]:
 
 
 class Store:
-    """Samples by key, in the place of verl's TransferQueue."""
+    """Samples by key, instead of verl's TransferQueue."""
 
     def __init__(self, data: TensorDict) -> None:
         names = [name for name in data.keys() if isinstance(data[name], Tensor)]
