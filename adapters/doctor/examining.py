@@ -162,6 +162,9 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             rung("log's trainer")
             stated, late = known.get("temperature"), logged.scored_late
             diagnosis = against_logged(diagnosis, sample, scorer.scores, own, stated, scored_late=late)
+        elif any(response.trainer_logprobs for response in logged.responses):
+            copied = "trainer_logprobs are the engine's to the last bit, as a bypass mode copies them: not compared"
+            diagnosis = replace(diagnosis, notes=(*diagnosis.notes, copied))
         return replace(diagnosis, seconds=rung.ended())
 
 

@@ -291,7 +291,7 @@ class Logged:
         return "; ".join(parts)
 
     def trainer(self, sample: Sample) -> Floats | None:
-        """Return the log's own `trainer_logprobs` `[N]`, NaN where it has none; None without a number for any of the tokens."""
+        """Return the log's own `trainer_logprobs` `[N]`, NaN where it has none; None if all are, or copy the engine's."""
         rows = zip(self.responses, sample.masks, strict=True)
         scored = np.array([
             value
@@ -299,7 +299,8 @@ class Logged:
             for value, sampled in zip(response.trainer_logprobs or (math.nan,) * len(mask), mask, strict=True)
             if sampled
         ])  # fmt: skip
-        return scored if np.isfinite(scored).any() else None
+        known = np.isfinite(scored)
+        return None if (scored == sample.engine)[known].all() else scored
 
 
 def of_nearest(logged: Logged, sample: Sample, trainer: Floats) -> tuple[Logged, tuple[str, ...]]:

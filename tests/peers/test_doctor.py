@@ -112,7 +112,7 @@ def test_a_log_says_the_trainers_temperature_and_another_trainer_is_not_judged(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     line = {"prompt_ids": [3, 12, 4, 13], "response_ids": [5, 1], "rollout_logprobs": [-0.5, -0.01]}
-    line |= {"trainer_logprobs": [-0.5, -0.01], "provenance": {"dtype": "float32", "sampling": {"temperature": 0.8}}}
+    line |= {"trainer_logprobs": [-0.5, -0.02], "provenance": {"dtype": "float32", "sampling": {"temperature": 0.8}}}
     log = tmp_path / "rollouts.jsonl"
     log.write_text(f"{json.dumps(line)}\n" * 4, encoding="utf-8")
     asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
@@ -128,7 +128,8 @@ def test_a_log_says_the_trainers_temperature_and_another_trainer_is_not_judged(
 
 
 @pytest.mark.parametrize(
-    ("version", "off", "verdict"), [(7, 0.0, "clean"), (6, 0.1, "clean"), (7, 0.1, "other_trainer")]
+    ("version", "off", "verdict"),
+    [(7, 0.0, "clean"), (7, 1e-7, "clean"), (6, 0.1, "clean"), (7, 0.1, "other_trainer")],
 )
 def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
     version: int, off: float, verdict: str, tmp_path: Path
@@ -149,7 +150,8 @@ def test_a_log_whose_trainer_is_the_models_is_judged_at_its_temperature(
     asked = ["doctor", "--model", str(FOLDER / "dense"), "--rollouts", str(log), "--quick", "--out", str(tmp_path)]
     assert cli.main(asked) == (3 if verdict == "other_trainer" else 0)
     written = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
-    assert written["verdict"] == verdict and any("by the log's own trainer_logprobs" in n for n in written["notes"])
+    said = "by the log's own trainer_logprobs" if off else "trainer_logprobs are the engine's to the last bit"
+    assert written["verdict"] == verdict and any(said in note for note in written["notes"])
 
 
 def test_no_two_responses_draw_with_the_same_noise() -> None:
