@@ -280,7 +280,10 @@ def test_logged_rollouts_are_examined_without_an_engine(
         told = [json.dumps(row | {"provenance": known}) for row in rows]
         path.write_text("\n".join(told), encoding="utf-8")
         assert cli.main([*given, "--quick", *option]) == 2 and words in capsys.readouterr().err.splitlines()[-1]
-    assert cli.main([*given, "--quick"]) == 1 and "sampled with temperature=0.8" in capsys.readouterr().out
+    assert cli.main([*given, "--quick", "--temperature", "1"]) == 1
+    assert "sampled with temperature=0.8" in capsys.readouterr().out
+    # By itself the trainer is scored at the log's temperature, as by the option above.
+    assert cli.main([*given, "--quick"]) == 3 and "temperature 0.8, the log's" in capsys.readouterr().out
     path.write_text("".join(f"{json.dumps(row | {'prompt_ids': [10**6]})}\n" for row in rows), encoding="utf-8")
     assert cli.main([*given, "--quick"]) == 2
     assert "token id 1000000 is beyond the vocabulary" in capsys.readouterr().err
