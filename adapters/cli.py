@@ -78,7 +78,7 @@ def _configure_doctor(parser: argparse.ArgumentParser) -> None:
 
 
 def _doctor(arguments: argparse.Namespace) -> int:
-    """Print why the two sides differ; the exit status is 0 for clean, 1 for explained, 2 for an error, 3 for what is left."""
+    """Print why the two sides differ; the exit status is 0 for clean, 1 for explained, 2 for an error, otherwise 3."""
     from mismatch_ext.adapters.doctor.command import run
 
     return run(arguments)

@@ -68,7 +68,7 @@ def against_logged(
     named = [cause.key for cause in diagnosis.causes]
     # What fits a gap to another trainer is no cause in the run.
     return replace(
-        diagnosis, notes=(*diagnosis.notes, note), verdict="other_trainer", unexplained=far, causes=(),
+        diagnosis, notes=(*diagnosis.notes, note), verdict="other_trainer", unexplained=far, causes=(), hints=(),
         parts=tuple(replace(p, name=f"like {p.name}, not judged") if p.name in named else p for p in diagnosis.parts),
     )  # fmt: skip
 
