@@ -19,7 +19,7 @@ def read_prompts(path: Path, model: str) -> list[list[int]]:
     from transformers import AutoTokenizer
 
     try:
-        texts = path.read_text(encoding="utf-8").splitlines()
+        texts = path.read_text(encoding="utf-8").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"--prompts: {path} cannot be read: {error}") from error
     numbered = [(number, line) for number, line in enumerate(texts, start=1) if line.strip()]

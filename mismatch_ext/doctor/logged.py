@@ -410,7 +410,7 @@ def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
 
 def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None]]:
     try:
-        lines = data.decode("utf-8").splitlines()
+        lines = data.decode("utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise RecordError(
             f"{path} is neither text nor a file of torch.save, first bytes {data[:4].hex(' ')}; read are {READABLE}."

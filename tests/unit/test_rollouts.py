@@ -331,6 +331,12 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
         read_rollouts(tmp_path / "other.pt")
 
 
+def test_a_line_ends_where_json_lines_end_not_at_other_separators_of_unicode(tmp_path: Path) -> None:
+    row = {"prompt_ids": [1], "response_ids": [2], "rollout_logprobs": [-1.0], "output": "a\u2028b\u0085c"}
+    (tmp_path / "own.jsonl").write_text(f"{json.dumps(row, ensure_ascii=False)}\r\n" * 2, encoding="utf-8", newline="")
+    assert len(read_rollouts(tmp_path / "own.jsonl").responses) == 2
+
+
 @pytest.mark.parametrize(
     ("keys", "late"),
     [

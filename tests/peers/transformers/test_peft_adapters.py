@@ -91,6 +91,12 @@ def test_an_adapter_is_merged_as_it_computes(base: Path, tmp_path: Path) -> None
         assert written == str(base)
 
 
+def test_a_prompt_may_hold_other_separators_of_unicode(tmp_path: Path) -> None:
+    prompt = json.dumps({"prompt_ids": [1, 2], "text": "a\u2028b"}, ensure_ascii=False)
+    (tmp_path / "prompts.jsonl").write_text(f"{prompt}\n" * 2, encoding="utf-8")
+    assert read_prompts(tmp_path / "prompts.jsonl", "") == [[1, 2], [1, 2]]
+
+
 def read_prompts_of(model: Path, tmp_path: Path) -> list[list[int]]:
     (tmp_path / "prompts.txt").write_text("1+2=\n", encoding="utf-8")
     return read_prompts(tmp_path / "prompts.txt", str(model))
