@@ -293,7 +293,7 @@ class AlarmConfig:
     """Values less than this are out of bounds."""
     patience: Count | None = None
     """Logs in a row out of bounds that raise the alarm; None is the built-in alarm's, else 3. Logs without the metric
-    do not count. The alarm ends after the same number of logs in a row with the metric at least 20% inside its limit.
+    do not count. The alarm ends after as many logs in a row with the metric at least 20% inside its limit.
     It may be raised again."""
     action: AlarmAction | None = None
     """`stop` saves a checkpoint and ends training after the step (the alarm starts again if you resume it); `off`
@@ -304,8 +304,8 @@ class AlarmConfig:
 class MonitorConfig:
     """Measures and checks while training, and changes no number of the trainer's.
 
-    On a CPU, any config makes TRL's engine run uncompiled and reload its weights layer by layer. Compiled, it starts
-    far slower, and TRL's own update fails there or corrupts the experts.
+    On a CPU, any config makes TRL's engine run uncompiled and reload its weights layer by layer. A compiled engine
+    starts slowly there, and stock TRL's weight update crashes or corrupts experts.
     """
 
     run_dir: Text | None = None

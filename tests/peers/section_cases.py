@@ -21,7 +21,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "period: 1": {"period": 1},
         **{f"trigger: {name}": {"trigger": name} for name in TRIGGERS},
     },
-    "monitor": {"defaults": {}, "alarms": {"alarms": {"loss": {"above": -1e9, "patience": 1}}}},
+    "monitor": {
+        "defaults": {},
+        "alarms": {"alarms": {"loss": {"above": -1e9, "patience": 1}}},
+        "doctor": {"doctor": "first_batch"},
+    },
 }
 
 
