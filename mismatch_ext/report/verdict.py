@@ -18,7 +18,7 @@ in a mixture-of-experts router.
 
 A mean over all steps hides what happened at some of them. So a built-in alarm that was raised, an end of the run whose gap is
 `FAR_ABOVE` times that of the steps before, and a check that failed are named with their first step. After one of them no gap
-counts as small.
+counts as small. The step of a rise is where it began, and the median of three logs left `RISEN` times the steps before.
 
 The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
 explain. If that is less than half of the run's gap, no dtype is blamed for it.
@@ -58,6 +58,7 @@ FEW_TOKENS = 8.0
 ROUNDINGS = 3.0
 # A choice: medians of a few batches whose sizes have a heavy tail differ by a factor of 2 by chance.
 FAR_ABOVE = 3.0
+RISEN = 1.5
 MAX_ALARMS = 3
 # From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
@@ -260,8 +261,9 @@ class _Warning:
 def _warnings(run: RunData, level: str) -> list[_Warning]:
     """Return what happened at some steps of a run whose gap over all steps has this level; those with advice first."""
     found = _alarms(run, level)
-    if not any(warning.advice for warning in found) and (late := _late(run)) is not None:
-        found.append(late)
+    late = _late(run)
+    if late is not None and all(late.step < warning.step for warning in found if warning.advice):
+        found.insert(0, late)
     found += [
         _Warning(
             step=row.first_step,
@@ -347,12 +349,15 @@ def _late(run: RunData) -> _Warning | None:
     else:
         return None
     first = next(at for at in range(len(sizes) - last, len(sizes)) if sizes[at] > limit)
-    while sizes[first - 1] > limit:
+    risen = max(SAME_ABS_DIFF, RISEN * before)
+    while first >= PATIENCE and median(sizes[first - PATIENCE : first]) > risen:
+        first -= 1
+    while first and sizes[first - 1] > risen:
         first -= 1
     step, after = known[first][0], median(sizes[first:])
     return _Warning(
         step=step,
-        said=f"from step {step} on the gap is far above the steps before, mean |Δlogp| {quantity(after, 2)} after "
+        said=f"from step {step} on the gap has left the level of the steps before, mean |Δlogp| {quantity(after, 2)} after "
         f"{quantity(before, 2)}{estimated}",
         advice=f"look at the weight-sync check and at what else changed at step {step}",
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import random
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,10 +155,24 @@ def test_stale_weights_in_the_last_steps_are_not_hidden_by_the_mean(
 def test_a_gap_that_ends_far_above_its_run_is_named_before_an_alarm_is_raised(tmp_path: Path) -> None:
     said, run = verdict_of(trl_log(tmp_path / "late", [0.004] * 57 + [0.03] * 3))
     assert run["level"] == "warned" and "no correction is needed" not in said
-    assert "From step 58 on the gap is far above the steps before, mean |Δlogp| 0.03 after 0.004" in said
+    assert "From step 58 on the gap has left the level of the steps before, mean |Δlogp| 0.03 after 0.004" in said
     assert "no correction is needed" in verdict_of(trl_log(tmp_path / "flat", [0.004, 0.006] * 30))[0]
     # Below the size of rounding a gap may do as it likes.
     assert verdict_of(trl_log(tmp_path / "tiny", [1e-6] * 57 + [5e-5] * 3))[1]["level"] == "same"
+
+
+def test_the_step_of_a_rise_is_where_it_began(tmp_path: Path) -> None:
+    noise = random.Random(0)
+    rise = [1 + 0.3 * max(0, step - 120) for step in range(200)]
+    for name, sizes in {
+        "slow": [0.001 * factor for factor in rise],
+        "noisy": [0.001 * factor * noise.uniform(0.85, 1.15) for factor in rise],
+        "to an alarm": [0.001 * 1.1 ** max(0, step - 120) for step in range(200)],
+    }.items():
+        said = verdict_of(trl_log(tmp_path / name, sizes))[0]
+        found = re.search(r"From step (\d+) on the gap has left the level", said)
+        assert found is not None and 121 <= int(found[1]) <= 127, (name, said)
+        assert f"what else changed at step {found[1]}" in said
 
 
 def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
