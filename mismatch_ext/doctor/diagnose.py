@@ -483,6 +483,14 @@ def diagnose(
                 if finer
                 else ()
             ),
+            *(
+                (
+                    f"the sides compute in different dtypes, the engine in {scores.engine_dtype} and the trainer in "
+                    f"{scores.trainer_dtype}: the coarser one's rounding is in the gap",
+                )
+                if "" not in (scores.engine_dtype, scores.trainer_dtype) and scores.engine_dtype != scores.trainer_dtype
+                else ()
+            ),
             *judge_ends(sample, scores.end_tokens),
             *(() if engine is None else engine.notes),
         ),

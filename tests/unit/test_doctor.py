@@ -301,6 +301,11 @@ def test_weights_finer_than_the_engines_grid_are_named_where_their_rounding_move
     sample, scores = drawn()
     clean = diagnose(sample, replace(scores, trainer_dtype="float32", engine_dtype="bfloat16"))
     assert clean.verdict == "clean", report(clean)
+    differ = "different dtypes, the engine in bfloat16 and the trainer in float32"
+    assert differ in report(clean)
+    assert "different dtypes" not in report(
+        diagnose(sample, replace(scores, trainer_dtype="bfloat16", engine_dtype="bfloat16"))
+    )
 
 
 def test_a_half_precision_trainer_beside_a_float32_engine_is_not_clean() -> None:
