@@ -20,7 +20,6 @@ from mismatch_ext.config import ESTIMATORS, MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
-from mismatch_ext.versions import in_range, installed
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
 MODES = (SYNC, COLOCATE, SEPARATE)
@@ -329,16 +328,6 @@ TABLE = (
         Setting(
             f"{REF}.strategy", lambda value, asked: value is not None and {value, asked.strategy} not in SAME, "the actor's",
             "the worker has one kind of engine for both",
-        ),
-    )),
-    Case(f"{ACTOR}.strategy='fsdp' and a mismatch block", lambda asked: asked.strategy == "fsdp", (
-        Setting(
-            f"{MODEL}.lora_rank",
-            lambda value, asked: bool(value) and not asked.at(f"{MODEL}.lora.merge")
-            and in_range(installed("peft") or "0", ">=0.21"),
-            f"0, or {ACTOR}.strategy='fsdp2'",
-            "peft 0.21 and newer finds no adapter in layers that FSDP1 has wrapped, and verl would send the rollout an empty one",
-            f"Set {ACTOR}.strategy=fsdp2",
         ),
     )),
     Case("an alarm of mismatch.monitor that stops training (action: stop)", lambda asked: asked.stops, (

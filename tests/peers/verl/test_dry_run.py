@@ -134,7 +134,7 @@ def test_lora_is_checked_with_a_cpu_build_of_vllm(capsys: pytest.CaptureFixture[
     status, found = checked(
         capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.strategy=fsdp"
     )
-    assert (status, found["refused"][0].partition(" with ")[0]) == (1, "actor_rollout_ref.model.lora_rank=8")
+    assert status == 0 and any(line.startswith("workers: peft finds the adapter") for line in found["later"])
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=4096")
     assert (status, found["refused"][0][:16]) == (1, "verl: ValueError") and "lora_rank must be" in found["refused"][0]
 

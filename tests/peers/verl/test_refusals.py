@@ -224,19 +224,6 @@ def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> No
         prepared_megatron("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2")
 
 
-def test_an_adapter_that_would_be_sent_empty_is_refused(installed_is: Callable[[str, str], None]) -> None:
-    """Whether peft finds it is shown by `test_engine.test_an_adapters_base_is_the_reference`."""
-    lora, fsdp1 = "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.strategy=fsdp"
-    for version in ("0.21.0", "0.21.2", "0.22.1"):
-        installed_is("peft", version)
-        with pytest.raises(ConfigError, match=r"lora_rank=8 with actor_rollout_ref\.actor\.strategy='fsdp' .*=fsdp2\."):
-            prepared("+mismatch={}", lora, fsdp1)
-    prepared("+mismatch={}", lora)
-    prepared("+mismatch={}", lora, fsdp1, "actor_rollout_ref.model.lora.merge=True")
-    installed_is("peft", "0.20.0")
-    prepared("+mismatch={}", lora, fsdp1)
-
-
 ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_replay.mode")
 """Of these settings, those that only replay minds."""
 
