@@ -185,6 +185,11 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     later = [LATER[name] for name in acting.features if name in LATER and (name != "correction" or weighs(acting))]
     if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
         later.append(f"workers: a policy loss {mode!r} is registered")
+    acts = config.actor_rollout_ref
+    if acts.actor.strategy == "fsdp" and acts.model.lora_rank and not acts.model.lora.get("merge"):
+        later.append(
+            "workers: peft finds the adapter in FSDP1's layers (0.21 does not: actor_rollout_ref.actor.strategy=fsdp2)"
+        )
     if (why := unverified(rollout, acting.monitor)) is not None:
         warnings.warn(f"mismatch.monitor.weight_sync: {why}", stacklevel=2)
         later.remove(LATER["monitor.weight_sync"])

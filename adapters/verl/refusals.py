@@ -304,8 +304,8 @@ TABLE = (
         ),
         Setting(
             "model_engine", lambda value, asked: value == "megatron" and asked.strategy in FSDP,
-            f"'dp', or {ACTOR}.strategy='megatron'", "the actor has Megatron's settings and FSDP's strategy",
-            f"Set model_engine=dp, or leave {ACTOR}.strategy and {REF}.strategy out",
+            f"'dp', or {ACTOR}.strategy='megatron'", "the actor has Megatron's settings and not its strategy",
+            f"Set {ACTOR}.strategy=megatron and {REF}.strategy=megatron, or model_engine=dp",
         ),
     )),
     Case(f"trainer_mode={SEPARATE!r} and a mismatch block", lambda asked: asked.mode == SEPARATE, (

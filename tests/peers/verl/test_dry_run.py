@@ -79,6 +79,32 @@ def test_the_line_of_the_page_runs_as_it_is_pasted() -> None:
     assert shell(line).endswith("verdict: accepted\n")
 
 
+def test_what_a_refusal_says_to_set_for_megatron_is_accepted_beside_the_file(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    own = (ROOT / "examples/configs/verl_grpo.yaml").read_text(encoding="utf-8")
+    (tmp_path / "own.yaml").write_text(own.replace("    strategy: fsdp2\n", ""), encoding="utf-8")
+    model = f"actor_rollout_ref.model.path={FOLDER / 'dense'}"
+    engine = (model, "model_engine=megatron", "+mismatch.monitor.weight_sync=off")
+    file = (*YAML, *engine, "~mismatch.precision")
+    removed = ("~actor_rollout_ref.actor.strategy", "~actor_rollout_ref.ref.strategy")
+    for overrides in ((), removed):
+        status, found = checked(capsys, *file, *overrides)
+        (message,) = found["refused"]
+        assert status == 1 and message.startswith("model_engine='megatron' with a mismatch block")
+    said = re.search(r"Set (\S+=megatron) and (\S+=megatron), or (\S+)\.$", message)
+    assert said is not None
+    actor, ref, stock = said.groups()
+    for accepted in (
+        (*file, actor, ref),
+        (*YAML, model, stock),
+        # As the page says, without the two lines in the file: verl's own settings of the engine have the strategy.
+        ("--config-path", str(tmp_path), "--config-name=own", *engine, "~mismatch.precision"),
+    ):
+        status, found = checked(capsys, *accepted)
+        assert (status, found["verdict"], found["refused"]) == (0, "accepted", []), accepted
+
+
 def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     status, found = checked(capsys, *DENSE, "+mismatch={}", "data.train_batch_size=3", "trainer.n_gpus_per_node=8")
     assert status == 1 and found["refused"][0].startswith("verl: AssertionError: real_train_batch_size")
@@ -105,6 +131,10 @@ def test_lora_is_checked_with_a_cpu_build_of_vllm(capsys: pytest.CaptureFixture[
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8")
     assert (status, found["refused"]) == (0, []) and importlib.metadata.version is stock
     assert sys.modules["verl.third_party.vllm"].version is stock
+    status, found = checked(
+        capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.strategy=fsdp"
+    )
+    assert status == 0 and any(line.startswith("workers: peft finds the adapter") for line in found["later"])
     status, found = checked(capsys, *DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=4096")
     assert (status, found["refused"][0][:16]) == (1, "verl: ValueError") and "lora_rank must be" in found["refused"][0]
 

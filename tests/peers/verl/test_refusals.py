@@ -220,7 +220,7 @@ def test_a_key_value_format_that_the_block_names_is_taken() -> None:
 
 
 def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_engine='megatron' with a mismatch block: .*leave .*strategy"):
+    with pytest.raises(ConfigError, match="model_engine='megatron' with a mismatch block: .*Set .*strategy=megatron"):
         prepared_megatron("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2")
 
 

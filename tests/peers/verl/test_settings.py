@@ -217,6 +217,8 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(mode: s
         ("actor_rollout_ref.ref.strategy=fsdp",),
         ("actor_rollout_ref.model.use_fused_kernels=True",),
         ("actor_rollout_ref.rollout.data_parallel_size=2",),
+        ("actor_rollout_ref.rollout.expert_parallel_size=2",),
+        ("+actor_rollout_ref.rollout.engine_kwargs.vllm.speculative_config={method:ngram,num_speculative_tokens:2}",),
         ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2",),
     ],
 )
