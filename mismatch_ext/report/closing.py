@@ -11,7 +11,7 @@ from typing import Any
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
-from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
 from mismatch_ext.verdicts import EVENT
 
 STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
@@ -169,6 +169,8 @@ def _parts(run: RunData) -> list[tuple[str, str]]:
     if flips := values("routing/set_mismatch_frac"):
         share = f"{flips[-1]:.2%} of (token, layer) pairs at the end, at most {max(flips):.2%}"
         rows.append(("routing", f"other experts in {share}"))
+    if (k3 := replay_k3(run)) is not None:
+        rows.append(("replay", f"k3 {quantity(k3[0])} without, {quantity(k3[1])} with"))
     return rows
 
 

@@ -143,11 +143,29 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
         return None
     if column.removeprefix(NATIVE) in MAXIMA:
         return max(values)
+    return _weighted_mean(values, weights)
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float | None:
+    """Return the mean, weighted if every value has a weight; None if it is not finite."""
     known = [weight for weight in weights if weight is not None and weight > 0]
     if len(known) < len(values):
         known = [1.0] * len(values)
     mean = sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
     return mean if math.isfinite(mean) else None
+
+
+def replay_k3(run: RunData, split: str = "train") -> tuple[float, float] | None:
+    """Return k3 without and with routing replay over the logs of a split that have both; None if no log has both."""
+    names = [PREFIX + name for name in (f"{NATIVE}k3_kl", "k3_kl", f"{NATIVE}tokens")]
+    logs = [[r.metrics.get(name) for name in names] for r in run.steps if r.split == split]
+    # Both get one weight, because a log may pool more batches than were scored without replay.
+    both = [(native, k3, tokens) for native, k3, tokens in logs if native is not None and k3 is not None]
+    if not both:
+        return None
+    without_replay, with_replay, weights = zip(*both, strict=True)
+    without, replayed = _weighted_mean(without_replay, weights), _weighted_mean(with_replay, weights)
+    return None if without is None or replayed is None else (without, replayed)
 
 
 def weight_of(column: str) -> str | None:
