@@ -66,6 +66,11 @@ def section(run: RunData, name: str) -> Mapping[str, Any] | None:
     return keys if isinstance(keys, Mapping) else None
 
 
+def replays(run: RunData) -> bool:
+    """Tell whether a run's trainer replayed the engine's routes."""
+    return (section(run, "routing") or {}).get("mode") == "R3"
+
+
 def observed(run: RunData) -> list[Observed]:
     """Return the findings of a run, one per check, in the order of their first steps."""
     checks: dict[str, list[EventRecord]] = {}

@@ -40,6 +40,9 @@ COLUMNS = (
 )
 STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl")
 """Columns of runs whose rollouts may have been sampled with older weights."""
+FLIPS = "routing/set_mismatch_frac"
+REPLAY_COLUMNS = (FLIPS, NATIVE + "k3_kl")
+"""Columns of runs that replay routes."""
 # Number of steps averaged at either end for "reward first -> last"; fewer if a run is shorter than twice this.
 REWARD_WINDOW = 5
 
@@ -100,7 +103,7 @@ def _header_name(run: RunData) -> str | None:
 def summarize(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
     logged = {name for run in runs.values() for name in run.logged()}
-    columns = (*COLUMNS, *(c for c in STALE_COLUMNS if PREFIX + c in logged))
+    columns = (*COLUMNS, *(c for c in (*STALE_COLUMNS, *REPLAY_COLUMNS) if PREFIX + c in logged))
     rows = [_row(name, run, split, columns) for name, run in runs.items() for split in run.splits]
     present = tuple(c for c in columns if any(row.values.get(c) is not None for row in rows))
     return Summary(rows=tuple(rows), columns=present)

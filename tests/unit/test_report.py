@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mismatch_ext.alarms import STALE_ABS_DIFF
+from mismatch_ext.alarms import DEFAULTS, STALE_ABS_DIFF
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
@@ -579,6 +579,31 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     page = (build(tmp_path).path).read_text(encoding="utf-8")
     assert "Routing replay" in page
     assert not figures_of({"stock": load_runs(tmp_path)["stock"]}, "routing")
+
+
+def test_a_report_says_what_replay_saves_and_does_not_advise_it(tmp_path: Path) -> None:
+    """Of the second log alone k3 without replay is known; an alarm on k3 is raised."""
+    head = header("fp16", config={"routing": {"mode": "R3"}}, run={"name": "moe", "model_type": "qwen3_moe"})
+    with run_stream(tmp_path / "moe", header=head) as stream:
+        for step, measured in enumerate(({}, {"native/k3_kl": 8e-3, "native/tokens": 5.0}, {}), 1):
+            gap = {"logp_abs_diff_mean": 4e-3, "k3_kl": 2e-4 * step, "routing/set_mismatch_frac": 0.012, **measured}
+            stream.step(step, {f"mismatch/{name}": value for name, value in gap.items()})
+        rule = DEFAULTS["mismatch/k3_kl"]
+        alarm = {"metric": rule.metric, "status": "raised", "first_step": 2, "threshold": rule.above, "side": "above"}
+        stream.event(3, "warning", "alarm", "said", alarm)
+    built = build(tmp_path / "moe")
+    saved = (
+        "Without replay k3 is 0.008, with it 4.0e-4, and the trainer's routers would choose other experts at 1.20% of"
+    )
+    assert saved in built.verdict
+    assert "Few tokens carry the gap" in built.verdict and "experts flip" not in built.verdict
+    assert "give both sides one precision, or correct by importance weights." in built.verdict
+    (run,), (row,) = built.to_dict()["runs"].values(), built.to_dict()["rows"]
+    assert (run["k3_without_replay"], run["k3_with_replay"], run["other_experts"]) == pytest.approx((8e-3, 4e-4, 0.012))
+    assert row["values"]["native/k3_kl"] == 8e-3 and row["values"]["routing/set_mismatch_frac"] == pytest.approx(0.012)
+    page = built.path.read_text(encoding="utf-8")
+    assert ">other experts</th>" in page and ">k3 without replay</th>" in page
+    assert "k3 estimate of KL(mu||pi) per token; never negative, of the batches that were also" in page
 
 
 def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> None:
