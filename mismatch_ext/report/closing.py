@@ -37,7 +37,7 @@ def _status(run: RunData) -> str:
     end = run.ending
     how = "was stopped" if end.status == "completed" and end.message else STATUS[end.status]
     text = f"mismatch-ext: {end.of} {how} after {_count(max([run.last_step, *(e.step for e in run.ends)]), 'step')}"
-    resumed = [str(header["resume_step"]) for header in run.headers if header["resume_step"] is not None]
+    resumed = [str(header["resume_step"]) for header in run.resumes]
     if resumed:
         text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(resumed)}"
     return f"{text}: {end.message}" if end.message and end.status != "interrupted" else text
@@ -133,7 +133,7 @@ def _alarms(run: RunData) -> list[str]:
 
 def kept_events(run: RunData, name: str) -> list[EventRecord]:
     """Return the events of a name, without those of steps that a later segment did again from an earlier checkpoint."""
-    resumes = [(h["segment"], h["resume_step"]) for h in run.headers if h["resume_step"] is not None]
+    resumes = [(header["segment"], header["resume_step"]) for header in run.resumes]
     return [
         event
         for event in run.events

@@ -177,7 +177,7 @@ def _context(
                 "logs": len(
                     runs[v.run].series(PREFIX + ("k3_kl" if v.mean is None else "logp_abs_diff_mean"), v.split)[0]
                 ),
-                "segments": len(runs[v.run].headers),
+                "resumed": bool(runs[v.run].resumes),
                 **style(index),
             }
             for index, v in enumerate(judged)
