@@ -27,6 +27,7 @@ from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.summary import pool_profile, quantity
+from mismatch_ext.report.tables import side_rows
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
 from mismatch_ext.verdicts import Verdicts
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
@@ -374,6 +375,15 @@ def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
     assert side_dtype({"model_dtype": "bf16"}) == "bfloat16"
     assert side_dtype({"parameter_dtypes": ["float32", "float16"]}) is None
     assert side_dtype(None) is None
+
+
+def test_both_sides_have_names_of_dtypes_and_no_counts(tmp_path: Path) -> None:
+    """Of an engine that packs weights away few parameters are left to count."""
+    engine = {"model_dtype": "bfloat16", "parameter_dtypes": {"bfloat16": 17792}}
+    trainer = {"parameter_dtypes": {"bfloat16": 595328, "float32": 10}}
+    flat_run(tmp_path / "a", 1e-3, trainer=trainer, engine=engine)
+    (row,) = [row for row in side_rows(load_runs(tmp_path / "a")) if "parameter" in row["key"]]
+    assert row["pairs"] == [("bfloat16 and float32", "bfloat16")] and row["differs"] == [False]
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
