@@ -51,6 +51,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             f"in units of the trainer's own rounding: engine {diagnosis.ratio:.2f}, after the causes {diagnosis.left:.2f}, "
             f"trainer {diagnosis.trainer_ratio:.2f}"
         )
+    if diagnosis.flips is not None:
+        yield experts(*diagnosis.flips)
     if diagnosis.largest is not None:
         yield _largest(diagnosis.largest)
     if diagnosis.rungs:
@@ -90,6 +92,14 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
         yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
     yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest)
+
+
+def experts(engine: float, rounding: float) -> str:
+    """Return the line about `Scores.flips`."""
+    return (
+        f"experts: the engine chooses others than the trainer's router at {engine:.2%} of tokens and layers; rounding alone "
+        f"makes {rounding:.2%}"
+    )
 
 
 def conclusion(verdict: str, unexplained: float, seen: int, longest: int) -> str:

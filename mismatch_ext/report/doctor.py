@@ -10,7 +10,7 @@ from typing import Any
 
 from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.text import STATUS, conclusion
+from mismatch_ext.doctor.text import STATUS, conclusion, experts
 from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.summary import quantity
 
@@ -89,7 +89,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
             )
             for cause in causes
         ),
-        notes=(*data["notes"], *data.get("hints", ())),
+        notes=(*([experts(*flips)] if (flips := data.get("flips")) else []), *data["notes"], *data.get("hints", ())),
         verdict=data["verdict"],
         sentence=_sentence(data),
         rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,

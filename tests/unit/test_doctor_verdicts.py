@@ -100,6 +100,8 @@ def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: floa
     sample, scores = drawn()
     found = diagnose(sample, replace(scores, flips=(engine, rounding)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
+    said = f"router at {engine:.2%} of tokens and layers; rounding alone makes {rounding:.2%}\n"
+    assert said in report(found) and "experts: " not in report(diagnose(sample, scores))
 
 
 def test_experts_that_a_named_cause_moves_are_no_cause_of_their_own() -> None:
