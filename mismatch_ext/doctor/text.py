@@ -19,6 +19,7 @@ VERDICTS = {
     "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
     "the checkpoint that scored them.",
 }
+TOO_FEW = f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
 CANNOT = (
     "not on the list: tensor parallelism, speculative decoding. A cause of the trainer's model looks like the engine's here; an "
     "error far below rounding's is not seen."
@@ -37,7 +38,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         f"{diagnosis.tokens:,} tokens of {diagnosis.responses} responses"
     )
     if diagnosis.tokens < LEAST_TOKENS:
-        yield f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
+        yield TOO_FEW
     yield from ("", f"{'part of the gap':58} {'share':>14}  evidence")
     named = {cause.key: cause for cause in diagnosis.causes}
     for part in diagnosis.parts:
