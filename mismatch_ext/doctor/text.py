@@ -19,6 +19,8 @@ VERDICTS = {
     "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
     "the checkpoint that scored them.",
 }
+# A choice: the share of the gap from which on replay is named beside a clean verdict.
+WORTH_REPLAY = 0.1
 TOO_FEW = f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
 CANNOT = (
     "not on the list: tensor parallelism, speculative decoding. A cause of the trainer's model looks like the engine's here; an "
@@ -78,7 +80,9 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         else:
             yield from ("", "to lower rounding: compute in float16, engine and trainer")
         if any(part.name == ROUTES for part in diagnosis.parts):
-            yield from _changes(remedy("routes"), diagnosis.hosts)
+            share = _routes_share(diagnosis)
+            what = "" if share is None else f", {share:.0%} of the gap"
+            yield from ("", f"to replay the engine's routes{what}:", *_changes(remedy("routes"), diagnosis.hosts))
     yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
@@ -92,7 +96,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
         yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
-    yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest)
+    routes = _routes_share(diagnosis)
+    yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest, routes)
 
 
 def experts(engine: float, rounding: float) -> str:
@@ -103,12 +108,19 @@ def experts(engine: float, rounding: float) -> str:
     )
 
 
-def conclusion(verdict: str, unexplained: float, seen: int, longest: int) -> str:
-    """Return the last line: the verdict, bounded by how far responses were looked at."""
+def conclusion(verdict: str, unexplained: float, seen: int, longest: int, routes: float | None) -> str:
+    """Return the last line: the verdict, bounded by how far responses were looked at; `routes` is their share of the gap."""
     if verdict == "unexplained" and unexplained == 0:
         return "Unexplained: tokens or blocks are not as rounding leaves them, and no cause on the list fits."
     upto = f" up to token {seen} of {longest}" if seen < longest else ""
-    return VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
+    sentence = VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
+    if verdict == "clean" and routes is not None and routes >= WORTH_REPLAY:
+        sentence += f" Replay (R3) would remove the routes' {routes:.0%} of the gap."
+    return sentence
+
+
+def _routes_share(diagnosis: Diagnosis) -> float | None:
+    return next((part.share for part in diagnosis.parts if part.name == ROUTES), None)
 
 
 def _changes(lines: Remedy, hosts: Sequence[str]) -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.diagnose import LEAST_TOKENS
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES
 from mismatch_ext.doctor.text import STATUS, TOO_FEW, conclusion, experts
 from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.summary import quantity
@@ -103,8 +103,9 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
+    routes = next((part["share"] for part in data.get("parts", ()) if part["name"] == ROUTES), None)
     above = data.get("conclusion") or conclusion(
-        data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)
+        data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0), routes
     )
     return str(above).replace(" above", " below")
 
