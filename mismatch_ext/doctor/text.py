@@ -34,7 +34,7 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    gap = diagnosis.gap
+    gap, routes = diagnosis.gap, next((part.share for part in diagnosis.parts if part.name == ROUTES), None)
     yield (
         f"gap {gap['logp_abs_diff_mean']:.2e} nats per token (k3 {gap['k3_kl']:.2e}, largest {gap['logp_abs_diff_max']:.2e}) on "
         f"{diagnosis.tokens:,} tokens of {diagnosis.responses} responses"
@@ -80,9 +80,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         else:
             yield from ("", "to lower rounding: compute in float16, engine and trainer")
         if any(part.name == ROUTES for part in diagnosis.parts):
-            share = _routes_share(diagnosis)
-            what = "" if share is None else f", {share:.0%} of the gap"
-            yield from ("", f"to replay the engine's routes{what}:", *_changes(remedy("routes"), diagnosis.hosts))
+            of_gap = "" if routes is None else f", {routes:.0%} of the gap"
+            yield from ("", f"to replay the engine's routes{of_gap}:", *_changes(remedy("routes"), diagnosis.hosts))
     yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
@@ -96,7 +95,6 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
         yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
-    routes = _routes_share(diagnosis)
     yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest, routes)
 
 
@@ -117,10 +115,6 @@ def conclusion(verdict: str, unexplained: float, seen: int, longest: int, routes
     if verdict == "clean" and routes is not None and routes >= WORTH_REPLAY:
         sentence += f" Replay (R3) would remove the routes' {routes:.0%} of the gap."
     return sentence
-
-
-def _routes_share(diagnosis: Diagnosis) -> float | None:
-    return next((part.share for part in diagnosis.parts if part.name == ROUTES), None)
 
 
 def _changes(lines: Remedy, hosts: Sequence[str]) -> list[str]:

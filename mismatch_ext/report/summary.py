@@ -16,7 +16,7 @@ import numpy as np
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.gap import TAUS
 from mismatch_ext.host_logs import read_runs
-from mismatch_ext.log_reading import RunData
+from mismatch_ext.log_reading import RUN_FOLDER, RunData
 from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
@@ -83,7 +83,7 @@ class Summary:
 def load_runs(directory: str | Path) -> dict[str, RunData]:
     """Read every run at a path, ours or a log of TRL or verl, by the name the report shows; raises RunDirectoryError.
 
-    The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
+    The name is the one in the run's header; or the folder's, if the header has none, has its path, or two runs share it.
     """
     data = read_runs(directory)
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
@@ -97,7 +97,11 @@ def load_runs(directory: str | Path) -> dict[str, RunData]:
 def _header_name(run: RunData) -> str | None:
     block = run.header.get("run")
     name = block.get("name") if isinstance(block, dict) else None
-    return name if isinstance(name, str) and name.strip() else None
+    if not isinstance(name, str) or not name.strip():
+        return None
+    path = run.path.resolve()
+    folder = path.parent.name if path.name == RUN_FOLDER else path.name
+    return folder if name.endswith(f"/{folder}") else name
 
 
 def summarize(runs: Mapping[str, RunData]) -> Summary:

@@ -558,9 +558,12 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
 
 
 def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:
-    for v in (worst, *judged):
+    causes: dict[str, list[str]] = {}
+    for v in (worst, *(v for v in judged if v is not worst)):
         if v.cause:
-            return _in(v, judged) + v.cause
+            causes.setdefault(v.cause, []).append(v.run)
+    if causes:
+        return "; ".join(cause if len(judged) == 1 else f"in {_join(runs)} {cause}" for cause, runs in causes.items())
     if worst.level in (SAME, SMALL) and worst.parts is not None and _drifts(worst.parts):
         return NO_PRECISION
     if worst.level == SAME:

@@ -445,6 +445,20 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     assert list(load_runs(tmp_path)) == ["first", "second"]
 
 
+def test_a_run_that_is_named_by_its_path_is_shown_by_its_folder(tmp_path: Path) -> None:
+    """TRL's default name of a run is its output folder."""
+    flat_run(tmp_path / "first" / "mismatch", 0.01, name="runs/first")
+    flat_run(tmp_path / "second", 0.01, name="runs/2")
+    assert list(load_runs(tmp_path)) == ["first", "runs/2"]
+
+
+def test_what_to_do_is_said_of_every_run_with_a_known_cause(tmp_path: Path) -> None:
+    for name, dtype in (("a", "float16"), ("b", "float16"), ("c", "float32"), ("d", "bfloat16")):
+        flat_run(tmp_path / name, 0.015, name=name, engine={"model_dtype": dtype})
+    causes = [f"its trainer computes in bfloat16 and its engine in {name}, so give" for name in ("float16", "float32")]
+    assert f" small gap: in a and b {causes[0]} both one dtype; in c {causes[1]} both one dtype." in say(tmp_path)
+
+
 def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
     with run_stream(tmp_path, header=header("a")) as stream:
         for step, value in enumerate((1e-3, 0.0, 1e-20, 1e-4)):
