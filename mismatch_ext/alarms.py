@@ -59,6 +59,7 @@ class Rule:
     source: str = ""  # where the threshold comes from
     meaning: str = ""  # what an alarm means; follows "which means that"
     advice: str = ""
+    advice_replayed: str = ""  # instead of `advice`, where the engine's routes are replayed; "" if that is the same
     superseded_by: str | None = None  # a metric that says the same; this rule is not watched where a log holds it
     # About numerics: where rollouts may be stale it watches `mismatch/numerics/...` alone, as drift is nobody's fault.
     numerics: bool = False
@@ -75,6 +76,10 @@ class Rule:
         """Return the rule in a few words: "k3_kl > 0.001 (3 logs in a row): warn"."""
         logs = "1 log" if self.patience == 1 else f"{self.patience} logs in a row"
         return f"{self.metric.removeprefix(PREFIX)} {self.bounds} ({logs}): {self.action}"
+
+    def advised(self, replays: bool) -> str:
+        """Return what to do, in a run that `replays` the engine's routes or does not."""
+        return self.advice_replayed if replays and self.advice_replayed else self.advice
 
     def side(self, value: float) -> Side | None:
         """Return the side on which a value is out of bounds; None if it is in bounds."""
@@ -115,6 +120,7 @@ DEFAULTS = {
             source="NeMo RL's documentation: below 1e-3 in a healthy run.",
             meaning="the rollout policy is further from the trainer's than in healthy runs",
             advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
+            advice_replayed="give both sides one precision, or correct by importance weights",
             numerics=True,
         ),
         Rule(
@@ -228,8 +234,11 @@ def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:
     return tuple(dict.fromkeys((metric, names.of(metric), PREFIX + metric)))
 
 
-def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str, Rule]:
-    """Return the rules that are on, by metric: the built-in ones, refined by the section, and its own. Raises ConfigError."""
+def rules_of(monitor: MonitorConfig, names: HostNames | None = None, *, replays: bool = False) -> dict[str, Rule]:
+    """Return the rules that are on, by metric: the built-in ones, refined by the section, and its own. Raises ConfigError.
+
+    A run that `replays` the engine's routes is not advised to do so.
+    """
     host = HostNames() if names is None else names
     asked: dict[str, str] = {}
     taken: dict[str, str] = {}
@@ -262,7 +271,10 @@ def rules_of(monitor: MonitorConfig, names: HostNames | None = None) -> dict[str
             )
         rules[metric] = rule
     order = [metric for metric in (*DEFAULTS, *asked) if metric in rules]
-    return {metric: replace(rules[metric], logged=logged_names(metric, host)) for metric in dict.fromkeys(order)}
+    return {
+        metric: replace(rules[metric], logged=logged_names(metric, host), advice=rules[metric].advised(replays))
+        for metric in dict.fromkeys(order)
+    }
 
 
 def _metric(name: str, host: HostNames) -> str:
@@ -471,7 +483,7 @@ def _explained(rule: Rule, name: str, side: Side, threshold: float | None, first
         return f"{text}; look at what else changed at step {first_step} in the log and in the report"
     if threshold in (default.above, default.below):
         text += f", which means that {default.meaning}"
-    return f"{text}; {default.advice}"
+    return f"{text}; {rule.advice}"
 
 
 def _main_side(default: Rule) -> Side:

@@ -172,6 +172,11 @@ class RunData:
         return [header for header in self.headers if header["of"] == "training"]
 
     @property
+    def resumes(self) -> list[dict[str, Any]]:
+        """Headers of the trainings that resume another one."""
+        return [header for header in self.headers if header["resume_step"] is not None]
+
+    @property
     def header(self) -> dict[str, Any]:
         """Header of the last training, otherwise of the last evaluation; empty if none could be read."""
         return (self.trainings or list(self.headers) or [{}])[-1]

@@ -19,6 +19,9 @@ VERDICTS = {
     "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
     "the checkpoint that scored them.",
 }
+# A choice: the share of the gap from which on replay is named beside a clean verdict.
+WORTH_REPLAY = 0.1
+TOO_FEW = f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
 CANNOT = (
     "not on the list: tensor parallelism, speculative decoding. A cause of the trainer's model looks like the engine's here; an "
     "error far below rounding's is not seen."
@@ -31,13 +34,13 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    gap = diagnosis.gap
+    gap, routes = diagnosis.gap, next((part.share for part in diagnosis.parts if part.name == ROUTES), None)
     yield (
         f"gap {gap['logp_abs_diff_mean']:.2e} nats per token (k3 {gap['k3_kl']:.2e}, largest {gap['logp_abs_diff_max']:.2e}) on "
         f"{diagnosis.tokens:,} tokens of {diagnosis.responses} responses"
     )
     if diagnosis.tokens < LEAST_TOKENS:
-        yield f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
+        yield TOO_FEW
     yield from ("", f"{'part of the gap':58} {'share':>14}  evidence")
     named = {cause.key: cause for cause in diagnosis.causes}
     for part in diagnosis.parts:
@@ -51,6 +54,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             f"in units of the trainer's own rounding: engine {diagnosis.ratio:.2f}, after the causes {diagnosis.left:.2f}, "
             f"trainer {diagnosis.trainer_ratio:.2f}"
         )
+    if diagnosis.flips is not None:
+        yield experts(*diagnosis.flips)
     if diagnosis.largest is not None:
         yield _largest(diagnosis.largest)
     if diagnosis.rungs:
@@ -75,7 +80,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         else:
             yield from ("", "to lower rounding: compute in float16, engine and trainer")
         if any(part.name == ROUTES for part in diagnosis.parts):
-            yield from _changes(remedy("routes"), diagnosis.hosts)
+            of_gap = "" if routes is None else f", {routes:.0%} of the gap"
+            yield from ("", f"to replay the engine's routes{of_gap}:", *_changes(remedy("routes"), diagnosis.hosts))
     yield from ("", _tokens(diagnosis.tokens_test, diagnosis.causes))
     yield from (f"seen: {note}" for note in diagnosis.notes)
     yield from (f"hint, not sure enough for a name: {hint}" for hint in diagnosis.hints)
@@ -89,15 +95,26 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
         yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:
         yield "the verdict below is of log-probabilities alone: whether the tokens are the trainer's is not decided"
-    yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest)
+    yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest, routes)
 
 
-def conclusion(verdict: str, unexplained: float, seen: int, longest: int) -> str:
-    """Return the last line: the verdict, bounded by how far responses were looked at."""
+def experts(engine: float, rounding: float) -> str:
+    """Return the line about `Scores.flips`."""
+    return (
+        f"experts: the engine chooses others than the trainer's router at {engine:.2%} of tokens and layers; rounding alone "
+        f"makes {rounding:.2%}"
+    )
+
+
+def conclusion(verdict: str, unexplained: float, seen: int, longest: int, routes: float | None) -> str:
+    """Return the last line: the verdict, bounded by how far responses were looked at; `routes` is their share of the gap."""
     if verdict == "unexplained" and unexplained == 0:
         return "Unexplained: tokens or blocks are not as rounding leaves them, and no cause on the list fits."
     upto = f" up to token {seen} of {longest}" if seen < longest else ""
-    return VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
+    sentence = VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
+    if verdict == "clean" and routes is not None and routes >= WORTH_REPLAY:
+        sentence += f" Replay (R3) would remove the routes' {routes:.0%} of the gap."
+    return sentence
 
 
 def _changes(lines: Remedy, hosts: Sequence[str]) -> list[str]:

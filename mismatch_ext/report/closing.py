@@ -11,7 +11,7 @@ from typing import Any
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
-from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity
+from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
 from mismatch_ext.verdicts import EVENT
 
 STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
@@ -37,7 +37,7 @@ def _status(run: RunData) -> str:
     end = run.ending
     how = "was stopped" if end.status == "completed" and end.message else STATUS[end.status]
     text = f"mismatch-ext: {end.of} {how} after {_count(max([run.last_step, *(e.step for e in run.ends)]), 'step')}"
-    resumed = [str(header["resume_step"]) for header in run.headers if header["resume_step"] is not None]
+    resumed = [str(header["resume_step"]) for header in run.resumes]
     if resumed:
         text += f", resumed from {'step' if len(resumed) == 1 else 'steps'} {', '.join(resumed)}"
     return f"{text}: {end.message}" if end.message and end.status != "interrupted" else text
@@ -64,6 +64,11 @@ def section(run: RunData, name: str) -> Mapping[str, Any] | None:
     block = run.header.get("config")
     keys = block.get(name) if isinstance(block, Mapping) and level_of_run(run) != "observe" else None
     return keys if isinstance(keys, Mapping) else None
+
+
+def replays(run: RunData) -> bool:
+    """Tell whether a run's trainer replayed the engine's routes."""
+    return (section(run, "routing") or {}).get("mode") == "R3"
 
 
 def observed(run: RunData) -> list[Observed]:
@@ -128,7 +133,7 @@ def _alarms(run: RunData) -> list[str]:
 
 def kept_events(run: RunData, name: str) -> list[EventRecord]:
     """Return the events of a name, without those of steps that a later segment did again from an earlier checkpoint."""
-    resumes = [(h["segment"], h["resume_step"]) for h in run.headers if h["resume_step"] is not None]
+    resumes = [(header["segment"], header["resume_step"]) for header in run.resumes]
     return [
         event
         for event in run.events
@@ -169,6 +174,8 @@ def _parts(run: RunData) -> list[tuple[str, str]]:
     if flips := values("routing/set_mismatch_frac"):
         share = f"{flips[-1]:.2%} of (token, layer) pairs at the end, at most {max(flips):.2%}"
         rows.append(("routing", f"other experts in {share}"))
+    if (k3 := replay_k3(run)) is not None:
+        rows.append(("replay", f"k3 {quantity(k3[0])} without, {quantity(k3[1])} with"))
     return rows
 
 

@@ -10,9 +10,12 @@ from typing import Any
 
 from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.text import STATUS, conclusion
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES
+from mismatch_ext.doctor.text import STATUS, TOO_FEW, conclusion, experts
 from mismatch_ext.log_reading import RUN_FOLDER
 from mismatch_ext.report.summary import quantity
+
+ADD_UP = "Parts of the gap, which add up, with 90 % intervals."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +27,7 @@ class Why:
     gap: str  # what was measured, in words
     mean: float  # the same as a mean |log-probability difference| in nats
     parts: tuple[tuple[str, str, str], ...]  # name, share with its interval, and mean size in nats
+    about_parts: str  # caption of their table
     # Name, share, how sure it is, lines to change in each host.
     causes: tuple[tuple[str, str, str, tuple[tuple[str, str], ...]], ...]
     notes: tuple[str, ...]
@@ -80,6 +84,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
         f"{data['responses']} responses",
         mean=float(gap["logp_abs_diff_mean"]),
         parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data.get("parts", ())),
+        about_parts=f"Parts of the gap. {TOO_FEW.capitalize()}." if data["tokens"] < LEAST_TOKENS else ADD_UP,
         causes=tuple(
             (
                 cause["said"],
@@ -89,7 +94,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
             )
             for cause in causes
         ),
-        notes=(*data["notes"], *data.get("hints", ())),
+        notes=(*([experts(*flips)] if (flips := data.get("flips")) else []), *data["notes"], *data.get("hints", ())),
         verdict=data["verdict"],
         sentence=_sentence(data),
         rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,
@@ -98,8 +103,9 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
+    routes = next((part["share"] for part in data.get("parts", ()) if part["name"] == ROUTES), None)
     above = data.get("conclusion") or conclusion(
-        data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0)
+        data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0), routes
     )
     return str(above).replace(" above", " below")
 

@@ -37,7 +37,10 @@ LABELS = {
     "seq_k3_kl": "seq k3",
     "ess_token": "ESS token",
     "ess_seq": "ESS seq",
+    "routing/set_mismatch_frac": "other experts",
+    "native/k3_kl": "k3 without replay",
 }
+MEANINGS = MEANING | {"native/k3_kl": f"{MEANING['k3_kl']}, of the batches that were also scored without replay"}
 STATUS_LABELS = {
     "completed": ", completed", "failed": ", ended with an error", "interrupted": ", interrupted", "open": ", no end line",
     "unknown": "",
@@ -174,7 +177,7 @@ def _context(
                 "logs": len(
                     runs[v.run].series(PREFIX + ("k3_kl" if v.mean is None else "logp_abs_diff_mean"), v.split)[0]
                 ),
-                "segments": len(runs[v.run].headers),
+                "resumed": bool(runs[v.run].resumes),
                 **style(index),
             }
             for index, v in enumerate(judged)
@@ -198,7 +201,8 @@ def _context(
 def _column(name: str) -> tuple[str, str, str]:
     """Return the name of a column, its label and its meaning."""
     part, _, plain = name.rpartition("/")
-    return name, f"{part} {LABELS.get(plain, plain)}".strip(), MEANING[plain]
+    label = LABELS.get(name) or f"{part} {LABELS.get(plain, plain)}".strip()
+    return name, label, MEANINGS.get(name) or MEANING[plain]
 
 
 def _write(path: Path, page: str) -> None:

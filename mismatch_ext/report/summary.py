@@ -16,7 +16,7 @@ import numpy as np
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.gap import TAUS
 from mismatch_ext.host_logs import read_runs
-from mismatch_ext.log_reading import RunData
+from mismatch_ext.log_reading import RUN_FOLDER, RunData
 from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
@@ -40,6 +40,9 @@ COLUMNS = (
 )
 STALE_COLUMNS = ("numerics/" + ABS_DIFF_MEAN, "numerics/k3_kl")
 """Columns of runs whose rollouts may have been sampled with older weights."""
+FLIPS = "routing/set_mismatch_frac"
+REPLAY_COLUMNS = (FLIPS, NATIVE + "k3_kl")
+"""Columns of runs that replay routes."""
 # Number of steps averaged at either end for "reward first -> last"; fewer if a run is shorter than twice this.
 REWARD_WINDOW = 5
 
@@ -80,7 +83,7 @@ class Summary:
 def load_runs(directory: str | Path) -> dict[str, RunData]:
     """Read every run at a path, ours or a log of TRL or verl, by the name the report shows; raises RunDirectoryError.
 
-    The name is the one in the run's header; or the folder's, if the header has none or two runs share it.
+    The name is the one in the run's header; or the folder's, if the header has none, has its path, or two runs share it.
     """
     data = read_runs(directory)
     names = {folder: _header_name(run) or folder for folder, run in data.items()}
@@ -94,13 +97,17 @@ def load_runs(directory: str | Path) -> dict[str, RunData]:
 def _header_name(run: RunData) -> str | None:
     block = run.header.get("run")
     name = block.get("name") if isinstance(block, dict) else None
-    return name if isinstance(name, str) and name.strip() else None
+    if not isinstance(name, str) or not name.strip():
+        return None
+    path = run.path.resolve()
+    folder = path.parent.name if path.name == RUN_FOLDER else path.name
+    return folder if name.endswith(f"/{folder}") else name
 
 
 def summarize(runs: Mapping[str, RunData]) -> Summary:
     """Compute the table of the report from the data of one or several runs."""
     logged = {name for run in runs.values() for name in run.logged()}
-    columns = (*COLUMNS, *(c for c in STALE_COLUMNS if PREFIX + c in logged))
+    columns = (*COLUMNS, *(c for c in (*STALE_COLUMNS, *REPLAY_COLUMNS) if PREFIX + c in logged))
     rows = [_row(name, run, split, columns) for name, run in runs.items() for split in run.splits]
     present = tuple(c for c in columns if any(row.values.get(c) is not None for row in rows))
     return Summary(rows=tuple(rows), columns=present)
@@ -143,11 +150,29 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
         return None
     if column.removeprefix(NATIVE) in MAXIMA:
         return max(values)
+    return _weighted_mean(values, weights)
+
+
+def _weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float | None:
+    """Return the mean, weighted if every value has a weight; None if it is not finite."""
     known = [weight for weight in weights if weight is not None and weight > 0]
     if len(known) < len(values):
         known = [1.0] * len(values)
     mean = sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
     return mean if math.isfinite(mean) else None
+
+
+def replay_k3(run: RunData, split: str = "train") -> tuple[float, float] | None:
+    """Return k3 without and with routing replay over the logs of a split that have both; None if no log has both."""
+    names = [PREFIX + name for name in (f"{NATIVE}k3_kl", "k3_kl", f"{NATIVE}tokens")]
+    logs = [[r.metrics.get(name) for name in names] for r in run.steps if r.split == split]
+    # Both get one weight, because a log may pool more batches than were scored without replay.
+    both = [(native, k3, tokens) for native, k3, tokens in logs if native is not None and k3 is not None]
+    if not both:
+        return None
+    without_replay, with_replay, weights = zip(*both, strict=True)
+    without, replayed = _weighted_mean(without_replay, weights), _weighted_mean(with_replay, weights)
+    return None if without is None or replayed is None else (without, replayed)
 
 
 def weight_of(column: str) -> str | None:

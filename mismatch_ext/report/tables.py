@@ -15,6 +15,7 @@ from mismatch_ext.report.summary import ABS_DIFF_MEAN, Summary
 COLLAPSE_INFO = 3
 MAX_EVENTS = 500
 MAX_PROBLEMS = 50
+PARAMETERS = "parameter_dtypes"
 
 
 def flatten(block: Any, prefix: str = "") -> dict[str, str]:
@@ -32,14 +33,22 @@ def flatten(block: Any, prefix: str = "") -> dict[str, str]:
 
 def side_rows(runs: Mapping[str, RunData]) -> list[dict[str, Any]]:
     """Return the settings of trainer and engine of every run side by side, dtypes first; None for what a side does not report."""
-    sides = [(flatten(r.header.get("trainer")), flatten(r.header.get("engine"))) for r in runs.values()]
+    sides = [(_side(r.header.get("trainer")), _side(r.header.get("engine"))) for r in runs.values()]
     keys = dict.fromkeys(key for pair in sides for side in pair for key in side)
     rows = []
     for key in sorted(keys, key=lambda k: ("dtype" not in k, k)):
         pairs = [(trainer.get(key), engine.get(key)) for trainer, engine in sides]
-        differs = ["dtype" in key and None not in pair and len(set(map(spelled, pair))) == 2 for pair in pairs]
+        # Parameters in float32 beside a compute dtype are mixed precision.
+        compared = "dtype" in key and key != PARAMETERS
+        differs = [compared and None not in pair and len(set(map(spelled, pair))) == 2 for pair in pairs]
         rows.append({"key": key, "pairs": pairs, "differs": differs})
     return rows
+
+
+def _side(block: Any) -> dict[str, str]:
+    """Return the settings of a side; counts of parameters are left out, because a CPU engine packs most of its weights away."""
+    counts = block.get(PARAMETERS) if isinstance(block, Mapping) else None
+    return flatten(block | {PARAMETERS: " and ".join(counts)} if isinstance(counts, Mapping) and counts else block)
 
 
 def setting_tables(runs: Mapping[str, RunData]) -> list[tuple[str, list[tuple[str, list[str | None]]]]]:

@@ -37,10 +37,11 @@ from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPP
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.closing import kept_events, observed, section, times
+from mismatch_ext.report.closing import kept_events, observed, replays, section, times
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
+    FLIPS,
     NUMERICS,
     Parts,
     Row,
@@ -49,6 +50,7 @@ from mismatch_ext.report.summary import (
     parts,
     pooled,
     quantity,
+    replay_k3,
 )
 
 SAME_ABS_DIFF = 1e-4
@@ -127,6 +129,11 @@ class RunVerdict:
     rounding: float | None = None
     warnings: tuple[str, ...] = ()
     corrected: bool = False  # whether a `correction` section acted
+    other_experts: float | None = (
+        None  # share of tokens and layers at which the trainer would not choose what it replays
+    )
+    k3_without_replay: float | None = None  # this and the next of the same logs
+    k3_with_replay: float | None = None
 
 
 def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
@@ -164,13 +171,15 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
     elif level in LEVELS:
         level = _by_cause(level, _mean(worst), found, penalty)
     warnings = _warnings(run, level)
+    split = main.split if main else "train"
+    k3_without_replay, k3_with_replay = replay_k3(run, split) or (None, None)
     if warnings and level in LEVELS:
         level = max(level, WARNED, key=LEVELS.index)
     return RunVerdict(
         run=name,
         level=level,
         mean=_mean(main),
-        split=main.split if main else "train",
+        split=split,
         worst_mean=_mean(worst),
         worst_split=worst.split if worst else "train",
         k3=main.values.get("k3_kl") if main else None,
@@ -187,6 +196,9 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         rounding=None if found is None else found.rounding,
         warnings=tuple(warning.said for warning in warnings),
         corrected=_corrected(run),
+        other_experts=pooled(run, FLIPS, split),
+        k3_without_replay=k3_without_replay,
+        k3_with_replay=k3_with_replay,
     )
 
 
@@ -316,7 +328,7 @@ def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecor
     # The level says the same, and its advice fits the run's dtypes.
     known = of_k3 is not None and level in (ELEVATED, CAUSED, LARGE)
     said = f"{span} {rule.meaning}" + (f" ({fact})" if metric in run.logged("train") else "")
-    return _Warning(step=step, said=said, advice=None if known else rule.advice, of_k3=of_k3)
+    return _Warning(step=step, said=said, advice=None if known else rule.advised(replays(run)), of_k3=of_k3)
 
 
 def _came_late(run: RunData, warning: _Warning) -> bool:
@@ -446,6 +458,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
         sentences.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
         sentences.append(_begun(_in(worst, judged) + what))
+    sentences += [_begun(_in(v, judged) + what) for v in judged if (what := _replayed(v))]
     sentences += [sentence for v in judged for sentence in _warned(v, judged)]
     sentences += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
     then = ". What to do: " if len(sentences) > 1 else ": "
@@ -461,6 +474,18 @@ def _warned(v: RunVerdict, judged: Sequence[RunVerdict]) -> list[str]:
     if len(judged) == 1:
         return [_begun(warning) for warning in v.warnings]
     return [f"In {v.run}, {'; '.join(v.warnings)}"] if v.warnings else []
+
+
+def _replayed(v: RunVerdict) -> str:
+    """Return what replay saves, and how many experts would be others without it; "" if neither was measured."""
+    facts = []
+    if v.k3_without_replay is not None:
+        facts.append(
+            f"without replay k3 is {quantity(v.k3_without_replay, 2)}, with it {quantity(v.k3_with_replay, 2)}"
+        )
+    if v.other_experts is not None:
+        facts.append(f"the trainer's routers would choose other experts at {v.other_experts:.2%} of tokens and layers")
+    return ", and ".join(facts)
 
 
 def _ask(run: RunData, worst: RunVerdict, why: Sequence[Why]) -> str:
@@ -532,13 +557,18 @@ def dominates(run: RunData, v: RunVerdict) -> str | None:
         return None
     run_block = run.header.get("run")
     model_type = run_block.get("model_type", "") if isinstance(run_block, dict) else ""
-    return "few tokens carry the gap" + (", as when experts flip" if "moe" in str(model_type) else "")
+    return "few tokens carry the gap" + (
+        ", as when experts flip" if "moe" in str(model_type) and not replays(run) else ""
+    )
 
 
 def _advice(worst: RunVerdict, best: RunVerdict | None, judged: Sequence[RunVerdict]) -> str:
-    for v in (worst, *judged):
+    causes: dict[str, list[str]] = {}
+    for v in (worst, *(v for v in judged if v is not worst)):
         if v.cause:
-            return _in(v, judged) + v.cause
+            causes.setdefault(v.cause, []).append(v.run)
+    if causes:
+        return "; ".join(cause if len(judged) == 1 else f"in {_join(runs)} {cause}" for cause, runs in causes.items())
     if worst.level in (SAME, SMALL) and worst.parts is not None and _drifts(worst.parts):
         return NO_PRECISION
     if worst.level == SAME:

@@ -423,6 +423,21 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     assert "not verified" in lines[3]
 
 
+def test_the_closing_line_of_replay_is_over_the_logs_that_were_scored_without_it(tmp_path: Path) -> None:
+    stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16", config={"routing": {"mode": "R3"}}))
+    logs = [
+        (0.008, 0.002, 100.0),
+        (None, 0.5, None),
+        (0.004, 0.001, 300.0),
+    ]  # without replay, with it, tokens without it
+    for step, (native, k3, tokens) in enumerate(logs):
+        measured = {} if native is None else {"mismatch/native/k3_kl": native, "mismatch/native/tokens": tokens}
+        stream.step(step, {"mismatch/k3_kl": k3, "mismatch/tokens": 400.0, **measured})
+    stream.end(2, "completed")
+    stream.close()
+    assert "  replay     k3 0.005 without, 0.00125 with" in closing_lines(read_run(tmp_path))
+
+
 def test_closing_lines_of_a_run_that_an_alarm_stopped(tmp_path: Path) -> None:
     stream = RunStream.open(tmp_path, header=synthetic_runs.header("bf16"))
     stream.end(1, "completed", "x is 2 at step 1, above 1.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,16 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Sample, Scores, diagnose, report
-from mismatch_ext.doctor.diagnose import Block, farther, least_part, request_or_engine, taken_apart, with_blocks
+from mismatch_ext.doctor.diagnose import (
+    ROUTES,
+    Block,
+    Part,
+    farther,
+    least_part,
+    request_or_engine,
+    taken_apart,
+    with_blocks,
+)
 from mismatch_ext.doctor.logged_trainer import against_logged
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.report.doctor import why_of
@@ -100,6 +110,8 @@ def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: floa
     sample, scores = drawn()
     found = diagnose(sample, replace(scores, flips=(engine, rounding)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
+    said = f"router at {engine:.2%} of tokens and layers; rounding alone makes {rounding:.2%}\n"
+    assert said in report(found) and "experts: " not in report(diagnose(sample, scores))
 
 
 def test_experts_that_a_named_cause_moves_are_no_cause_of_their_own() -> None:
@@ -256,6 +268,31 @@ def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:
     assert "to lower rounding: compute in float16, engine and trainer" in report(clean.for_hosts(("vllm", "loop")))
     lowered = report(clean.for_hosts(("trl", "vllm")))
     assert "  trl    mismatch" in lowered and "  verl" not in lowered
+
+
+@pytest.mark.parametrize(
+    ("share", "heading", "verdict"),
+    [
+        (
+            0.23,
+            "\nto replay the engine's routes, 23% of the gap:\n",
+            "Replay (R3) would remove the routes' 23% of the gap.",
+        ),
+        (0.09, "\nto replay the engine's routes, 9% of the gap:\n", "no cause on the list fits."),
+        (None, "\nto replay the engine's routes:\n", "no cause on the list fits."),
+    ],
+)
+def test_replay_has_lines_of_its_own_and_a_clean_verdict_says_what_it_would_remove(
+    share: float | None, heading: str, verdict: str, tmp_path: Path
+) -> None:
+    clean = diagnose(*drawn())
+    routes = Part(name=ROUTES, mean=1e-4, share=share, low=share, high=share, share_k3=None)
+    found = replace(clean, parts=(*clean.parts, routes))
+    said = report(found)
+    lowering, replaying = said.index("to lower rounding:"), said.index(heading)
+    assert lowering < replaying < said.index("mode: R3") and said.endswith(verdict)
+    assert why_of(json.loads(json.dumps(found.data())), "run", tmp_path).sentence.endswith(verdict)
+    assert "to replay" not in report(clean)
 
 
 @pytest.mark.parametrize(("z", "words"), [(2.9, "as far as they tell"), (4.9, "not decided"), (5.1, "not drawn from")])

@@ -36,8 +36,9 @@ ENGINE = EngineReading(
 )
 
 
-def block_of(level: str = "enforce", **alarms: Any) -> MismatchConfig:
-    block = MismatchConfig.parse({"level": level, "monitor": {"alarms": alarms, "default_alarms": False}})
+def block_of(level: str = "enforce", sections: Any = None, **alarms: Any) -> MismatchConfig:
+    monitor = {"alarms": alarms, "default_alarms": False}
+    block = MismatchConfig.parse({"level": level, "monitor": monitor, **(sections or {})})
     assert block is not None
     return block
 
@@ -142,6 +143,15 @@ def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
     run.log.begin(None)
     run.log.observe("train", *logprobs(0.5))
     assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
+
+
+def test_an_alarm_advises_no_replay_that_is_on(tmp_path: Path) -> None:
+    run = Run(tmp_path, sections={"routing": {"mode": "R3"}}, k3_kl={"patience": 1})
+    run.log.begin(None)
+    run.log.observe("train", *logprobs(0.5))
+    run.log.log(1, {})
+    (alarm,) = events(tmp_path, "alarm")
+    assert alarm.message.endswith("; give both sides one precision, or correct by importance weights.")
 
 
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:

@@ -19,7 +19,7 @@ import pytest
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from mismatch_ext.alarms import STALE_ABS_DIFF
+from mismatch_ext.alarms import DEFAULTS, STALE_ABS_DIFF
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
@@ -27,6 +27,7 @@ from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.summary import pool_profile, quantity
+from mismatch_ext.report.tables import side_rows
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
 from mismatch_ext.verdicts import Verdicts
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
@@ -376,6 +377,15 @@ def test_the_dtype_of_a_side_is_what_it_computes_in() -> None:
     assert side_dtype(None) is None
 
 
+def test_both_sides_have_names_of_dtypes_and_no_counts(tmp_path: Path) -> None:
+    """Of an engine that packs weights away few parameters are left to count."""
+    engine = {"model_dtype": "bfloat16", "parameter_dtypes": {"bfloat16": 17792}}
+    trainer = {"parameter_dtypes": {"bfloat16": 595328, "float32": 10}}
+    flat_run(tmp_path / "a", 1e-3, trainer=trainer, engine=engine)
+    (row,) = [row for row in side_rows(load_runs(tmp_path / "a")) if "parameter" in row["key"]]
+    assert row["pairs"] == [("bfloat16 and float32", "bfloat16")] and row["differs"] == [False]
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3, finish=False)
     content = (run / "metrics.jsonl").read_bytes()
@@ -433,6 +443,20 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> Non
     for folder in ("first", "second"):
         flat_run(tmp_path / folder, 0.01, name="same")
     assert list(load_runs(tmp_path)) == ["first", "second"]
+
+
+def test_a_run_that_is_named_by_its_path_is_shown_by_its_folder(tmp_path: Path) -> None:
+    """TRL's default name of a run is its output folder."""
+    flat_run(tmp_path / "first" / "mismatch", 0.01, name="runs/first")
+    flat_run(tmp_path / "second", 0.01, name="runs/2")
+    assert list(load_runs(tmp_path)) == ["first", "runs/2"]
+
+
+def test_what_to_do_is_said_of_every_run_with_a_known_cause(tmp_path: Path) -> None:
+    for name, dtype in (("a", "float16"), ("b", "float16"), ("c", "float32"), ("d", "bfloat16")):
+        flat_run(tmp_path / name, 0.015, name=name, engine={"model_dtype": dtype})
+    causes = [f"its trainer computes in bfloat16 and its engine in {name}, so give" for name in ("float16", "float32")]
+    assert f" small gap: in a and b {causes[0]} both one dtype; in c {causes[1]} both one dtype." in say(tmp_path)
 
 
 def test_zeros_are_gaps_on_log_axes(tmp_path: Path) -> None:
@@ -579,6 +603,31 @@ def test_replay_is_plotted_where_it_was_measured(tmp_path: Path) -> None:
     page = (build(tmp_path).path).read_text(encoding="utf-8")
     assert "Routing replay" in page
     assert not figures_of({"stock": load_runs(tmp_path)["stock"]}, "routing")
+
+
+def test_a_report_says_what_replay_saves_and_does_not_advise_it(tmp_path: Path) -> None:
+    """Of the second log alone k3 without replay is known; an alarm on k3 is raised."""
+    head = header("fp16", config={"routing": {"mode": "R3"}}, run={"name": "moe", "model_type": "qwen3_moe"})
+    with run_stream(tmp_path / "moe", header=head) as stream:
+        for step, measured in enumerate(({}, {"native/k3_kl": 8e-3, "native/tokens": 5.0}, {}), 1):
+            gap = {"logp_abs_diff_mean": 4e-3, "k3_kl": 2e-4 * step, "routing/set_mismatch_frac": 0.012, **measured}
+            stream.step(step, {f"mismatch/{name}": value for name, value in gap.items()})
+        rule = DEFAULTS["mismatch/k3_kl"]
+        alarm = {"metric": rule.metric, "status": "raised", "first_step": 2, "threshold": rule.above, "side": "above"}
+        stream.event(3, "warning", "alarm", "said", alarm)
+    built = build(tmp_path / "moe")
+    saved = (
+        "Without replay k3 is 0.008, with it 4.0e-4, and the trainer's routers would choose other experts at 1.20% of"
+    )
+    assert saved in built.verdict
+    assert "Few tokens carry the gap" in built.verdict and "experts flip" not in built.verdict
+    assert "give both sides one precision, or correct by importance weights." in built.verdict
+    (run,), (row,) = built.to_dict()["runs"].values(), built.to_dict()["rows"]
+    assert (run["k3_without_replay"], run["k3_with_replay"], run["other_experts"]) == pytest.approx((8e-3, 4e-4, 0.012))
+    assert row["values"]["native/k3_kl"] == 8e-3 and row["values"]["routing/set_mismatch_frac"] == pytest.approx(0.012)
+    page = built.path.read_text(encoding="utf-8")
+    assert ">other experts</th>" in page and ">k3 without replay</th>" in page
+    assert "k3 estimate of KL(mu||pi) per token; never negative, of the batches that were also" in page
 
 
 def test_the_learning_rate_is_plotted_where_it_is_controlled(tmp_path: Path) -> None:

@@ -60,6 +60,21 @@ def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
     assert "<script" not in page and "Explained: the causes below" in page
 
 
+def test_a_report_says_how_many_experts_differ(tmp_path: Path) -> None:
+    write(tmp_path, replace(found(), flips=(0.0123, 0.01)))
+    page = build_why(tmp_path).read_text(encoding="utf-8")
+    assert "router at 1.23% of tokens and layers; rounding alone makes 1.00%<" in page
+
+
+def test_parts_of_few_tokens_are_not_said_to_add_up(tmp_path: Path) -> None:
+    write(tmp_path, found())
+    assert "<caption>Parts of the gap, which add up, with 90 % intervals.<" in build_why(tmp_path).read_text("utf-8")
+    part = replace(found().parts[0], share=None, low=None, high=None)
+    write(tmp_path, replace(found(), tokens=1999, parts=(part,)))
+    page = build_why(tmp_path).read_text("utf-8")
+    assert "<caption>Parts of the gap. No shares below 2,000 tokens: they would be" in page and "add up" not in page
+
+
 @pytest.mark.parametrize("status", get_args(get_type_hints(NamedCause)["status"]))
 def test_every_status_of_a_cause_has_its_words(tmp_path: Path, status: Any) -> None:
     diagnosis = found()

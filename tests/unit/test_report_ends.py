@@ -58,6 +58,19 @@ def test_a_training_that_broke_off_is_not_complete(
     assert [text.split(":")[0] for text in found] == ([] if missing is None else [missing])
 
 
+@pytest.mark.parametrize(("resume_step", "card"), [(None, "1 log, completed"), (1, "1 log, completed, resumed")])
+def test_a_training_after_an_evaluation_is_resumed_only_if_it_resumes_one(
+    tmp_path: Path, resume_step: int | None, card: str
+) -> None:
+    ended_run(tmp_path, ("eval/familiar",), "evaluation", True)
+    if resume_step is not None:
+        RunStream.open(tmp_path, header=header("bf16"), new_from=0).step(1, {"mismatch/logp_abs_diff_mean": 0.001})
+    stream = RunStream.open(tmp_path, header=header("bf16"), new_from=0, resume_step=resume_step)
+    stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
+    stream.end(1, "completed")
+    assert f" {card} " in rendered(tmp_path).text
+
+
 def test_an_evaluation_that_failed_says_so(tmp_path: Path) -> None:
     stream = RunStream.open(tmp_path, header=header("bf16"), of="evaluation")
     stream.step(0, {"reward": 0.5}, "eval/default")
