@@ -1,8 +1,9 @@
 """A training step of the real TRL with vLLM and every section on, against stock TRL's, step by step in turn.
 
 Both sample with top-k, so that a sampling mask has something to leave out; stock TRL scores over the whole vocabulary.
-`--without` leaves sections out. The model and its vocabulary are tiny, so what a row or a step costs weighs more here than in a
-run: probes of a weight update, records, routes. In a few steps the batch is scored once more without replay.
+`--without` leaves sections out. The models and their vocabulary are tiny, so what a row or a step costs weighs more here than
+in a run: probes of a weight update, records, routes. The second model is random and twice as wide, and shows how that falls as
+a model grows. In a few steps the batch is scored once more without replay.
 
 A rate of 0 leaves both with the same weights: they sample the same tokens, which is checked, and so do the same work; the
 optimizer does all of its own all the same. On a CPU the time is that of the processor, which other programs do not lengthen as
@@ -83,13 +84,40 @@ def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], p
     os._exit(0)  # engine threads may outlive the main one
 
 
-def run(steps: int = 26, model: str | None = None, without: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Return the row of this benchmark; the ratio is the time of the stock step over that with everything on."""
+def widened(source: Path, folder: Path) -> Path:
+    """Write a random model like that of `source` with twice its width, whose tokens are no more even than a trained one's."""
     import torch
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+    config = AutoConfig.from_pretrained(source)
+    for name in ("hidden_size", "head_dim", "moe_intermediate_size"):
+        setattr(config, name, 2 * getattr(config, name))
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(5)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(source).save_pretrained(folder)
+    return folder
+
+
+def run(steps: int = 26, model: str | None = None, without: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Return a row of the given model, or of two; the ratio is the time of the stock step over that with everything on."""
     from examples.arithmetic.shipped import shipped_model
 
-    model = model or str(shipped_model("moe"))
+    if model is not None:
+        return [compared(steps, model, without)]
+    with tempfile.TemporaryDirectory() as folder:
+        shipped = shipped_model("moe")
+        return [compared(steps, str(path), without) for path in (shipped, widened(shipped, Path(folder)))]
+
+
+def compared(steps: int, model: str, without: Sequence[str]) -> dict[str, Any]:
+    """Return the row of one model."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    size = AutoModelForCausalLM.from_pretrained(model).num_parameters() / 1e6
     with tempfile.TemporaryDirectory() as folder:
         given = {kind: (kind, model, f"{folder}/{kind}", steps, without) for kind in ("ours", "theirs")}
         pairs = take_turns(steps, train, given)
@@ -99,23 +127,24 @@ def run(steps: int = 26, model: str | None = None, without: Sequence[str] = ()) 
     seconds = [(ours[unit], theirs[unit]) for ours, theirs in pairs]
     times = [ours / theirs for ours, theirs in seconds]
     sections = " ".join(["every section", *(f"but {name}" for name in without)])
-    return [
-        {
-            "name": f"a training step of TRL with vLLM, {tokens_per_step(pairs):.0f} tokens: {sections} on vs stock",
-            "ours": median(ours for ours, _ in seconds),
-            "theirs": median(theirs for _, theirs in seconds),
-            "ratio": median(theirs / ours for ours, theirs in seconds),
-            "times stock": median(times),
-            "95 % of it": interval(times),
-            "equal": f"reward and number of tokens of each of {len(pairs)} steps",
-        }
-    ]
+    return {
+        "name": f"a training step of TRL with vLLM, {size:.1f} million parameters, {tokens_per_step(pairs):.0f} tokens: "
+        f"{sections} on vs stock",
+        "ours": median(ours for ours, _ in seconds),
+        "theirs": median(theirs for _, theirs in seconds),
+        "ratio": median(theirs / ours for ours, theirs in seconds),
+        "times stock": median(times),
+        "95 % of it": interval(times),
+        "equal": f"reward and number of tokens of each of {len(pairs)} steps",
+    }
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=26)
-    parser.add_argument("--model", default=None, help="A checkpoint; the example's mixture of experts otherwise.")
+    parser.add_argument(
+        "--model", default=None, help="A checkpoint; otherwise the example's mixture of experts and a wider one."
+    )
     parser.add_argument("--without", nargs="*", choices=EVERYTHING, default=(), help="Sections to leave out.")
     given = parser.parse_args()
     for row in run(given.steps, given.model, given.without):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -82,9 +83,10 @@ def test_pages_quote_the_recorded_costs() -> None:
     assert f"{memory['theirs']:.1f} tensors and {time['ratio']:.1f} times the time" in kl
     step = 1 / of("checked vs stock, processor time")["ratio"]
     assert f"takes {step:.2f} times stock TRL's processor time" in page("trl")
-    (whole,) = costs("python -m benchmarks trl_step")
-    low, high = whole["95 % of it"]
-    assert f"takes {whole['times stock']:.2f} times (95 %: {low:.2f} to {high:.2f};" in page("trl")
+    for whole in costs("python -m benchmarks trl_step"):
+        (low, high), (million,) = whole["95 % of it"], re.findall(r"([\d.]+) million", whole["name"])
+        words = f"{whole['times stock']:.2f} times with {million} million parameters (95 %: {low:.2f} to {high:.2f}"
+        assert words in page("trl"), words
     *small, time, memory = costs("python -m benchmarks verl_scale")
     assert (
         f"take {time['ours']:.2f} s for a million tokens on one CPU core, and {memory['ours'] / 1e6:.0f} MB of memory"
