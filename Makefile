@@ -1,5 +1,5 @@
 # setup            the pinned CPU environments: .venv, and .venv-sglang beside it (SGLang pins other versions of what vLLM needs)
-# check            lint, types, docs and unit tests: 3 minutes    test     check, then the tests with the real peers: 30 to 43 minutes
+# check            lint, types, docs and unit tests: 3 minutes    test     check, then the tests with the real peers: 20 to 43 minutes
 # nightly          everything else, for hours; ONLY='tests/peers/trl' runs one part of it
 # mutants          plants faults in the product and runs the tests that must notice; FAULTS='kl verl' plants those alone
 # stack            builds what users of STACK=trl-oldest, trl-newest, verl-pins or verl-sglang have, and runs its tests

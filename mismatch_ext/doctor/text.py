@@ -34,7 +34,10 @@ def report(diagnosis: Diagnosis) -> str:
 
 
 def _lines(diagnosis: Diagnosis) -> Iterator[str]:
-    gap, routes = diagnosis.gap, next((part.share for part in diagnosis.parts if part.name == ROUTES), None)
+    gap = diagnosis.gap
+    routes = (
+        next((part.share for part in diagnosis.parts if part.name == ROUTES), None) if diagnosis.measurable else None
+    )
     yield (
         f"gap {gap['logp_abs_diff_mean']:.2e} nats per token (k3 {gap['k3_kl']:.2e}, largest {gap['logp_abs_diff_max']:.2e}) on "
         f"{diagnosis.tokens:,} tokens of {diagnosis.responses} responses"
@@ -113,7 +116,7 @@ def conclusion(verdict: str, unexplained: float, seen: int, longest: int, routes
     upto = f" up to token {seen} of {longest}" if seen < longest else ""
     sentence = VERDICTS[verdict].format(unexplained=unexplained, upto=upto)
     if verdict == "clean" and routes is not None and routes >= WORTH_REPLAY:
-        sentence += f" Replay (R3) would remove the routes' {routes:.0%} of the gap."
+        sentence += f" Replay (R3) would remove the routes' part, about {routes:.0%} of the gap."
     return sentence
 
 

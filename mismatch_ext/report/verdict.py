@@ -18,7 +18,7 @@ in a mixture-of-experts router.
 
 A mean over all steps hides what happened at some of them. So a built-in alarm that was raised, an end of the run whose gap is
 `FAR_ABOVE` times that of the steps before, and a check that failed are named with their first step. After one of them no gap
-counts as small. The step of a rise is where it began, and the median of three logs left `RISEN` times the steps before.
+counts as small. The step of a rise is that from which on the median of three logs is above `RISEN` times the steps before.
 
 The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
 explain. If that is less than half of the run's gap, no dtype is blamed for it.
@@ -61,6 +61,8 @@ ROUNDINGS = 3.0
 # A choice: medians of a few batches whose sizes have a heavy tail differ by a factor of 2 by chance.
 FAR_ABOVE = 3.0
 RISEN = 1.5
+# verl computes k3 in float32, in which rounding alone makes some 1e-8.
+K3_ROUNDING = 1e-7
 MAX_ALARMS = 3
 # From this ratio between two runs on, one is recommended.
 CLEAR_RATIO = 2.0
@@ -129,9 +131,8 @@ class RunVerdict:
     rounding: float | None = None
     warnings: tuple[str, ...] = ()
     corrected: bool = False  # whether a `correction` section acted
-    other_experts: float | None = (
-        None  # share of tokens and layers at which the trainer would not choose what it replays
-    )
+    # Share of tokens and layers at which the trainer would not choose what it replays.
+    other_experts: float | None = None
     k3_without_replay: float | None = None  # this and the next of the same logs
     k3_with_replay: float | None = None
 
@@ -268,14 +269,16 @@ class _Warning:
     said: str
     advice: str | None
     of_k3: str | None = None  # the metric that is above HEALTHY_K3
+    of_gap: bool = False  # whether it is an alarm about the gap that is still raised
 
 
 def _warnings(run: RunData, level: str) -> list[_Warning]:
     """Return what happened at some steps of a run whose gap over all steps has this level; those with advice first."""
     found = _alarms(run, level)
     late = _late(run)
-    if late is not None and all(late.step < warning.step for warning in found if warning.advice):
-        found.insert(0, late)
+    if late is not None and not any(w.of_gap and w.advice and w.step <= late.step for w in found):
+        leads = all(late.step < warning.step for warning in found if warning.advice)
+        found.insert(0 if leads else len(found), late)
     found += [
         _Warning(
             step=row.first_step,
@@ -328,7 +331,10 @@ def _alarm(run: RunData, metric: str, first: Mapping[str, Any], last: EventRecor
     # The level says the same, and its advice fits the run's dtypes.
     known = of_k3 is not None and level in (ELEVATED, CAUSED, LARGE)
     said = f"{span} {rule.meaning}" + (f" ({fact})" if metric in run.logged("train") else "")
-    return _Warning(step=step, said=said, advice=None if known else rule.advised(replays(run)), of_k3=of_k3)
+    of_gap = rule.numerics and last.data["status"] != "cleared"
+    return _Warning(
+        step=step, said=said, advice=None if known else rule.advised(replays(run)), of_k3=of_k3, of_gap=of_gap
+    )
 
 
 def _came_late(run: RunData, warning: _Warning) -> bool:
@@ -345,7 +351,7 @@ def _late(run: RunData) -> _Warning | None:
     """Compare the gap of the last three logs, and of the last tenth, with that of the logs before, by medians."""
     part = "" if parts(run) is None else NUMERICS
     steps, means = run.series(f"{PREFIX}{part}{ABS_DIFF_MEAN}")
-    estimated = "" if steps else ", estimated from k3"
+    estimated, least = ("", SAME_ABS_DIFF) if steps else (", estimated from k3", _mean_of(K3_ROUNDING))
     if not steps:
         steps, k3 = run.series(f"{PREFIX}{part}k3_kl")
         means = [value if value is None else _mean_of(value) for value in k3]
@@ -355,17 +361,21 @@ def _late(run: RunData) -> _Warning | None:
         if len(sizes) < 2 * last:
             return None
         before = median(sizes[:-last])
-        limit = max(SAME_ABS_DIFF, FAR_ABOVE * before)
+        limit = max(least, FAR_ABOVE * before)
         if median(sizes[-last:]) > limit:
             break
     else:
         return None
     first = next(at for at in range(len(sizes) - last, len(sizes)) if sizes[at] > limit)
-    risen = max(SAME_ABS_DIFF, RISEN * before)
+    while sizes[first - 1] > limit:
+        first -= 1
+    far, risen = first, max(least, RISEN * before)
     while first >= PATIENCE and median(sizes[first - PATIENCE : first]) > risen:
         first -= 1
-    while first and sizes[first - 1] > risen:
+    while sizes[first - 1] > risen:
         first -= 1
+    # What rises into a plateau and goes on from there much later is two changes: the second is the one to look at.
+    first = first if median(sizes[first:]) > limit else far
     step, after = known[first][0], median(sizes[first:])
     return _Warning(
         step=step,
@@ -458,7 +468,7 @@ def verdict(runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why] = 
         sentences.append(f"{worst.run} is {quantity(ratio, 2)} times as far apart as {best.run}")
     if worst.level != SAME and (what := dominates(runs[worst.run], worst)):
         sentences.append(_begun(_in(worst, judged) + what))
-    sentences += [_begun(_in(v, judged) + what) for v in judged if (what := _replayed(v))]
+    sentences += [_begun(_in(v, judged) + what) for v in judged if replays(runs[v.run]) and (what := _replayed(v))]
     sentences += [sentence for v in judged for sentence in _warned(v, judged)]
     sentences += [f"{v.run} {ENDS[v.status]}" for v in judged if v.status in ENDS]
     then = ". What to do: " if len(sentences) > 1 else ": "

@@ -276,7 +276,7 @@ def test_lines_are_said_of_the_hosts_that_a_log_may_be_of() -> None:
         (
             0.23,
             "\nto replay the engine's routes, 23% of the gap:\n",
-            "Replay (R3) would remove the routes' 23% of the gap.",
+            "Replay (R3) would remove the routes' part, about 23% of the gap.",
         ),
         (0.09, "\nto replay the engine's routes, 9% of the gap:\n", "no cause on the list fits."),
         (None, "\nto replay the engine's routes:\n", "no cause on the list fits."),

@@ -175,6 +175,29 @@ def test_the_step_of_a_rise_is_where_it_began(tmp_path: Path) -> None:
         assert f"what else changed at step {found[1]}" in said
 
 
+@pytest.mark.parametrize(
+    ("sizes", "step"),
+    [
+        ([0.005] * 100 + [0.008] * 60 + [0.21] * 5, 161),  # stale weights after a harmless plateau
+        ([0.005] * 100 + [0.008] * 60 + [0.03] * 4, 161),
+        ([0.004] * 60 + [0.007] * 30 + [0.03] * 4, 91),
+    ],
+)
+def test_a_plateau_before_a_jump_is_not_its_step(sizes: list[float], step: int, tmp_path: Path) -> None:
+    said = verdict_of(trl_log(tmp_path, sizes))[0]
+    assert f"From step {step} on" in said and said.count("From step") == 1, said
+
+
+def test_a_rise_is_named_behind_an_alarm_that_ended_before_it(tmp_path: Path) -> None:
+    said = verdict_of(trl_log(tmp_path, [0.004] * 20 + [0.15] * 8 + [0.004] * 71 + [0.06] * 6))[0]
+    assert said.index("From step 21 to ") < said.index("rom step 100 on the gap has left the level"), said
+
+
+def test_the_rounding_of_a_float32_k3_is_no_rise(tmp_path: Path) -> None:
+    k3 = [{"rollout_corr/k3_kl": value} for value in [0.0] * 50 + [1e-8] * 5]
+    assert "warned" != verdict_of(verl_log(tmp_path / "verl.jsonl", k3))[1]["level"]
+
+
 def test_a_gap_that_grows_over_the_steps_is_named(tmp_path: Path) -> None:
     k3 = [4e-5 * 23 ** (step / 79) for step in range(80)]
     said, run = verdict_of(verl_log(tmp_path / "verl.jsonl", [{"rollout_corr/k3_kl": value} for value in k3]))
