@@ -148,11 +148,11 @@ def test_the_module_runs_as_a_program_and_loads_no_renderer_to_start(tmp_path: P
 def test_the_page_has_the_exit_statuses_of_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     page = (Path(__file__).parents[2] / "docs/index.md").read_text(encoding="utf-8")
     table = page.partition("## Exit statuses")[2].partition("\n## ")[0]
-    rows = re.findall(r"^\| (`[^|]*) \|[^|]*\|[^|]*\|([^|]*)\|$", table, flags=re.M)
+    rows = re.findall(r"^\| (`[^|]*) \|[^|]*\|[^|]*\|([^|]*)\|[^|]*\|$", table, flags=re.M)
     assert sorted(name for names, _ in rows for name in re.findall(r"`(\w+)`", names)) == sorted(
         command.name for command in COMMANDS
     )
-    assert all("an error" in last for _, last in rows)
+    assert all("an error" in of_2 for _, of_2 in rows)
     for command in COMMANDS:
         with pytest.raises(SystemExit) as ended:
             every_command([command.name, "--no-such-option"])
