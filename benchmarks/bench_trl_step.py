@@ -85,7 +85,7 @@ def train(kind: str, model: str, out: str, steps: int, without: Sequence[str], p
 
 
 def widened(source: Path, folder: Path) -> Path:
-    """Write a random model like that of `source` with twice its width, whose tokens are no more even than a trained one's."""
+    """Write a random model like that of `source` with twice its width."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -95,7 +95,7 @@ def widened(source: Path, folder: Path) -> Path:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
-        model.lm_head.weight.mul_(5)
+        model.lm_head.weight.mul_(5)  # its answers are then about as long as a trained model's
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(source).save_pretrained(folder)
     return folder

@@ -360,7 +360,8 @@ class RunLog:
         self.verdicts = Verdicts("enforce", step) if verdicts is None else verdicts
         self._info, self._step = info, step
         self._tell = logger.warning if tell is None else tell
-        replays = block.routing is not None and block.routing.mode == "R3"
+        routing = block.acting.routing
+        replays = routing is not None and routing.mode == "R3"
         self.rules = rules_of(block.monitor, names, replays=replays)
         self.alarms = AlarmState()
         self.stopped: str | None = None

@@ -103,7 +103,8 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
-    routes = next((part["share"] for part in data.get("parts", ()) if part["name"] == ROUTES), None)
+    parts = data.get("parts", ()) if data.get("measurable") else ()
+    routes = next((part["share"] for part in parts if part["name"] == ROUTES), None)
     above = data.get("conclusion") or conclusion(
         data["verdict"], data["unexplained"], data.get("seen", 0), data.get("longest", 0), routes
     )

@@ -145,13 +145,15 @@ def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
     assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
 
 
-def test_an_alarm_advises_no_replay_that_is_on(tmp_path: Path) -> None:
-    run = Run(tmp_path, sections={"routing": {"mode": "R3"}}, k3_kl={"patience": 1})
+@pytest.mark.parametrize("level", ["enforce", "observe"])
+def test_an_alarm_advises_no_replay_that_is_on(level: str, tmp_path: Path) -> None:
+    run = Run(tmp_path, sections={"level": level, "routing": {"mode": "R3"}}, k3_kl={"patience": 1})
     run.log.begin(None)
     run.log.observe("train", *logprobs(0.5))
     run.log.log(1, {})
     (alarm,) = events(tmp_path, "alarm")
-    assert alarm.message.endswith("; give both sides one precision, or correct by importance weights.")
+    # Under `observe` nothing is replayed.
+    assert alarm.message.endswith("replay their routing.") == (level == "observe"), alarm.message
 
 
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
