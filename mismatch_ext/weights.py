@@ -9,7 +9,9 @@ tokens.
 2. Prefill only: tensors that both sides hold under one name and layout (embeddings, norms) are compared bit by bit
    after rounding to the engine's dtype. A tensor that differs but equals the trainer's previous version is stale,
    because that does not happen by chance. Any other difference is stale if rule 3 or 4 holds, or if the engine's scores
-   have not changed in a bit although the trainer's weights have; otherwise it is garbled.
+   have not changed in a bit although the trainer's weights have; otherwise it is garbled. If these tensors are equal, and
+   the output head does not compute with the weights that it holds, the message names the head: a packed or converted copy
+   of it was not made again, as happens to heads that are tied to the embeddings.
 3. The engine's scores have not changed in a bit while the reference moved by more than the movement floor: stale.
    Movement is counted from when the engine's scores last changed, so that small steps add up.
 4. The engine's scores are nearer than half the gap to an older reference that lies beyond the movement floor: stale.
@@ -82,6 +84,9 @@ EVENT = "weight_sync"
 STILL, STILL_EVENT = 3, "weights_still"
 """Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
 
+OUTPUT_HEAD = "output head"
+"""Name of the comparison of what the engine's output head computes with the weights that the head holds."""
+
 REMEDIES = {
     "stale": "The update did not reach the weights that the engine computes with: check that the weights are sent after each "
     "optimizer step, that the engine reloads its packed or captured copies, that it was awake, and that its prefix cache was "
@@ -91,6 +96,9 @@ REMEDIES = {
     "stale_decode": "The engine's decode path does not compute with the weights that its prefill has. Captured graphs and packed "
     "copies of weights have to be made again after each update, and the prefix cache to be reset: let it run without captured "
     "graphs (enforce_eager), and check that whatever updates its weights resets the cache.",
+    OUTPUT_HEAD: "The engine keeps a packed or converted copy of its output head, which has to be made again after each update. "
+    "A head that is tied to the embeddings has no tensor of its own in an update, so that this is easily missed. In vLLM, call "
+    "lm_head.quant_method.process_weights_after_loading(lm_head); mismatch_ext.adapters.vllm.update_weights does.",
     "decodes_nan": "Its prefill's are: an engine that has computed with NaN may still read it from its KV cache. Start the run "
     "again, or the engine.",
 }
@@ -291,11 +299,17 @@ def judge_prefill(
     status, why = _prefill_status(now, seen, changed, comparisons)
     history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
     history = replace(history, updates=history.updates + 1)
+    remedy = OUTPUT_HEAD if only_the_head_differs(comparisons) else status
     message = (
         f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; "
-        f"{dtype} baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(status, '')}"
+        f"{dtype} baseline {seen.baseline:.3g}, threshold {seen.threshold:.3g}. {REMEDIES.get(remedy, '')}"
     )
     return history, _verdict(status, now, seen, message.rstrip())
+
+
+def only_the_head_differs(comparisons: Sequence[TensorComparison]) -> bool:
+    """Tell whether the output head computes with other weights than it holds, while all compared tensors are the trainer's."""
+    return [comparison.name for comparison in comparisons if not comparison.equal] == [OUTPUT_HEAD]
 
 
 def _verdict(status: Status, now: Look, seen: Evidence, message: str) -> SyncVerdict:
@@ -324,16 +338,20 @@ def _prefill_status(
         stale = f"The engine is at {seen.older:.3g} from the probes of an older trainer version."
     elif seen.frozen and changed:
         stale = "The trainer's weights changed, the engine's log-probabilities did not change at all."
-    differing = [comparison for comparison in comparisons if not comparison.equal]
+    tensors = [comparison for comparison in comparisons if comparison.name != OUTPUT_HEAD]
+    if only_the_head_differs(comparisons):
+        text = "The output head does not compute with the weights that it holds"
+        if tensors:
+            text += f"; {len(tensors)} other tensors are the trainer's bit by bit"
+        return "stale" if stale else "garbled", f"{text}. {stale}".rstrip()
+    differing = [comparison for comparison in tensors if not comparison.equal]
     if differing:
         previous = [comparison.name for comparison in differing if comparison.matches_previous]
         if previous:
             stale = f"{len(previous)} are the trainer's previous version, such as {previous[0]}."
         largest = max(differing, key=lambda c: math.inf if c.max_abs_diff != c.max_abs_diff else c.max_abs_diff or 0.0)
         size = "" if largest.max_abs_diff is None else f" by {largest.max_abs_diff:.3g}"
-        text = (
-            f"{len(differing)} of {len(comparisons)} tensors differ from the trainer's, such as {largest.name}{size}."
-        )
+        text = f"{len(differing)} of {len(tensors)} tensors differ from the trainer's, such as {largest.name}{size}."
         return "stale" if stale else "garbled", f"{text} {stale}".rstrip()
     if seen.moved or seen.older is not None:
         return "stale", stale
@@ -343,7 +361,7 @@ def _prefill_status(
         )
     if not changed:
         return "unchanged", "The trainer's weights are those of the previous update."
-    exact = f", {len(comparisons)} tensors are equal bit by bit" if comparisons else ""
+    exact = f", {len(tensors)} tensors are equal bit by bit" if tensors else ""
     return "in_sync", f"The gap of prefill is within numerics{exact}."
 
 

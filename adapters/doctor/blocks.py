@@ -14,11 +14,13 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
+from torch.nn.functional import linear
 
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.diagnose import STANDS_OUT, Block, rescored
 from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
 from mismatch_ext.doctor.fits import FLOAT32, ROUNDING
+from mismatch_ext.weights import OUTPUT_HEAD
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
@@ -45,6 +47,12 @@ class ShowsBlocks(Protocol):
     def blocks(self, rows: Sequence[Sequence[int]]) -> Sequence[Mapping[At, tuple[Tensor, Tensor]]]:
         """Return for each sequence the input and the output `[T, H]` of each block while the sequence is prefilled."""
 
+    def head(self) -> tuple[Tensor, Tensor] | None:
+        """Return hidden states `[N, H]`, and the logits `[N, V]` that the output head computes from them, without its bias.
+
+        None if the head is quantized, or none of its own. V may be padded.
+        """
+
 
 @dataclass(frozen=True, kw_only=True)
 class HiddenStates:
@@ -52,6 +60,7 @@ class HiddenStates:
 
     rows: Sequence[Sequence[int]] = ()
     blocks: Sequence[Mapping[At, tuple[Tensor, Tensor]]] = ()
+    head: tuple[Tensor, Tensor] | None = None
     missing: str = ""
 
 
@@ -70,12 +79,12 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
         return HiddenStates(
             missing="its forward is compiled (give --engine-arg enforce_eager=true) or in chunks, or it has no list of layers"
         )
-    return HiddenStates(rows=rows, blocks=blocks)
+    return HiddenStates(rows=rows, blocks=blocks, head=engine.head())
 
 
 def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
     """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
-    blocks, note = alike(scorer, [] if states.missing else compared(scorer, states.rows, states.blocks))
+    blocks, note = alike(scorer, [] if states.missing else compared(scorer, states))
     if not blocks:
         missing = states.missing or note or "the trainer's layers are named otherwise"
         return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
@@ -93,18 +102,19 @@ def summary(blocks: Sequence[Block]) -> str:
     whole = [kind for kind, values in ratios.items() if len(values) > 1 and min(values) >= STANDS_OUT]
     count = sum(block.ratio >= STANDS_OUT for block in blocks)
     where = f"; all of {' and '.join(whole)}" if whole else f"; {count} of {len(blocks)} blocks"
-    return f"largest at layer {most.layer}, {most.kind}: {most.ratio:.1f} of rounding's{where}"
+    return f"largest at {most.place}: {most.ratio:.1f} of rounding's{where}"
 
 
-def compared(
-    scorer: Scorer, rows: Sequence[Sequence[int]], states: Sequence[Mapping[At, tuple[Tensor, Tensor]]]
-) -> list[Block]:
-    """Compare an engine's blocks with the trainer's in float32, and the trainer's in the engine's dtype with the same."""
+def compared(scorer: Scorer, states: HiddenStates) -> list[Block]:
+    """Compare an engine's blocks with the trainer's in float32, and the trainer's in the engine's dtype with the same.
+
+    The output head is the last block.
+    """
     blocks = blocks_of(scorer.model)
-    states = _renamed(states, blocks)
+    by_row = _renamed(states.blocks, blocks)
     errors: dict[At, list[Tensor]] = {}
     rounding: dict[At, list[Tensor]] = {}
-    for ids, parts in zip(rows, states, strict=True):
+    for ids, parts in zip(states.rows, by_row, strict=True):
         exact = _outputs(scorer.model, blocks, ids, parts)
         with scorer.cast(scorer.engine_dtype):
             rounded = _outputs(scorer.model, blocks, ids, parts)
@@ -113,20 +123,44 @@ def compared(
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
                 errors.setdefault(at, []).append((engines.float() - exact[at]).norm(dim=-1) / length)
                 rounding.setdefault(at, []).append((rounded[at] - exact[at]).norm(dim=-1) / length)
-    largest = []
-    for at, several in sorted(errors.items()):
-        error, rounding_error = torch.cat(several), torch.cat(rounding[at])
-        sizes = [
-            Block(
-                layer=at[0],
-                kind=KINDS.get(at[1], at[1]),
-                error=float(error.quantile(q)),
-                own=float(rounding_error.quantile(q)),
-            )
-            for q in QUANTILES
-        ]
-        largest.append(max(sizes, key=lambda block: block.ratio))
-    return largest
+    largest = [_block(at, torch.cat(errors[at]), torch.cat(rounding[at])) for at in sorted(errors)]
+    head = compared_head(scorer, states.head)
+    return largest if head is None else [*largest, head]
+
+
+def compared_head(scorer: Scorer, engines: tuple[Tensor, Tensor] | None) -> Block | None:
+    """Compare the logits of an engine's output head with those of the trainer's, as `compared` compares blocks."""
+    from mismatch_ext.adapters.transformers.doctor.scorer import head_of
+
+    head = head_of(scorer.model)
+    if engines is None or head is None:
+        return None
+    hidden, logits = (tensor.cpu().float() for tensor in engines)
+    weight = head.weight.detach().cpu().float()
+    if hidden.shape[1] != weight.shape[1] or logits.shape[1] < weight.shape[0]:
+        return None
+    dtype = scorer.engine_dtype
+    exact = linear(hidden, weight)
+    rounded = linear(hidden.to(dtype), weight.to(dtype)).float()
+    length = exact.norm(dim=-1)
+    error = (logits[:, : len(weight)] - exact).norm(dim=-1) / length
+    rounding_error = (rounded - exact).norm(dim=-1) / length
+    layers = {at[0] for at in blocks_of(scorer.model)}
+    return _block((len(layers), OUTPUT_HEAD), error, rounding_error)
+
+
+def _block(at: At, error: Tensor, rounding_error: Tensor) -> Block:
+    """Return a block's error and rounding over tokens, by the quantile in which the block stands out most."""
+    sizes = [
+        Block(
+            layer=at[0],
+            kind=KINDS.get(at[1], at[1]),
+            error=float(error.quantile(q)),
+            own=float(rounding_error.quantile(q)),
+        )
+        for q in QUANTILES
+    ]
+    return max(sizes, key=lambda block: block.ratio)
 
 
 def alike(scorer: Scorer, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], str]:

@@ -164,7 +164,7 @@ def gated(
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
     rung("blocks of the trainer")
-    blocks, left_out = alike(scorer, compared(scorer, states.rows, states.blocks))
+    blocks, left_out = alike(scorer, compared(scorer, states))
     return measured(
         sample,
         scorer.scores,

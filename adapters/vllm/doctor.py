@@ -11,11 +11,12 @@ from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
+from mismatch_ext.adapters.vllm.head import compute_logits, plain_head
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.adapters.vllm.weights import update_weights
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
-from torch import nn
+from torch import Tensor, nn
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError
@@ -148,6 +149,11 @@ class VllmEngine:
             whole = {at: pair for at, pair in held.items() if min(map(len, pair)) >= count}
             by_row.append({at: (given[:count], out[:count]) for at, (given, out) in whole.items()})
         return by_row
+
+    def head(self) -> tuple[Tensor, Tensor] | None:
+        """Return random hidden states, and the logits that the output head computes from them; None if it is quantized."""
+        head = plain_head(runner(self._llm).model)
+        return None if head is None else compute_logits(head)
 
     def _prefilled(self, rows: list[list[int]]) -> list[RequestOutput]:
         from vllm import SamplingParams

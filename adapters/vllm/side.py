@@ -8,7 +8,8 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
-from mismatch_ext.adapters.vllm.engine import asked_of, is_cpu, read_engine, shutdown
+from mismatch_ext.adapters.vllm.engine import asked_of, is_cpu, read_engine, runner, shutdown
+from mismatch_ext.adapters.vllm.head import compare_head
 from mismatch_ext.adapters.vllm.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
@@ -53,8 +54,10 @@ class InProcess:
         return decode_tokens(self.llm, tokens.tolist(), count)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
-        """Compare the engine's embeddings and norms with what was sent: `Sending.samples` of this update and the one before."""
-        return compare_tensors(self.llm, sent, before)
+        """Compare embeddings and norms with what was sent (`Sending.samples`), and the output head with the weights it holds."""
+        comparisons = compare_tensors(self.llm, sent, before)
+        head = compare_head(runner(self.llm).model)
+        return comparisons if head is None else [*comparisons, head]
 
 
 class Rollout(InProcess):

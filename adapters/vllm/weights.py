@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from mismatch_ext.adapters.vllm.engine import is_cpu, runner
+from mismatch_ext.adapters.vllm.head import repack_tied_heads
 from mismatch_ext.adapters.vllm.routing import reset_prefix_cache
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from torch import Tensor
@@ -33,7 +34,8 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     The prefix cache is reset as well, because it was computed with the weights before.
 
     Loading tensor by tensor into a CPU engine fails (its packed linear layers have lost their weight loader) or, for
-    mixture-of-experts layers, silently leaves unpacked weights in a packed layout.
+    mixture-of-experts layers, silently leaves unpacked weights in a packed layout. The reload itself leaves experts and tied
+    output heads with the packed weights of before on a CPU; both are packed again here.
 
     Args:
         llm: An engine in this process.
@@ -45,8 +47,11 @@ def update_weights(llm: LLM, named_parameters: Iterable[tuple[str, Tensor]]) -> 
     # Copies, because vLLM keeps a tensor until its layer is complete (for a padded vocabulary until the very end), and by then
     # TRL has unmerged the LoRA adapters from it again.
     copies = ((name, parameter.detach().clone()) for name, parameter in named_parameters)
-    with applied(*(cpu_moe_repack() if is_cpu(llm) else ())):
+    on_cpu = is_cpu(llm)
+    with applied(*(cpu_moe_repack() if on_cpu else ())):
         runner(llm).reload_weights(weights_iterator=copies, is_checkpoint_format=True)
+    if on_cpu:
+        repack_tied_heads(runner(llm).model)
     # vLLM leaves the reset to the caller; otherwise cached prompts would keep keys, values and routes of the weights before.
     reset_prefix_cache(llm)
 

@@ -24,6 +24,7 @@ from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start
 from mismatch_ext.errors import NonFiniteLogprobError
 from mismatch_ext.gap import k3
 from mismatch_ext.precision.dtypes import is_finer
+from mismatch_ext.weights import OUTPUT_HEAD
 
 SCHEMA = 1
 DOCTOR_FILE = "doctor.json"
@@ -186,6 +187,11 @@ class Block:
     def ratio(self) -> float:
         """The engine's error in units of rounding, at least float32's: about 1 if the block computes what the trainer's does."""
         return self.error / max(self.own, 1e-6)
+
+    @property
+    def place(self) -> str:
+        """Where the block is, in words."""
+        return OUTPUT_HEAD if self.kind == OUTPUT_HEAD else f"layer {self.layer}, {self.kind}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -108,7 +108,7 @@ def measured(
         )
     else:
         out = [block for block in blocks if block.ratio >= STANDS_OUT]
-        first = f"layer {out[0].layer}, {out[0].kind} ({out[0].ratio:.1f} of rounding's)" if out else ""
+        first = f"{out[0].place} ({out[0].ratio:.1f} of rounding's)" if out else ""
         counted = (
             [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
         )

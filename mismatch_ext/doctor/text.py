@@ -70,7 +70,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if diagnosis.blocks:
         yield from ("", f"{'block, on the engine-side input':32} {'engine':>8} {'rounding':>8} {'ratio':>6}")
         for block in diagnosis.blocks:
-            yield f"{f'layer {block.layer}, {block.kind}':32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
+            yield f"{block.place:32} {block.error:8.1e} {block.own:8.1e} {block.ratio:6.1f}"
     for cause in diagnosis.causes:
         if lines := _changes(cause.remedy, diagnosis.hosts):
             yield from ("", f"to fix {cause.key}:", *lines)
@@ -93,7 +93,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     if out and diagnosis.verdict in ("partly", "unexplained"):
         most = max(out, key=lambda block: block.ratio)
         count = f"{len(out)} of {len(diagnosis.blocks)} blocks"
-        yield f"where: layer {most.layer}, {most.kind}, {most.ratio:.1f} of rounding's; {count}"
+        yield f"where: {most.place}, {most.ratio:.1f} of rounding's; {count}"
     if diagnosis.begins is not None:
         yield f"where: begins at token {diagnosis.begins} of a response; before that it is rounding"
     if diagnosis.verdict == "clean" and abs(diagnosis.tokens_test.z) >= DOUBTFUL:

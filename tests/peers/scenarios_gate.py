@@ -9,7 +9,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import json
-from contextlib import nullcontext, redirect_stdout
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +17,7 @@ from unittest.mock import patch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.vllm import weights
 from mismatch_ext.adapters.vllm.doctor import VllmEngine
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from examples.arithmetic.shipped import FOLDER
 
@@ -26,7 +27,12 @@ RUNS: dict[str, list[str]] = {
     "exact": ["--dtype", "float32", "--exact"],
     "lost": [],
     "temperature": ["--sampling", "temperature=0.9"],
+    "tied": ["--dtype", "float32"],
+    "stale head": ["--dtype", "float32"],
 }
+
+TIED = ("tied", "stale head")
+"""The runs of a model whose output head is tied to the embeddings."""
 
 
 def without_a_layer(engine: VllmEngine, model: Any) -> None:
@@ -36,16 +42,35 @@ def without_a_layer(engine: VllmEngine, model: Any) -> None:
     )
 
 
-def gated(out: str) -> dict[str, Any]:
-    """Return the exit status, the page and the JSON of each run."""
+def with_tied_head(out: Path) -> Path:
+    """Save the shipped model with the embeddings as its output head."""
+    model = AutoModelForCausalLM.from_pretrained(FOLDER / "dense")
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+    model.save_pretrained(out)
+    AutoTokenizer.from_pretrained(FOLDER / "dense").save_pretrained(out)
+    return out
+
+
+def planted(name: str) -> AbstractContextManager[Any]:
+    """Plant the fault of a run."""
+    if name == "lost":
+        return patch.object(VllmEngine, "update", without_a_layer)
+    if name == "stale head":
+        return patch.object(weights, "repack_tied_heads", lambda model: None)
+    return nullcontext()
+
+
+def gated(out: str, names: list[str]) -> dict[str, Any]:
+    """Return the exit status, the page and the JSON of some of the runs."""
     found = {}
-    for name, arguments in RUNS.items():
+    for name in names:
         log, figures = Path(out) / f"{name}.txt", Path(out) / name / "gate.json"
-        lost = patch.object(VllmEngine, "update", without_a_layer) if name == "lost" else nullcontext()
-        words = ["gate", "--model", str(FOLDER / "dense"), "--prompts", "examples/doctor/prompts.jsonl", "--quick"]
+        model = with_tied_head(Path(out) / name / "model") if name in TIED else FOLDER / "dense"
+        words = ["gate", "--model", str(model), "--prompts", "examples/doctor/prompts.jsonl", "--quick"]
         words += ["--engine-arg", "max_model_len=256", "--max-tokens", "64", "--json", str(figures)]
-        with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed), lost:
-            status = cli.main([*words, *arguments])
+        with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed), planted(name):
+            status = cli.main([*words, *RUNS[name]])
         data = json.loads(figures.read_text(encoding="utf-8"))
         found[name] = {"status": status, "page": log.read_text(encoding="utf-8"), **data}
     return found

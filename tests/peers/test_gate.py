@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from mismatch_ext.adapters import cli
@@ -19,13 +19,19 @@ else:
     scenarios = named("tests.peers.scenarios_gate")
 
 
+def check(found: dict[str, Any], admitted: dict[str, bool]) -> None:
+    for name, passes in admitted.items():
+        page = found[name]["page"]
+        assert found[name]["status"] == (0 if passes else 1) and found[name]["passes"] == passes, page
+        assert len(page.splitlines()) <= 60
+
+
 @pytest.mark.engine
 @pytest.mark.numeric
 def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperature(run: Run, tmp_path: Path) -> None:
-    found = run(scenarios.gated, out=str(tmp_path)).expect()
-    for name, wanted in (("bfloat16", 0), ("float32", 0), ("exact", 1), ("lost", 1), ("temperature", 1)):
-        assert found[name]["status"] == wanted, found[name]["page"]
-        assert len(found[name]["page"].splitlines()) <= 60 and found[name]["passes"] == (wanted == 0)
+    admitted = {"bfloat16": True, "float32": True, "exact": False, "lost": False, "temperature": False}
+    found = run(scenarios.gated, out=str(tmp_path), names=list(admitted)).expect()
+    check(found, admitted)
     figures = {name: {figure["name"]: figure["value"] for figure in found[name]["figures"]} for name in found}
     largest, bits = "largest difference (nats)", "tokens equal to the last bit"
     assert figures["float32"][largest] < 1e-3 < figures["bfloat16"][largest]
@@ -34,6 +40,18 @@ def test_a_gate_admits_sides_that_round_and_refuses_a_lost_layer_and_a_temperatu
     assert "first block that differs: layer 2, mlp" in found["lost"]["page"], found["lost"]["page"]
     assert found["temperature"]["failed"] == ["error of the engine in units of rounding"]
     assert "weights: sent 2 times to an engine that started with made-up ones" in found["bfloat16"]["page"]
+
+
+@pytest.mark.engine
+@pytest.mark.numeric
+def test_a_gate_admits_a_tied_head_and_names_one_that_updates_do_not_reach(run: Run, tmp_path: Path) -> None:
+    admitted = {"tied": True, "stale head": False}
+    found = run(scenarios.gated, out=str(tmp_path), names=list(admitted)).expect()
+    check(found, admitted)
+    # Attention and MLP of each of the four layers, and the head.
+    assert "| blocks that differ, of 9 | 0 |" in found["tied"]["page"]
+    assert "| blocks that differ, of 9 | 1 |" in found["stale head"]["page"]
+    assert "first block that differs: output head (" in found["stale head"]["page"]
 
 
 def test_a_gate_of_no_batches_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

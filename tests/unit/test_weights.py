@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from mismatch_ext.states import from_json, to_json
 from mismatch_ext.weights import (
     CEILING,
     FLOOR,
+    OUTPUT_HEAD,
     SAMPLED_ROWS,
     BitSums,
     Decoded,
@@ -198,6 +200,7 @@ SAME = TensorComparison(name="embed.weight", equal=True, max_abs_diff=0.0)
 OLD = TensorComparison(name="norm.weight", equal=False, max_abs_diff=1e-3, matches_previous=True)
 OTHER = TensorComparison(name="lm_head.weight", equal=False, max_abs_diff=0.7, matches_previous=False)
 NAN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=float("nan"))
+HEAD = TensorComparison(name=OUTPUT_HEAD, equal=False, max_abs_diff=0.4)
 UNKNOWN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=None)
 
 
@@ -210,6 +213,10 @@ UNKNOWN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=None)
         ((OLD, OTHER), "stale", "2 of 2"),
         ((OTHER, NAN), "garbled", "such as embed.weight by nan"),
         ((SAME, UNKNOWN), "garbled", "such as embed.weight."),
+        ((SAME, HEAD), "garbled", "The output head does not compute with the weights that it holds; 1 other tensors are"),
+        ((SAME, HEAD), "garbled", "call lm_head.quant_method.process_weights_after_loading(lm_head)"),
+        ((SAME, replace(HEAD, equal=True)), "in_sync", "1 tensors are equal bit by bit"),
+        ((SAME, OTHER, HEAD), "garbled", "1 of 2 tensors differ from the trainer's, such as lm_head.weight by 0.7."),
     ],
 )  # fmt: skip
 def test_exact_comparisons_decide_below_the_numeric_floor(

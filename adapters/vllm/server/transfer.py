@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.vllm.head import repack_tied_heads
 from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -73,9 +74,11 @@ class HttpWeightTransferEngine(WeightTransferEngine[HttpInit, HttpUpdate]):
         self.model.load_weights(loaded)  # type: ignore[operator]
 
     def finish_weight_update(self) -> None:
-        """Pack the complete layers, as after the first load."""
+        """Pack the complete layers, as after the first load, and on a CPU the output heads that are tied to the embeddings."""
         try:
             finalize_layerwise_reload(self.model, self.model_config)
+            if self.device.type == "cpu":
+                repack_tied_heads(self.model)
         finally:
             self._repairs.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.doctor.blocks import alike, compared
+from mismatch_ext.adapters.doctor.blocks import HiddenStates, alike, compared
 from mismatch_ext.adapters.placeholders import placeholders_of
 from mismatch_ext.adapters.transformers.doctor.in_run import buffers_of, class_of, copy_of, unexaminable
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
@@ -84,12 +84,12 @@ def test_blocks_of_a_hybrid_are_paired_and_one_that_is_cut_differently_is_left_o
             hybrid(torch.tensor([ids]))
         # vLLM has this name for it.
         parts = {(at[0], at[1].replace("conv", "short_conv")): (x[0], y[0]) for at, (x, y) in held.items()}
-        found = compared(scorer, [ids], [parts])
+        found = compared(scorer, HiddenStates(rows=[ids], blocks=[parts]))
         assert [(block.layer, block.kind) for block in found] == [
             (0, "conv"), (0, "feed_forward"), (1, "feed_forward"), (1, "attention")
         ] and max(block.ratio for block in found) < 1  # fmt: skip
         parts[0, "short_conv"] = (parts[0, "short_conv"][0] / 2, parts[0, "short_conv"][1])
-        kept, note = alike(scorer, compared(scorer, [ids], [parts]))
+        kept, note = alike(scorer, compared(scorer, HiddenStates(rows=[ids], blocks=[parts])))
         assert len(kept) == count and note == (
             "1 of 4 blocks (conv) are left out, because one side cuts them differently" if count == 3 else ""
         )
