@@ -7,16 +7,22 @@ import os
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+os.environ["VLLM_SERVER_DEV_MODE"] = "1"  # so that this package's transfer of weights to servers is registered
 
+from copy import deepcopy
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
-from mismatch_ext.adapters.vllm import head, update_weights
+from mismatch_ext.adapters.vllm import head, update_weights, weights
 from mismatch_ext.adapters.vllm.engine import shutdown
+from mismatch_ext.adapters.vllm.remote import _base64
+from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.side import InProcess
 from torch import nn
 from vllm import LLM
+from vllm.config import WeightTransferConfig
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
@@ -46,7 +52,34 @@ def build(kind: str, vocabulary: int, *, tied: bool) -> nn.Module:
     return model
 
 
-def updated(out: str, kind: str, vocabulary: int, tied: bool, dtype: str, repaired: bool = True) -> dict[str, Any]:
+def send(llm: LLM, model: nn.Module, way: str) -> None:
+    """Send a model's weights to an engine.
+
+    Args:
+        llm: The engine.
+        model: The trainer's model.
+        way: "in process", "to a server" (what a server's worker does), or "reload" (vLLM's own, without a repair).
+    """
+    if way == "in process":
+        update_weights(llm, model.named_parameters())
+    elif way == "reload":
+        with patch.object(weights, "repack_tied_heads", lambda model: None):
+            update_weights(llm, model.named_parameters())
+    else:
+        llm.start_weight_update()
+        for name, values in model.named_parameters():
+            info = {
+                "names": [name],
+                "dtypes": ["float32"],
+                "shapes": [list(values.shape)],
+                "data": [_base64(values.detach())],
+            }
+            llm.llm_engine.collective_rpc("update_weights", kwargs={"update_info": info})
+        llm.finish_weight_update()
+        llm.reset_prefix_cache()
+
+
+def updated(out: str, kind: str, vocabulary: int, tied: bool, dtype: str, way: str = "in process") -> dict[str, Any]:
     """Update an engine twice, and compare it with the trainer's model before, between and after.
 
     Args:
@@ -55,11 +88,14 @@ def updated(out: str, kind: str, vocabulary: int, tied: bool, dtype: str, repair
         vocabulary: Its number of tokens; vLLM pads it to a multiple of 64.
         tied: Whether the head shares its weights with the embeddings.
         dtype: Both sides' dtype.
-        repaired: Whether updates pack the head again, as this package's do.
+        way: How the weights are sent, as for `send`.
     """
     model = build(kind, vocabulary, tied=tied)
     model.save_pretrained(out)  # type: ignore[operator]
-    llm = LLM(out, dtype=dtype, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True)
+    llm = LLM(
+        out, dtype=dtype, enforce_eager=True, max_model_len=128, skip_tokenizer_init=True,
+        weight_transfer_config=WeightTransferConfig(backend=BACKEND),
+    )  # fmt: skip
     side = InProcess(llm)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(3, vocabulary, (4, 24), generator=generator)
@@ -81,29 +117,15 @@ def updated(out: str, kind: str, vocabulary: int, tied: bool, dtype: str, repair
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.add_(torch.randn(parameter.shape, generator=generator) * STEP)
-            if repaired:
-                update_weights(llm, model.named_parameters())
-            else:
-                with _as_upstream():
-                    update_weights(llm, model.named_parameters())
+            send(llm, model, way)
             look()
     finally:
         shutdown(llm)
     return {"looks": looks}
 
 
-def _as_upstream() -> Any:
-    from unittest.mock import patch
-
-    from mismatch_ext.adapters.vllm import weights
-
-    return patch.object(weights, "repack_tied_heads", lambda model: None)
-
-
 def _logprobs(model: nn.Module, tokens: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a copy's log-probabilities `[N, T-1]`, float64, in a dtype."""
-    from copy import deepcopy
-
     with torch.no_grad():
         logits = deepcopy(model).to(dtype)(tokens).logits.float()
     return logits.log_softmax(-1)[:, :-1].gather(2, tokens[:, 1:, None])[..., 0].double()

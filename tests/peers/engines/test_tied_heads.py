@@ -37,9 +37,23 @@ def test_an_update_reaches_the_output_head(run: Run, tmp_path: Path, name: str, 
     assert all(look["head is its weights"] == [True] for look in found["looks"]), found
 
 
+def test_an_update_over_http_reaches_the_output_head(run: Run, tmp_path: Path) -> None:
+    found = run(
+        scenarios.updated,
+        out=str(tmp_path),
+        kind="llama",
+        vocabulary=320,
+        tied=True,
+        dtype="float32",
+        way="to a server",
+    ).expect()
+    fresh, *after = found["looks"]
+    assert all(look["gap"] < 10 * fresh["gap"] and look["head is its weights"] == [True] for look in after), found
+
+
 def test_a_head_that_an_update_has_missed_is_seen(run: Run, tmp_path: Path) -> None:
     found = run(
-        scenarios.updated, out=str(tmp_path), kind="llama", vocabulary=320, tied=True, dtype="float32", repaired=False
+        scenarios.updated, out=str(tmp_path), kind="llama", vocabulary=320, tied=True, dtype="float32", way="reload"
     ).expect()
     fresh, *after = found["looks"]
     is_stale = [look["gap"] > 10 * fresh["gap"] for look in after]
