@@ -13,6 +13,7 @@ WORKAROUND = "`update_weights` (adapters/vllm/weights.py) packs the head again a
 ALONE = True
 EXPECTED = 0
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64, "num_attention_heads": 2}
+torch.manual_seed(0)
 TRAINER = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **SIZES)).requires_grad_(False)
 TRAINER.save_pretrained(FOLDER := tempfile.mkdtemp())
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -22,7 +23,7 @@ RELOAD = ENGINE.llm_engine.model_executor.driver_worker.model_runner.reload_weig
 
 def seen(load=lambda llm, weights: RELOAD(weights_iterator=weights)) -> float:
     """Update the engine by its own reload, and return how far it then is from the trainer's model, in nats per token."""
-    TRAINER.get_input_embeddings().weight += torch.randn(64, 64, generator=torch.Generator().manual_seed(0)) / 10
+    TRAINER.get_input_embeddings().weight += torch.randn(64, 64) / 10
     load(ENGINE, TRAINER.named_parameters())
     trainers = TRAINER(torch.arange(32)[None]).logits.log_softmax(-1)[0, range(31), range(1, 32)]
     settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
