@@ -9,6 +9,7 @@ os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import json
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
@@ -61,16 +62,18 @@ def planted(name: str) -> AbstractContextManager[Any]:
     return nullcontext()
 
 
-def gated(out: str, names: list[str]) -> dict[str, Any]:
-    """Return the exit status, the page and the JSON of some of the runs."""
+def gated(out: str, names: list[str], model: str | None = None, more: Sequence[str] = ()) -> dict[str, Any]:
+    """Return the exit status, the page and the JSON of some runs, with more arguments; of another model if one is given."""
     found = {}
     for name in names:
         log, figures = Path(out) / f"{name}.txt", Path(out) / name / "gate.json"
-        model = with_tied_head(Path(out) / name / "model") if name in TIED else FOLDER / "dense"
-        words = ["gate", "--model", str(model), "--prompts", "examples/doctor/prompts.jsonl", "--quick"]
+        folder = model
+        if folder is None:
+            folder = with_tied_head(Path(out) / name / "model") if name in TIED else FOLDER / "dense"
+        words = ["gate", "--model", str(folder), "--prompts", "examples/doctor/prompts.jsonl", "--quick"]
         words += ["--engine-arg", "max_model_len=256", "--max-tokens", "64", "--json", str(figures)]
         with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed), planted(name):
-            status = cli.main([*words, *RUNS[name]])
+            status = cli.main([*words, *RUNS[name], *more])
         data = json.loads(figures.read_text(encoding="utf-8"))
         found[name] = {"status": status, "page": log.read_text(encoding="utf-8"), **data}
     return found
