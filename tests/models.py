@@ -11,7 +11,7 @@ from examples.arithmetic.recipe import RECIPES, build_model
 from examples.arithmetic.tokenizer import make_tokenizer
 
 
-def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: int = 0) -> Path:
+def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: int = 0, tied: bool = True) -> Path:
     """Save a two-layer checkpoint of hidden size 64, with its tokenizer.
 
     The initial weights are drawn wider than usual (standard deviation 0.2): the policy is then far enough
@@ -23,6 +23,7 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: i
         directory: folder to write; created when missing.
         seed: seed of the weights.
         extra_vocabulary: rows of the model's vocabulary beyond the tokenizer's.
+        tied: whether a dense model's output head is tied to its embeddings.
 
     Returns:
         `directory`.
@@ -40,7 +41,7 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: i
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = build_model(recipe, extra_vocabulary=extra_vocabulary)
-    if kind == "dense":
+    if kind == "dense" and tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
     model.save_pretrained(directory)
