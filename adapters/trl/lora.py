@@ -39,6 +39,21 @@ def check_base(model: nn.Module) -> None:
                 )
 
 
+def check_tied(model: Any) -> None:
+    """Refuse adapters of embeddings that are tied to the output head: merged for the engine, they would change its head too."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if not isinstance(embeddings, BaseTunerLayer) or head is None:
+        return
+    if getattr(head, "weight", None) is embeddings.get_base_layer().weight:
+        raise ConfigError(
+            "the adapters change embeddings that are tied to the model's output head. The trainer's head does not have the "
+            "adapters, and the engine's would have them, because TRL merges them into the shared weights. Remove 'embed_tokens' "
+            "from target_modules."
+        )
+
+
 class Base:
     """The base model of a policy that trains adapters."""
 

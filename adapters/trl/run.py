@@ -34,7 +34,7 @@ from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
-from mismatch_ext.adapters.trl.lora import Base, check_base
+from mismatch_ext.adapters.trl.lora import Base, check_base, check_tied
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -148,6 +148,7 @@ class TrlRun(TrainerRun):
         if trainer.use_vllm and is_peft_model(trainer.model):
             with self.verdicts.checking("lora"):
                 check_base(trainer.model)
+                check_tied(trainer.model)
         if self.block.routing is not None:
             try:
                 self.scoring.routing = ScoreReplay(self.block.routing, trainer.model, trainer.args.seed)

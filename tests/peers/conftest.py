@@ -74,6 +74,12 @@ def dense(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
+def untied(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a tiny dense checkpoint in float32 with an output head of its own."""
+    return tiny_model("dense", tmp_path_factory.mktemp("models") / "untied", tied=False)
+
+
+@pytest.fixture(scope="session")
 def dense_fp16(dense: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the tiny checkpoint in float16: where the CPU has no float16 products, stock TRL can update its engine."""
     out = tmp_path_factory.mktemp("models") / "dense-fp16"

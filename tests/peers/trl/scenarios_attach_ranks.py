@@ -34,7 +34,7 @@ def spoil_on_one_rank(trainer: Any) -> None:
         result = generate(*args, **kwargs)
         calls.append(1)
         if len(calls) == 2 and trainer.accelerator.process_index == 1:
-            result[2][3][1][0] = None
+            result[2][3][0][0] = None
         return result
 
     trainer.vllm_generation.generate = spoiled

@@ -156,4 +156,4 @@ def test_two_ranks(kind: str, dense_fp16: Path, tmp_path: Path, monkeypatch: pyt
     (whole, both), (_, half) = (series(runs[0], "mismatch/tokens") for runs in (measured, nan))
     assert series(nan[1], "mismatch/tokens") == [whole, half] and 0 < half < both
     assert len(nan[0]["findings"]) == 2  # each rank's, and the main process has written both
-    assert all("gap failed at step 1" in one and "rollout_logprobs[3, 1]" in one for one in nan[0]["findings"])
+    assert all("gap failed at step 1" in one and "rollout_logprobs[3, 0]" in one for one in nan[0]["findings"])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import torch
-from mismatch_ext.adapters.trl.lora import check_base
+from mismatch_ext.adapters.trl.lora import check_base, check_tied
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
@@ -57,3 +57,15 @@ def test_a_quantized_base_is_refused(dense: Path) -> None:
     base.weight = torch.nn.Parameter((base.weight * 99).to(torch.int8), requires_grad=False)
     with pytest.raises(ConfigError, match=r"Linear.weight holds torch.int8.*Load the base in bfloat16"):
         check_base(adapted)
+
+
+def test_adapters_of_tied_embeddings_are_refused(dense: Path, untied: Path) -> None:
+    for modules in (["q_proj"], ["q_proj", "embed_tokens"]):
+        for folder in (dense, untied):
+            model = AutoModelForCausalLM.from_pretrained(folder)
+            adapted = get_peft_model(model, LoraConfig(r=2, target_modules=modules))
+            if folder == dense and "embed_tokens" in modules:
+                with pytest.raises(ConfigError, match="Remove 'embed_tokens' from target_modules"):
+                    check_tied(adapted)
+            else:
+                check_tied(adapted)

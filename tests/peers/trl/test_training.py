@@ -173,9 +173,9 @@ def test_mixin_over_a_users_own_trainer(run: Run, dense: Path, tmp_path: Path) -
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_lora_adapters_reach_the_engine_and_are_left_unmerged(
-    run: Run, dense: Path, tmp_path: Path, dtype: str
+    run: Run, untied: Path, tmp_path: Path, dtype: str
 ) -> None:
-    result = run(scenarios.lora, model=dense, out=tmp_path, dtype=dtype).expect()
+    result = run(scenarios.lora, model=untied, out=tmp_path, dtype=dtype).expect()
     assert result["verdict"] == "in_sync" and result["moved"] > 1e-2 and result["merged"] == []
     # Examined on what the engine was sent, which is merged.
     (event,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
