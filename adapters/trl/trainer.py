@@ -48,7 +48,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         self.mm = mm = TrlRun(self, block, config)
         _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
-        with config.claimed(), patched as patches:
+        with patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             super().__init__(model, *args, **kwargs)
