@@ -10,9 +10,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import requests
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import SeamError
+from mismatch_ext.errors import EngineError, SeamError
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.copies import HARMFUL, HARMLESS, copied
 
@@ -123,6 +124,38 @@ def test_the_server_clients_overrides_do_so_too(monkeypatch: pytest.MonkeyPatch)
     for name, arguments in given.items():
         getattr(mine, name)(*arguments, of_a_later_release=True)
         assert heard.pop() == {"of_a_later_release": True}, name
+
+
+def test_requests_to_a_server_keep_what_a_later_release_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = importlib.import_module("mismatch_ext.adapters.trl.server_client")
+    heard: list[dict[str, Any]] = []
+
+    class Session(requests.Session):
+        def request(self, method: str, url: str, **given: Any) -> Any:  # type: ignore[override]
+            heard.append({"method": method, "url": url, **given})
+            answer = requests.Response()
+            answer.status_code, answer._content = 200, b'{"data": []}'
+            return answer
+
+    host = type("Host", (), {"base_url": "http://127.0.0.1:1", "session": Session(), "_silence": 20.0})
+    mine = object.__new__(client.client_of(lambda *_: None)(host))
+    given: dict[str, Any] = {"headers": {"Authorization": "Bearer mine"}, "params": {"of": "it"}, "timeout": 3}
+    body: dict[str, Any] = {"json": {"n": 1}, "files": {"image": b"1"}}
+    mine._get(f"{mine.base_url}/v1/models", **given)
+    mine._post(f"{mine.base_url}/start_weight_update", **given, **body)
+    mine._post(f"{mine.base_url}/v1/completions", **given, **body)
+    timeouts = [request.pop("timeout") for request in heard]
+    assert [seconds for _, seconds in timeouts] == [3, 3, 3]
+    sent = [(request.pop("method"), request.pop("url").removeprefix(mine.base_url)) for request in heard]
+    assert sent == [("GET", "/v1/models"), ("POST", "/start_weight_update"), ("POST", "/v1/completions")]
+    kept = {"headers": given["headers"], "params": given["params"], "allow_redirects": False}
+    assert heard == [kept, kept | body, kept | body]
+    mine._post(f"{mine.base_url}/v1/completions", json={})
+    assert heard[-1]["timeout"][1] is None  # a generation may take any time
+    for ask, options in ((mine._get, {"stream": True}), (mine._post, {"timeout": (3, 4)})):
+        with pytest.raises(EngineError, match=rf"trl .* VLLMClient.{ask.__name__} for /x with {list(options)[0]}"):
+            ask(f"{mine.base_url}/x", **options)
+    assert len(heard) == 4
 
 
 WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
