@@ -36,8 +36,10 @@ ENGINE_ONLY = (
 )  # fmt: skip
 
 
-class BlockAcceleratorConfig(AcceleratorConfig):  # type: ignore[misc]  # transformers has no types
+class BlockAcceleratorConfig(AcceleratorConfig):
     """The accelerator's options in a configuration with a block: each trainer's constructor asks for them as a mapping."""
+
+    _config: Any  # that the options are of
 
     @classmethod
     def of(cls, config: MismatchConfigMixin) -> BlockAcceleratorConfig:
@@ -57,8 +59,7 @@ class BlockAcceleratorConfig(AcceleratorConfig):  # type: ignore[misc]  # transf
         """Return the options as transformers holds them."""
         plain = AcceleratorConfig()
         vars(plain).clear()
-        vars(plain).update(vars(self))
-        del plain._config
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "_config"})
         return plain
 
 
@@ -101,7 +102,7 @@ class MismatchConfigMixin(_Host):
             self._follow_objective(block)
         super().__post_init__()
         if given is not None:
-            self.accelerator_config = BlockAcceleratorConfig.of(self)
+            self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
             with verdicts.checking("settled_settings"):
                 self._check_settled(block)
 

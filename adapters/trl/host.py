@@ -517,7 +517,8 @@ class MeasuredTrainer(_Host):
         if self.mm is None:
             super().create_accelerator_and_postprocess(*args, **kwargs)
             return
-        with self.args.claimed():
+        config: Any = self.args
+        with config.claimed():
             super().create_accelerator_and_postprocess(*args, **kwargs)
         self.mm.accelerator_created()
 

@@ -136,7 +136,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
     with mm.verdicts.checking("versions"):
         server = config.vllm_mode == "server"
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-        check_loss(trainer, block, getattr(config, "loss_type", ""))
+        mm.objective.reads = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):
