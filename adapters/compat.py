@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import sys
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PeerVersionError
-from mismatch_ext.seams import FEATURES, Host, Refusal, Seam, examine, survey
+from mismatch_ext.seams import FEATURES, Host, Refusal, Seam, examine, named, survey
 from mismatch_ext.versions import PEERS, accepted, on_cpu_build, warn_untested
 
 HERE = Path(__file__).parent
@@ -124,4 +125,36 @@ def hosts() -> tuple[Host, ...]:
 
 def installed_environment(*, importing: bool = False) -> dict[str, Any]:
     """Examine everything that is installed here. It takes a second, or with imports about half a minute."""
-    return survey(declared(), refusals(), hosts(), importing=importing)
+    found = survey(declared(), refusals(), hosts(), importing=importing)
+    if importing:
+        for host in hosts():
+            features = found["hosts"][host.name]
+            if "not_installed" not in features:
+                found["notes"][host.name] = _examine_trl_loss(host, features)
+    return found
+
+
+def _examine_trl_loss(host: Host, features: dict[str, str | None]) -> dict[str, str]:
+    """Ask TRL's own loss, with TRL's default settings, whether it is the known one; return what is to be said by feature.
+
+    A feature that does not work with this loss gets the reason in `features`.
+    """
+    trainer = next((name for name in ("GRPOTrainer", "RLOOTrainer") if name in host.using), None)
+    if trainer is None or "trl" not in host.using:
+        return {}
+    try:
+        behavior = importlib.import_module(f"{__package__}.trl.behavior")
+    except Exception:  # noqa: BLE001 - whatever TRL raises where it does not fit its environment, the seams have said it
+        return {}
+    notes = dict[str, str]()
+    for feature in FEATURES:
+        if features[feature] is not None or feature.partition(".")[0] not in behavior.IN_OBJECTIVE:
+            continue
+        kind = getattr(behavior, trainer)
+        change, reads = behavior.examine_sections(kind, [feature], behavior.DEFAULT_LOSS)
+        added = reads.sentence()
+        if change is not None:
+            features[feature] = f"{named([feature])}: {trainer}._compute_loss: {change}."
+        elif added is not None:
+            notes[feature] = added
+    return notes

@@ -182,7 +182,13 @@ def survey(
         table[host.name] = {"not_installed": lacking[0]} if lacking else {
             feature: _reason(host, feature, here, changes, refusals) for feature in FEATURES
         }  # fmt: skip
-    return {"release": installed("mismatch-ext"), "imported": importing, "peers": peers, "hosts": table}
+    return {
+        "release": installed("mismatch-ext"),
+        "imported": importing,
+        "peers": peers,
+        "hosts": table,
+        "notes": {},  # by host and feature, what is to be said of one that works
+    }
 
 
 def _reason(
@@ -216,10 +222,13 @@ def table(data: dict[str, Any]) -> str:
     good, notes = "holds" if data["imported"] else "found", dict[str, int]()
     cells = [("feature", *there)]
     for feature in FEATURES:
-        reasons = [features[feature] for features in there.values()]
-        cells.append(
-            (feature, *(good if why is None else f"no [{notes.setdefault(why, len(notes) + 1)}]" for why in reasons))
-        )
+        row = [feature]
+        for name, reasons in there.items():
+            why = reasons[feature]
+            told = data["notes"].get(name, {}).get(feature) if why is None else why
+            number = "" if told is None else f" [{notes.setdefault(told, len(notes) + 1)}]"
+            row.append(f"{good if why is None else 'no'}{number}")
+        cells.append(tuple(row))
     lines += ["", *_columns(cells), "", _NAMES[data["imported"]], _BESIDE] if there else []
     lines += [f"[{number}] {reason}" for reason, number in notes.items()]
     lacking = {name: host["not_installed"] for name, host in data["hosts"].items() if name not in there}

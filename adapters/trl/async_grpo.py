@@ -592,8 +592,7 @@ class MismatchAsyncGRPOTrainer(MeasuredTrainer, AsyncGRPOTrainer):
         self.mm = mm = AsyncRun(self, block, config.output_dir)
         mm.verdicts.at(lambda: mm.step)
         check_peers(type(self), block, use_vllm=True, server=True)
-        with config.claimed():
-            super().__init__(model, *args, **kwargs)
+        super().__init__(model, *args, **kwargs)
         mm.begin(config)
 
     def get_train_dataloader(self) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.correction import native_options, own_options
 from mismatch_ext.adapters.trl.refusals import SETTINGS, check_sharding, refuse
-from transformers import Trainer, TrainerState
+from transformers import TrainerState
+from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig, RLOOConfig
 
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
@@ -34,6 +34,33 @@ ENGINE_ONLY = (
     "allowed_token_ids", "bad_words", "frequency_penalty", "logit_bias", "logits_processors", "min_tokens",
     "presence_penalty", "structured_outputs",
 )  # fmt: skip
+
+
+class BlockAcceleratorConfig(AcceleratorConfig):
+    """The accelerator's options in a configuration with a block: each trainer's constructor asks for them as a mapping."""
+
+    _config: Any  # that the options are of
+
+    @classmethod
+    def of(cls, config: MismatchConfigMixin) -> BlockAcceleratorConfig:
+        """Return the options of a configuration, which it gives to no trainer that does not know its block."""
+        made = cls()
+        vars(made).clear()
+        vars(made).update(vars(config.accelerator_config), _config=config)
+        return made
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options by name."""
+        self._config.expect_claimed()
+        options: dict[str, Any] = self.options().to_dict()
+        return options
+
+    def options(self) -> AcceleratorConfig:
+        """Return the options as transformers holds them."""
+        plain = AcceleratorConfig()
+        vars(plain).clear()
+        vars(plain).update({name: value for name, value in vars(self).items() if name != "_config"})
+        return plain
 
 
 @dataclass
@@ -59,7 +86,12 @@ class MismatchConfigMixin(_Host):
         },
     )
 
+    _claimed = False
+
     def __post_init__(self) -> None:
+        if isinstance(self.accelerator_config, BlockAcceleratorConfig):
+            # A copy with other settings, and perhaps without a block.
+            self.accelerator_config = self.accelerator_config.options()
         given = MismatchConfig.parse(self.mismatch)
         if given is not None:
             self.mismatch, block = given.to_dict(), given.acting
@@ -70,6 +102,7 @@ class MismatchConfigMixin(_Host):
             self._follow_objective(block)
         super().__post_init__()
         if given is not None:
+            self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
             with verdicts.checking("settled_settings"):
                 self._check_settled(block)
 
@@ -80,26 +113,28 @@ class MismatchConfigMixin(_Host):
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """Tell the configuration that the trainer which is being built knows the block."""
-        self._claimed = True
+        """Let the accelerator's options be read: a trainer that knows the block builds its accelerator from them."""
+        before, self._claimed = self._claimed, True
         try:
             yield
         finally:
-            self._claimed = False
+            self._claimed = before
 
-    @property
-    def train_batch_size(self) -> int:
-        """The batch size per process, as in the parent; a trainer whose constructor asks for it must know the block."""
-        asks = sys._getframe(1)  # a user may ask too
-        builds = asks.f_code.co_name == "__init__" and asks.f_globals.get("__name__") == Trainer.__module__
-        if builds and self.mismatch is not None and not getattr(self, "_claimed", False):
-            with self._verdicts.checking("trainer"):
-                raise ConfigError(
-                    f"mismatch={self.mismatch!r} was given, but the trainer does not know the block and would run without it; "
-                    "use MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
-                )
-        size: int = super().train_batch_size
-        return size
+    def to_dict(self) -> dict[str, Any]:
+        """Return all settings as JSON-able data, as in the parent."""
+        with self.claimed():
+            settings: dict[str, Any] = super().to_dict()
+        return settings
+
+    def expect_claimed(self) -> None:
+        """Refuse a trainer that would build its accelerator and train without the block."""
+        if self._claimed:
+            return
+        with self._verdicts.checking("trainer"):
+            raise ConfigError(
+                f"mismatch={self.mismatch!r} was given to a trainer that does not know it, and would train without it. Use "
+                "MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+            )
 
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""

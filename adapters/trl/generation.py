@@ -104,7 +104,10 @@ class CheckedGeneration:
         with together(ranks), self._to_the_end():
             self.engine.update(partial(self._plain_sync, *args, **kwargs), self._sent_parameters)
         self.weight_version += 1
-        stepped, self._sent_at = self._sent_at not in (None, self.run.step), self.run.step
+        stepped = self._sent_at not in (None, self.run.step)
+        if ranks.size == self.run.ranks.size:
+            # Ranks decide by this whether to update together, so that an update on one of them does not count.
+            self._sent_at = self.run.step
         with alone(), self.verdicts.checking("precision"), together(ranks):
             self.run.sent(frozenset(self._sending.dtypes))
         if scores is not None:
@@ -156,19 +159,21 @@ class CheckedGeneration:
             patch_digest=self.patch_digest,
         )
 
-    def send_moved(self, ranks: Ranks = ONE_PROCESS) -> None:
-        """Update the engine if the weights changed without a step, as when a checkpoint is loaded: TRL counts steps alone."""
-        if self.verifies and not self.verdicts.observes and any(ranks.gather(self.verifier.moved())):
-            self._sync(ranks)
+    def send_moved(self) -> None:
+        """Update the engine if weights changed without a step, as when a checkpoint is loaded; all ranks do so together."""
+        # TRL counts steps alone.
+        if self.verifies and not self.verdicts.observes and any(self.run.ranks.gather(self.verifier.moved())):
+            self._sync(self.run.ranks)
         self._sent_at = self.run.step
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and check the rollouts as records with their provenance; `keeping` collects the records."""
-        # A rank may generate by itself, also in a batch: with more turns than other ranks, or in a `rollout_func`.
-        if self._kept is None:
+        # A rank may generate by itself: with more turns than others in a batch, in a `rollout_func`, or in a callback.
+        in_batch = self._kept is not None
+        if self.run.ranks.size == 1 and not in_batch:
             self.send_moved()
-        elif self._sent_at != self.run.step:
-            self.send_moved(self.run.ranks)  # a subclass generates without TRL's update
+        if in_batch and self._sent_at != self.run.step:
+            self.send_moved()  # a subclass generates without TRL's update
         self.sync_if_asleep()
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
@@ -210,7 +215,7 @@ class CheckedGeneration:
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
         """Add to a list what is generated in a block, which all ranks enter; `agree` tells whether it is refused."""
         if self._sent_at == self.run.step:
-            self.send_moved(self.run.ranks)  # otherwise TRL sends the weights before it generates
+            self.send_moved()  # otherwise TRL sends the weights before it generates
         with overridden(self, _kept=records, _refused=None):
             yield
 

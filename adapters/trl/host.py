@@ -514,9 +514,13 @@ class MeasuredTrainer(_Host):
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        super().create_accelerator_and_postprocess(*args, **kwargs)
-        if self.mm is not None:
-            self.mm.accelerator_created()
+        if self.mm is None:
+            super().create_accelerator_and_postprocess(*args, **kwargs)
+            return
+        config: Any = self.args
+        with config.claimed():
+            super().create_accelerator_and_postprocess(*args, **kwargs)
+        self.mm.accelerator_created()
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; the metrics file says how it ended."""

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers.logits import completion_logits
+from mismatch_ext.adapters.trl.behavior import Reads
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -25,13 +26,14 @@ from trl import GRPOTrainer
 from trl.trainer.utils import use_adapter
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, SeamError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import over_ranks
+from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.host import Gap
@@ -69,6 +71,7 @@ class Objective:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
         self.losses = 0  # that came through `loss`
+        self.reads = Reads()  # beside what TRL's loss is known to read
         self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
@@ -135,6 +138,44 @@ class Objective:
             with together(run.ranks):
                 sums = kl_sums(old, output["ref_per_token_logps"], mask)
             term.add(over_ranks(sums, run.ranks))
+
+    def expect_known_inputs(self, output: Mapping[str, Any]) -> None:
+        """Refuse sections on top of an input that TRL's tested versions do not read, if this batch has one that counts.
+
+        Args:
+            output: A batch, as TRL is about to train on it.
+
+        Raises:
+            SeamError: TRL's loss is another without the input, or its scores may be.
+        """
+        sections = self._sections_on_top()
+        if not sections:
+            return
+        keys = set(self.reads.inputs)
+        if self.run.block.sampling_mask is not None:
+            keys |= self.reads.handed  # TRL's own masks and this package's would cut off twice
+        for key in sorted(keys):
+            if output.get(key) is None:
+                continue
+            if key in self.reads.handed or depends_on(self.trainer, output, key):
+                version = installed("trl")
+                raise SeamError(
+                    f"{' and '.join(sections)}: the batch has {key!r}, which tested versions of TRL do not read, and trl "
+                    f"{version} trains differently with it. What the two would come to together is not known. Remove these "
+                    f"sections and leave it to TRL, or install a version that was run (pip install "
+                    f"trl=={PEERS['trl'].nearest(version)})."
+                )
+
+    def _sections_on_top(self) -> list[str]:
+        """Return the sections by which this package changes scores, weights or terms of TRL's loss."""
+        run, sections = self.run, list[str]()
+        if run.kl is not None and run.kl.config.in_loss:
+            sections.append("mismatch.kl")
+        if run.correction is not None:  # otherwise TRL's own options do what was asked
+            sections.append("mismatch.correction")
+        if run.block.sampling_mask is not None:
+            sections.append("mismatch.sampling_mask")
+        return sections
 
     # The loss.
 
@@ -307,22 +348,9 @@ def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
     completion_mask = inputs["completion_mask"]
     zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
     logps = zero.clone().requires_grad_()
-    args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
-    args.use_bias_correction_kl = False
-    # What TRL logs over ranks is dropped, and costs no collective.
-    accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
-    vars(stand_in).update(
-        args=args,
-        accelerator=accelerator,
-        beta=1.0,
-        aux_loss_enabled=False,
-        off_policy_mask_threshold=None,
-        top_entropy_quantile=1.0,
-        entropy_coef=0.0,
-        use_adaptive_entropy=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, zero, None),
-    )
+    stand_in = _stand_in(trainer, logps)
+    stand_in.args.use_bias_correction_kl = False
+    vars(stand_in).update(beta=1.0, off_policy_mask_threshold=None, top_entropy_quantile=1.0, entropy_coef=0.0)
     with torch.enable_grad():
         loss = GRPOTrainer._compute_loss(stand_in, model, _probe(inputs, zero))
         weights: Tensor = torch.autograd.grad(loss, logps)[0]
@@ -335,6 +363,43 @@ def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
             "TRL's _compute_loss calls, or these sections."
         )
     return weights
+
+
+def _stand_in(trainer: Any, logps: Tensor) -> Any:
+    """Return a copy of a trainer whose loss is of given log-probabilities, and leaves the trainer's log as it is."""
+    args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
+    entropies = torch.zeros_like(logps)
+    # What TRL logs over ranks is dropped, and costs no collective.
+    accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
+    vars(stand_in).update(
+        args=args,
+        accelerator=accelerator,
+        aux_loss_enabled=False,
+        use_adaptive_entropy=False,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, entropies, None),
+    )
+    return stand_in
+
+
+def depends_on(trainer: Any, inputs: Mapping[str, Any], key: str) -> bool:
+    """Tell whether an input changes TRL's own loss of a batch or its slope, in made-up log-probabilities near the batch's own."""
+    found: list[tuple[Tensor, Tensor]] = []
+    for given in (dict(inputs), {name: value for name, value in inputs.items() if name != key}):
+        mask = inputs["completion_mask"]
+        waves = torch.sin(torch.arange(mask.numel(), dtype=torch.float32, device=mask.device)).view(mask.shape)
+        near = inputs.get("old_per_token_logps")
+        logps = (0.1 * waves - 1 if near is None else near.float() + 0.1 * waves).requires_grad_()
+        try:
+            with torch.enable_grad():
+                stand_in = _stand_in(trainer, logps)
+                stand_in.top_entropy_quantile = 1.0  # all entropies are equal here
+                loss = GRPOTrainer._compute_loss(stand_in, trainer.model, given)
+                found.append((loss.detach(), torch.autograd.grad(loss, logps)[0]))
+        except Exception:  # noqa: BLE001 - whatever it is, the loss does not go on as it did
+            return True
+    (loss, slope), (loss_without, slope_without) = found
+    return not (torch.equal(loss, loss_without) and torch.equal(slope, slope_without))
 
 
 def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:

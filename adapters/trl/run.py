@@ -219,6 +219,8 @@ class TrlRun(TrainerRun):
             self.warn(READINESS, self.readiness)
         if self._unchecked is not None:
             self.warn("server", self._unchecked)
+        if (added := self.objective.reads.sentence()) is not None:
+            self.warn("trl_loss", added)
         settings = None if self.correction is None else self.correction.settings
         if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
             engine: EngineReading = self.readings["engine"]
@@ -364,6 +366,7 @@ class TrlRun(TrainerRun):
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
         with together(self.ranks):
+            self.objective.expect_known_inputs(output)
             self.scoring.expect_old(batch, output)
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))

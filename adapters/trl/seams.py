@@ -143,6 +143,14 @@ SEAMS = (
         upstream=_TRAINER,
     ),
     Seam(
+        name="transformers/accelerator_options",
+        features=("monitor",),
+        what="refusing a trainer that would ignore the block",
+        claims=(exists("transformers.trainer_pt_utils:AcceleratorConfig.to_dict"),),
+        checked="the options of an accelerator are given to our trainers alone",
+        upstream=_TRAINER,
+    ),
+    Seam(
         name="transformers/loss",
         features=_IN_OBJECTIVE,
         what="counting the losses that come through this package's",

@@ -48,7 +48,7 @@ class MismatchTrainerMixin(MeasuredTrainer):
         self.mm = mm = TrlRun(self, block, config)
         _check(type(self), block, config, mm, kwargs)
         patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
-        with config.claimed(), patched as patches:
+        with patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             super().__init__(model, *args, **kwargs)
@@ -136,7 +136,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
     with mm.verdicts.checking("versions"):
         server = config.vllm_mode == "server"
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-        check_loss(trainer, block, getattr(config, "loss_type", ""))
+        mm.objective.reads = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

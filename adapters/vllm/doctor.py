@@ -12,6 +12,7 @@ from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.head import compute_logits, plain_head
+from mismatch_ext.adapters.vllm.probes import prefill_params
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, to_traces
 from mismatch_ext.adapters.vllm.weights import update_weights
@@ -156,12 +157,8 @@ class VllmEngine:
         return None if head is None else compute_logits(head)
 
     def _prefilled(self, rows: list[list[int]]) -> list[RequestOutput]:
-        from vllm import SamplingParams
-
         requests: list[TokensPrompt] = [{"prompt_token_ids": ids} for ids in rows]
-        return self._generated(
-            requests, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
-        )
+        return self._generated(requests, prefill_params())
 
     def _scored(self, sample: Sample, outputs: list[RequestOutput]) -> Sample:
         whole = sequences(sample)

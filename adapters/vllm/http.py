@@ -59,8 +59,14 @@ class ServerHttp(HttpClient):
         """Return the answer to a request."""
         return self.json("POST", path, json=body, **options)
 
-    def generate(self, path: str, body: Any) -> Any:
+    def generate(self, path: str, json: Any = None, *, timeout: float | None = None, **options: Any) -> Any:
         """Return the answer to a request that may take any time, as long as the engine answers other requests meanwhile.
+
+        Args:
+            path: Path at the server.
+            json: The body.
+            timeout: Seconds that it may be silent after all; None for any time.
+            options: As for `ask`.
 
         Raises:
             EngineError: The server cannot be reached, or its engine has stopped.
@@ -70,7 +76,7 @@ class ServerHttp(HttpClient):
 
         def generate() -> None:
             try:
-                answers.append(self.post(path, body, timeout=float("inf")))
+                answers.append(self.post(path, json, timeout=float("inf") if timeout is None else timeout, **options))
             except Exception as error:  # noqa: BLE001  # raised again in the caller's thread
                 answers.append(error)
             ended.set()

@@ -11,16 +11,24 @@ from mismatch_ext.rng import forked_rng
 from mismatch_ext.weights import Decoded
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput
+    from vllm import LLM, RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
     from vllm.logprobs import Logprob
+
+
+def prefill_params() -> SamplingParams:
+    """Return parameters of a request that scores its prompt, as temperature 1 does, and leaves random numbers as they are."""
+    from vllm import SamplingParams
+
+    # vLLM insists on decoding one token. Its runner for GPUs draws a seed for each request that has none, even for a greedy
+    # one, from NumPy's global generator. Later rollouts and reward functions would then get other numbers.
+    return SamplingParams(max_tokens=1, temperature=0.0, seed=0, prompt_logprobs=0, detokenize=False)
 
 
 def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
     """Score fixed token sequences with the engine's present weights.
 
-    vLLM insists on decoding one token. It does so greedily, which draws no random number, so scoring leaves the engine's
-    sampling as it was. Scores come from the prompt path, at temperature 1 and without truncation of the support.
+    Scores come from the prompt path, at temperature 1 and without truncation of the support. Random numbers stay as they are.
 
     Args:
         llm: An engine in this process.
@@ -29,11 +37,8 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
     Returns:
         Log-probabilities `[N, T-1]`, float64, of tokens 1..T-1 given those before them.
     """
-    from vllm import SamplingParams
-
-    sampling = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-    outputs = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = llm.generate(prompts, prefill_params(), use_tqdm=False)
     rows = [
         [entry[token].logprob for entry, token in zip(_after_first(out), ids[1:], strict=True)]
         for out, ids in zip(outputs, token_ids, strict=True)

@@ -29,6 +29,9 @@ NEUTRAL = {
 }  # fmt: skip
 """Settings that sample from the model's own distribution, with the same random numbers each time, beyond the end of a text."""
 
+PREFILL = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "prompt_logprobs": 0}
+"""Settings that score a prompt. The seed keeps vLLM from drawing one out of the numbers that seed other requests."""
+
 
 class RemoteEngine:
     """A `vllm serve` with its development endpoints.
@@ -128,7 +131,7 @@ class RemoteEngine:
         All are NaN if the server says that one of them is not finite.
         """
         rows = tokens.tolist()
-        body = {"model": self.model, "prompt": rows, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        body = {"model": self.model, "prompt": rows, **PREFILL}
         try:
             choices = sorted(self.http.post(COMPLETIONS, body)["choices"], key=lambda choice: int(choice["index"]))
         except NonFiniteLogprobError:

@@ -13,6 +13,7 @@ import numpy as np
 from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine, whole
 from mismatch_ext.adapters.http import brief
+from mismatch_ext.adapters.vllm.remote import PREFILL
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
@@ -82,8 +83,7 @@ class VllmServer(ServedEngine):
 
         def ask_batch(batch: list[list[int]]) -> list[Choice]:
             # vLLM has to sample one token. The server's default settings change only this token, not the prompt's scores.
-            body = {"prompt": batch, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-            return read(self._post(body), batch, 1)
+            return read(self._post({"prompt": batch, **PREFILL}), batch, 1)
 
         scored = [choice for batch in self.server.client.each(ask_batch, batches, "scoring") for choice in batch]
         logprobs = tuple(

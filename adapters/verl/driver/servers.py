@@ -19,6 +19,8 @@ from mismatch_ext.weights import BitSums, Decoded
 
 REPORT = "mismatch_report"
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
+SEEDED = {"seed": 0}
+"""vLLM would draw a seed for a request without one, from numbers that seed other requests too."""
 DECODE = {"logprobs": True, "ignore_eos": True, "repetition_penalty": 1.0}
 DRAWN = DECODE | {"temperature": 1.0, "seed": 0}
 """vLLM draws with the request's own seed, and leaves its other random numbers as they are."""
@@ -116,7 +118,9 @@ def ask_decode(replica: Any, token_ids: Sequence[Sequence[int]], count: int) -> 
 
 def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
     """Ask a rollout server to score N sequences of the same length T; `answered` waits for it."""
-    return _generate(replica, token_ids, PROBE)
+    if _is_sglang(replica):
+        return _generate(replica, token_ids, PROBE)
+    return _generate(replica, token_ids, PROBE | SEEDED)
 
 
 def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[Any]:

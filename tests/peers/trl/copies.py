@@ -146,6 +146,25 @@ HARMLESS: dict[str, Change] = {
 }
 """By name, what changes nothing that we depend on."""
 
+LOSS = '        mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]\n'
+NEW_FLAG = (
+    '        if self.new_flag and inputs.get("release") is not None:\n            mask = mask * inputs["release"]\n'
+)
+NEW_RATIO = (
+    '        if inputs.get("top_p_ratio") is not None:\n'
+    '            per_token_loss = per_token_loss * inputs["top_p_ratio"]\n\n'
+)
+KL_ADDED = "        if self.beta != 0.0:\n            per_token_loss = per_token_loss + self.beta * per_token_kl\n"
+IN_A_BATCH = OUTPUT + '            "top_p_ratio": torch.full_like(completion_mask, 0.9, dtype=torch.float32),\n'
+
+ADDITIONS: dict[str, Change] = {
+    "an option and an input that are off": replaced(TRAINER, (LOSS, LOSS + NEW_FLAG)),
+    "an input that no batch has": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED)),
+    "an input of each batch": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED), (OUTPUT, IN_A_BATCH)),
+    "an input that it needs": replaced(TRAINER, (RATIO, RATIO + ' * inputs["top_p_ratio"]'), (OUTPUT, IN_A_BATCH)),
+}
+"""What a later release may read beside; the last two change what is trained."""
+
 HARMFUL: dict[str, tuple[Change, str]] = {
     "a new normalizer": (
         replaced(

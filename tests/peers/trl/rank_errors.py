@@ -165,6 +165,20 @@ def unequal_turns(fails: bool) -> str:
     return f"sent {found.weight_version} times"
 
 
+def sampled_alone(fails: bool) -> str:
+    """Sample on one rank alone between two batches, of an engine that is awake and of one that sleeps; weights are whole."""
+    found = checked(_sent_at=STEP - 1, _plain_parameters=lambda: iter([("first", torch.zeros(1))]))
+    found.run.score, found.run.fingerprint, found.verifier.moves = lambda probes: probes, lambda: "digest", True
+    sent = []
+    for asleep in (False, True):
+        found._inner._llm_weights_sleeping = asleep
+        if WORLD.rank == 0:
+            found.generate([])
+        with found.keeping([]):
+            sent.append(sum(gathered(found.weight_version)))
+    return f"sent {sent}"
+
+
 def moved_on_one(fails: bool) -> str:
     """Change the weights of one rank alone."""
     found = checked()
@@ -344,6 +358,7 @@ def async_grid(fails: bool) -> str:
 MIS = {"correction": {"preset": "token_truncate"}}
 CASES: dict[str, Callable[[bool], Any]] = {
     "turns": unequal_turns,
+    "alone": sampled_alone,
     "moved": moved_on_one,
     "update": broken_update,
     "audit": lambda fails: broken_verdict(fails, PrecisionError("sent in bfloat16"), "run", "sent"),

@@ -83,3 +83,22 @@ def newer(model: str, out: str, engine: bool) -> dict[str, Any]:
             moved.append(trained(stock) and measured.verdict is not None and measured.verdict.ok)
     untested = [str(warning.message) for warning in told if warning.category is UntestedVersionWarning]
     return {"trl": trl.__file__, "untested": untested, "refused": refused, "moved": moved}
+
+
+def added(model: str, out: str) -> dict[str, Any]:
+    """Train a step with a section inside of TRL's loss and one outside; return what was said of the loss and what was refused."""
+    found: dict[str, Any] = {"trl": trl.__file__}
+    for name, block in {"kl": {"kl": {"coef": 0.1}}, "lr": {"lr": {}}}.items():
+        refused, moved = None, False
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                trainer = build(model, f"{out}/{name}", block, use_vllm=False, max_steps=1, bf16=False)
+                before = digest_of(trainer.model)
+                trainer.train()
+                moved = before != digest_of(trainer.model)
+            except SeamError as error:
+                refused = str(error)
+        said = [str(warning.message) for warning in told if "The loss of trl" in str(warning.message)]
+        found[name] = {"trained": moved, "refused": refused, "told": said}
+    return found

@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from tests.cpu import without_float16_packing
 from tests.peers.scenarios import named
 from tests.peers.trl.ranks import check_ranks, launch, of, series
 from tests.rendezvous import rendezvous
 
 if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_alone as alone
     from tests.peers.trl import scenarios_ranks as scenarios
 else:
+    alone = named("tests.peers.trl.scenarios_alone")
     scenarios = named("tests.peers.trl.scenarios_ranks")
 
 pytestmark = pytest.mark.engine
@@ -236,6 +239,7 @@ def test_an_error_on_one_rank_ends_both(moe: Path, tmp_path: Path) -> None:
 # What the case ends with on both ranks; one of them fails in it.
 ENDS = {
     "turns": "sent 2 times",
+    "alone": "sent [0, 1]",  # TRL's own, when an engine wakes up
     "moved": "sent 1 times",
     "update": "load_weights failed",
     "audit": "sent in bfloat16",
@@ -283,3 +287,22 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
         assert {name: words for name, words in ENDS.items() if words not in ends.get(name, "")} == {}
     # Of four samples of one prompt, two have a KL of 0.5 a token and two, on the other rank, of -0.5.
     assert [ends["baseline"] for ends in found] == ["baseline [-0.5, -0.333, -0.167]", "baseline [0.5, 0.333, 0.167]"]
+
+
+@pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
+def test_a_rank_samples_by_itself_as_it_does_without_a_config(
+    kind: str, dense_fp16: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in without_float16_packing().items():
+        monkeypatch.setenv(name, value)
+    found = launch(kind, alone.sampled, tmp_path, limit=240, model=dense_fp16).expect()
+    for name in ("stock", "measured", "sections"):
+        check_ranks(kind, of(found, name))
+        main, other = of(found, name)
+        assert len(main["samples"]) == 2 and other["samples"] == []
+    stock, measured, sections = (found[0][name] for name in ("stock", "measured", "sections"))
+    # A sample is of the weights that the engine has: an update on one rank alone would leave the other behind.
+    assert measured["samples"] == stock["samples"] and measured["parameters"] == stock["parameters"]
+    for rank in found:
+        assert rank["measured"]["versions"] == rank["sections"]["versions"] == [1, 2]
+    assert sections["samples"][0] == stock["samples"][0]

@@ -5,8 +5,13 @@ All in one process, with the real TRL and transformers. Nothing here starts an e
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import importlib
+import inspect
 import os
+import pickle
+import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -400,12 +405,42 @@ def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine
     from trl import GRPOTrainer
 
     given: dict[str, Any] = {"model": str(dense), "reward_funcs": peers.graded, "train_dataset": peers.rows()}
-    with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
+    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
         GRPOTrainer(args=configure(FP16), **given)
     served = configure(SURGE, use_vllm=False, bf16=False)
     peers.MismatchGRPOTrainer(args=served, **given)
-    with pytest.raises(ConfigError, match="use MismatchGRPOTrainer"):
+    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
         GRPOTrainer(args=served, **given)
+
+
+def test_a_block_is_not_ignored_where_the_trainer_reads_its_settings_elsewhere(
+    peers: Any, configure: Make, dense: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import transformers.trainer
+    from trl import GRPOTrainer
+
+    # A later release may move what its constructor does with a setting into a function.
+    plain, moved = textwrap.dedent(inspect.getsource(transformers.Trainer.__init__)), dict(vars(transformers.trainer))
+    assert "args.train_batch_size" in plain
+    moved["read"] = lambda args: args.train_batch_size
+    exec(plain.replace("args.train_batch_size", "read(args)"), moved)
+    monkeypatch.setattr(transformers.Trainer, "__init__", moved["__init__"])
+    model = transformers.AutoModelForCausalLM.from_pretrained(dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.ConstantLR(optimizer, factor=1.0)
+    given: dict[str, Any] = {"reward_funcs": peers.graded, "train_dataset": peers.rows()}
+    tokenizer = transformers.AutoTokenizer.from_pretrained(dense)
+    options: dict[str, Any] = {"optimizers": (optimizer, schedule), "processing_class": tokenizer}
+    args = configure(SURGE, use_vllm=False, bf16=False)
+    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
+        GRPOTrainer(model=model, args=args, **options, **given).train()
+    # Whoever only reads the settings does not train.
+    without = dataclasses.replace(args, mismatch=None, generation_batch_size=None)
+    assert args.train_batch_size == without.train_batch_size == 8
+    assert copy.deepcopy(args).to_dict() == pickle.loads(pickle.dumps(args)).to_dict()
+    assert args.to_dict()["accelerator_config"] == without.to_dict()["accelerator_config"]
+    assert dataclasses.asdict(args)["accelerator_config"] == dataclasses.asdict(without)["accelerator_config"]
+    GRPOTrainer(model=model, args=without, **options, **given)
 
 
 def test_our_trainer_with_trls_own_configuration_says_that_nothing_is_measured(peers: Any, dense: Path) -> None:

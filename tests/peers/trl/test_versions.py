@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import json
+import os
+import subprocess
+import sys
 import textwrap
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pytest
+import requests
+import torch
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import SeamError
-from tests.peers.scenarios import Run, named
-from tests.peers.trl.copies import HARMFUL, HARMLESS, copied
+from mismatch_ext.errors import EngineError, SeamError
+from mismatch_ext.seams import table
+from tests.peers.scenarios import ROOT, Run, named
+from tests.peers.trl.copies import ADDITIONS, HARMFUL, HARMLESS, copied
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_versions as scenarios
@@ -33,7 +40,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
     behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
     stock = {kind: kind._compute_loss for kind in (behavior.GRPOTrainer, behavior.RLOOTrainer)}
 
-    def check(old: str, new: str, block: dict[str, Any] = ONE, loss: str = DAPO, kind: str = "GRPOTrainer") -> None:
+    def check(old: str, new: str, block: dict[str, Any] = ONE, loss: str = DAPO, kind: str = "GRPOTrainer") -> Any:
         trainer = getattr(behavior, kind)
         source, space = textwrap.dedent(inspect.getsource(stock[trainer])), dict(stock[trainer].__globals__)
         assert old in source
@@ -41,7 +48,7 @@ def check(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(trainer, "_compute_loss", space["_compute_loss"])
         parsed = MismatchConfig.parse(block)
         assert parsed is not None
-        behavior.check_loss(trainer, parsed, loss)
+        return behavior.check_loss(trainer, parsed, loss)
 
     return check
 
@@ -60,9 +67,9 @@ def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any,
         ("normalizer = inputs[", "normalizer = 2 * inputs[", ["comes to", "instead of"]),
         ("return loss\n", "return loss * mask.numel() / mask.sum()\n", ["comes to", "instead of"]),
         (RATIO, 'inputs["importance_sampling_ratio"] * 1.01\n', ["comes to", "instead of"]),
-        (RATIO, 'inputs["is_ratio"]\n', ["reads 'is_ratio'", "new"]),
-        (MASK, 'mask = inputs.get("weights", completion_mask) if', ["reads 'weights'", "new"]),
+        (RATIO, 'inputs["is_ratio"]\n', ["raises KeyError", "reads 'is_ratio'", "new"]),
         ("self.beta * per_token_kl", "self.beta * self.kl_scale * per_token_kl", ["kl_scale", "beta=0.1"]),
+        ("self.beta * per_token_kl", "(self.beta if self.args.temperature else 0) * 2 * per_token_kl", ["args.temperature"]),
         ("max=self.args.delta", "max=1 + self.args.delta", ["args.delta=1.1", "comes to"]),
         ('if "tool_mask" not in inputs', "if True", ["tool_mask", "comes to"]),
         ("entropy_mask\n\n", "1\n\n", ["top_entropy_quantile=0.5", "comes to"]),
@@ -75,6 +82,137 @@ def test_a_loss_that_computes_something_else_is_refused_by_what_was_seen(
     with pytest.raises(SeamError) as refusal:
         check(old, new)
     assert all(word in str(refusal.value) for word in [*words, "mismatch.kl", "pip install trl=="]), refusal.value
+
+
+CLAMPED = "clamped_ratios = torch.clamp(coef_1, max=self.epsilon_high).detach()"
+
+
+@pytest.mark.parametrize(
+    "new",
+    [
+        "clamped_ratios = torch.clamp(coef_1, max=self.epsilon_high)",
+        "clamped_ratios = torch.clamp(coef_1**2, max=self.epsilon_high).detach()",
+        "clamped_ratios = torch.clamp(1 + 0 * coef_1, max=self.epsilon_high).detach()",
+        "clamped_ratios = coef_1.detach()",
+    ],
+)
+def test_what_cispo_does_with_its_ratio_is_seen(check: Any, new: str) -> None:
+    check(CLAMPED, new)  # other loss types have no such line
+    with pytest.raises(SeamError, match="loss_type='cispo'.*comes to"):
+        check(CLAMPED, new, loss="cispo")
+
+
+@pytest.mark.parametrize("loss", ["dapo", "cispo"])
+@pytest.mark.parametrize(
+    ("new", "named"),
+    [
+        ("if self.new_flag: raise ValueError\n    ", ["self.new_flag"]),
+        ("if self.args.new_option: raise ValueError\n    ", ["self.args.new_option"]),
+        ("if self.state.of_later: raise ValueError\n    ", ["self.state.of_later"]),
+        ("if self.accelerator.is_main_process: raise ValueError\n    ", ["self.accelerator.is_main_process"]),
+        (
+            "self._metrics['train']['n'].append(self.accelerator.of_all(mask0).sum().item())\n    ",
+            ["accelerator.of_all"],
+        ),
+        ("if 'new' in inputs: raise ValueError\n    ", ["inputs['new']"]),
+        ("if inputs.get('new') is not None or self.flag: raise ValueError\n    ", ["inputs['new']", "self.flag"]),
+    ],
+)
+def test_what_a_later_release_reads_beside_is_named_and_not_refused(
+    check: Any, new: str, named: list[str], loss: str
+) -> None:
+    line = "    mask = completion_mask if"
+    assert check(line, line, loss=loss).sentence() is None
+    for block in (ONE, {"correction": {"preset": "tis"}}, {"sampling_mask": {}}, {"routing": {"mode": "R2"}}):
+        added = check(line, f"    {new.replace('mask0', 'completion_mask')}mask = completion_mask if", block, loss)
+        assert all(name in added.sentence() for name in named), added.sentence()
+        assert (
+            check(
+                line, f"    {new.replace('mask0', 'completion_mask')}mask = completion_mask if", {"lr": {}}
+            ).sentence()
+            is None
+        )
+
+
+def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    block = MismatchConfig.parse(ONE)
+    assert block is not None
+    source, space = (
+        textwrap.dedent(inspect.getsource(behavior.GRPOTrainer._compute_loss)),
+        dict(behavior.GRPOTrainer._compute_loss.__globals__),
+    )
+    exec(source.replace("return loss\n", "return loss * (2 if self.args.sync_ref_model else 1)\n"), space)
+    monkeypatch.setattr(behavior.GRPOTrainer, "_compute_loss", space["_compute_loss"])
+    options = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
+    assert (
+        "self.args.sync_ref_model, here False"
+        in behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options).sentence()
+    )
+    options.sync_ref_model = True
+    with pytest.raises(SeamError, match=r"comes to .* instead of .*self.args.sync_ref_model=True, which is new"):
+        behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options)
+
+
+def test_an_input_under_a_name_of_ours_is_refused_with_the_section_that_it_is_of(check: Any) -> None:
+    reads = (MASK, 'kept = inputs.get("sampling_mask")\n    mask = completion_mask if')
+    hands = ('pixel_values=inputs.get("pixel_values")', 'sampling_mask=inputs.get("sampling_mask")')
+    for change in (reads, hands):
+        assert "sampling_mask" in check(*change).sentence()
+        with pytest.raises(SeamError, match="it reads 'sampling_mask' of its inputs, where this package puts"):
+            check(*change, {"sampling_mask": {}})
+
+
+KL_ADDED = "    if self.beta != 0.0:\n        per_token_loss = per_token_loss + self.beta * per_token_kl\n"
+# What a later release may do with an input of its own, where a batch has it.
+NEW_RATIO = (
+    "    if inputs.get('top_p_ratio') is not None:\n        per_token_loss = per_token_loss * inputs['top_p_ratio']\n"
+)
+
+
+def test_an_input_that_counts_in_a_batch_is_refused_on_top_of_ours(check: Any) -> None:
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    objective = importlib.import_module("mismatch_ext.adapters.trl.objective")
+    reads = check(KL_ADDED, NEW_RATIO + KL_ADDED)
+    assert "If a batch has 'top_p_ratio'" in reads.sentence()
+    case = {"loss_type": DAPO, "beta": 0.1}
+    trainer = behavior._trainer(behavior.GRPOTrainer, case, None, {}, {})
+    trainer.args.steps_per_generation = 1
+    ours = SimpleNamespace(correction=None, kl=None, block=SimpleNamespace(sampling_mask=None), trainer=trainer)
+    term = SimpleNamespace(config=SimpleNamespace(in_loss=True))
+    mine = object.__new__(objective.Objective)
+    vars(mine).update(run=ours, trainer=trainer, reads=reads)
+    batch: dict[str, Any] = {**behavior.INPUTS, **behavior.OF_GRPO}
+    whole, cut = torch.ones(behavior.ROWS, behavior.LENGTH), torch.full((behavior.ROWS, behavior.LENGTH), 0.9)
+    for section, setting in (
+        ("kl", {"kl": term}),
+        ("correction", {"correction": object()}),
+        ("sampling_mask", {"block": SimpleNamespace(sampling_mask=object())}),
+    ):
+        before = dict(vars(ours))
+        vars(ours).update(setting)
+        for given in ({}, {"top_p_ratio": None}, {"top_p_ratio": whole}):
+            mine.expect_known_inputs(batch | given)
+        with pytest.raises(SeamError, match=rf"^mismatch.{section}: the batch has 'top_p_ratio', .*pip install trl=="):
+            mine.expect_known_inputs(batch | {"top_p_ratio": cut})
+        vars(ours).update(before)
+    mine.expect_known_inputs(batch | {"top_p_ratio": cut})  # TRL's alone
+    assert trainer._metrics == {}  # nothing of this is logged
+
+
+def test_masks_of_trls_own_and_ours_do_not_cut_off_twice(check: Any) -> None:
+    objective = importlib.import_module("mismatch_ext.adapters.trl.objective")
+    handed = ('image_grid_thw=inputs.get("image_grid_thw")', 'kept_tokens=inputs.get("kept_tokens")')
+    reads = check(*handed, {"sampling_mask": {}})
+    assert "inputs['kept_tokens']" in reads.sentence()
+    ours = SimpleNamespace(correction=None, kl=None, block=SimpleNamespace(sampling_mask=object()))
+    mine = object.__new__(objective.Objective)
+    vars(mine).update(run=ours, trainer=None, reads=reads)
+    mine.expect_known_inputs({"kept_tokens": None})
+    with pytest.raises(SeamError, match=r"^mismatch.sampling_mask: the batch has 'kept_tokens'"):
+        mine.expect_known_inputs({"kept_tokens": torch.ones(1)})
+    ours.block, ours.correction = SimpleNamespace(sampling_mask=None), object()
+    mine.expect_known_inputs({"kept_tokens": torch.ones(1)})  # the scores are TRL's, whatever they are over
 
 
 def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
@@ -125,6 +263,38 @@ def test_the_server_clients_overrides_do_so_too(monkeypatch: pytest.MonkeyPatch)
         assert heard.pop() == {"of_a_later_release": True}, name
 
 
+def test_requests_to_a_server_keep_what_a_later_release_adds(monkeypatch: pytest.MonkeyPatch) -> None:
+    client = importlib.import_module("mismatch_ext.adapters.trl.server_client")
+    heard: list[dict[str, Any]] = []
+
+    class Session(requests.Session):
+        def request(self, method: str, url: str, **given: Any) -> Any:  # type: ignore[override]
+            heard.append({"method": method, "url": url, **given})
+            answer = requests.Response()
+            answer.status_code, answer._content = 200, b'{"data": []}'
+            return answer
+
+    host = type("Host", (), {"base_url": "http://127.0.0.1:1", "session": Session(), "_silence": 20.0})
+    mine = object.__new__(client.client_of(lambda *_: None)(host))
+    given: dict[str, Any] = {"headers": {"Authorization": "Bearer mine"}, "params": {"of": "it"}, "timeout": 3}
+    body: dict[str, Any] = {"json": {"n": 1}, "files": {"image": b"1"}}
+    mine._get(f"{mine.base_url}/v1/models", **given)
+    mine._post(f"{mine.base_url}/start_weight_update", **given, **body)
+    mine._post(f"{mine.base_url}/v1/completions", **given, **body)
+    timeouts = [request.pop("timeout") for request in heard]
+    assert [seconds for _, seconds in timeouts] == [3, 3, 3]
+    sent = [(request.pop("method"), request.pop("url").removeprefix(mine.base_url)) for request in heard]
+    assert sent == [("GET", "/v1/models"), ("POST", "/start_weight_update"), ("POST", "/v1/completions")]
+    kept = {"headers": given["headers"], "params": given["params"], "allow_redirects": False}
+    assert heard == [kept, kept | body, kept | body]
+    mine._post(f"{mine.base_url}/v1/completions", json={})
+    assert heard[-1]["timeout"][1] is None  # a generation may take any time
+    for ask, options in ((mine._get, {"stream": True}), (mine._post, {"timeout": (3, 4)})):
+        with pytest.raises(EngineError, match=rf"trl .* VLLMClient.{ask.__name__} for /x with {list(options)[0]}"):
+            ask(f"{mine.base_url}/x", **options)
+    assert len(heard) == 4
+
+
 WITH_ENGINE = ("docstrings and comments", "a helper out of the loss")
 
 
@@ -166,3 +336,62 @@ def test_a_newer_version_whose_loss_computes_something_else_is_refused(
     assert found["trl"].startswith(str(copy))
     refused = [message for message in found["refused"] if "mismatch.correction" in message]
     assert refused and all(words in message for message in refused), found["refused"]
+
+
+def examined(path: str) -> tuple[dict[str, str | None], dict[str, str], str]:
+    """Return what `compat` finds of GRPO with a TRL first on the path: reasons and notes by feature, and KL's cells."""
+    environment = {**os.environ, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "mismatch_ext", "compat", "--import"]
+    done = subprocess.run(
+        [*command, "--json"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=True
+    )
+    found = json.loads(done.stdout[done.stdout.index("{") :])
+    host = "TRL GRPO + vLLM"
+    cell = next(line for line in table(found).splitlines() if line.startswith("kl ")).removeprefix("kl")
+    return found["hosts"][host], found["notes"][host], cell.lstrip()
+
+
+@pytest.mark.engine
+def test_compat_works_with_the_tested_trl_without_a_word() -> None:
+    reasons, notes, cell = examined("")
+    assert set(reasons.values()) == {None} and notes == {} and cell.startswith("holds  ")
+
+
+INSIDE = {"kl", "correction", "sampling_mask", "routing.R2", "routing.R3"}
+
+
+@pytest.mark.engine
+@pytest.mark.parametrize(
+    ("name", "compat", "trains"),
+    [
+        ("an option and an input that are off", "self.new_flag, here None", True),
+        pytest.param("an input that no batch has", "If a batch has 'top_p_ratio'", True, marks=pytest.mark.nightly),
+        ("an input of each batch", "If a batch has 'top_p_ratio'", False),
+        pytest.param("an input that it needs", None, False, marks=pytest.mark.nightly),
+    ],
+)
+def test_what_a_newer_loss_reads_is_named_by_compat_and_counts_in_a_run(
+    run: Run, dense: Path, tmp_path: Path, name: str, compat: str | None, trains: bool
+) -> None:
+    copy = str(copied(tmp_path / "copy", ADDITIONS[name]))
+    reasons, notes, cell = examined(copy)
+    outside = {reason for feature, reason in reasons.items() if feature not in INSIDE}
+    assert outside == {None}
+    if compat is None:
+        assert notes == {} and "reads 'top_p_ratio' of its inputs, which is new" in str(reasons["kl"])
+        assert cell.startswith("no [")
+    else:
+        assert set(reasons.values()) == {None} and set(notes) == INSIDE
+        assert all(compat in note and "trl 1.18.2" in note for note in notes.values())
+        assert cell.startswith("holds [")
+    found = run(
+        scenarios.added, fresh=True, env={"PYTHONPATH": copy}, model=dense, out=tmp_path / "run", timeout=300
+    ).expect()
+    assert found["trl"].startswith(copy)
+    # What is outside of the loss trains without a word, whatever TRL adds.
+    assert found["lr"] == {"trained": True, "refused": None, "told": []}
+    kl = found["kl"]
+    if trains:
+        assert kl["trained"] and compat is not None and [compat in said for said in kl["told"]] == [True]
+    else:
+        assert not kl["trained"] and "mismatch.kl" in kl["refused"] and "'top_p_ratio'" in kl["refused"]
