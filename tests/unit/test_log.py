@@ -19,6 +19,7 @@ from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.verdicts import Verdicts
 
 STOP = {"above": 1.0, "patience": 1, "action": "stop"}
@@ -136,6 +137,22 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     if not asked:
         assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
         assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
+
+
+USERS_OWN = (
+    "val-core/token_mismatch/acc/mean@8",
+    "reward/mismatch/format",
+    "eval_reward/mismatch/format",
+    "rewards/mismatch/routing/layer_3_set_mismatch",
+)
+"""Names of users' own metrics that have our prefix in their middle."""
+
+
+def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_path: Path) -> None:
+    log = Run(tmp_path).log
+    assert log.shown(dict.fromkeys(USERS_OWN, 0.5)) == dict.fromkeys(USERS_OWN, 0.5)
+    assert log.shown(dict.fromkeys(("mismatch/seq_kl", "eval_mismatch/seq_kl"), 0.5)) == {}
+    assert not any(map(of_layer, USERS_OWN)) and of_layer("mismatch/routing/layer_3_set_mismatch")
 
 
 def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
