@@ -279,6 +279,12 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str,
 def section_lines(block: MismatchConfig) -> list[str]:
     """Return a line with the settings of each section that is on, alarms aside."""
     sections = {name: dict(keys) for name, keys in block.to_dict().items() if isinstance(keys, Mapping)}
+    if block.kl is not None:
+        sections["kl"]["placement"] = block.kl.applied_placement
+    if block.correction is not None:
+        preset = {"preset": sections["correction"].pop("preset")}
+        off = {name: "off" for name, value in sections["correction"].items() if value is None}
+        sections["correction"] = preset | sections["correction"] | off
     monitor = sections.get("monitor", {})
     for name in ("alarms", "default_alarms"):
         monitor.pop(name, None)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
 from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
@@ -137,6 +137,13 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     if not asked:
         assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
         assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
+
+
+def test_the_start_says_which_keys_of_a_preset_are_off_and_which_placement_is_used(tmp_path: Path) -> None:
+    block = block_of(sections={"correction": {"preset": "slime_mis", "veto": None}, "kl": {"estimator": "k3"}})
+    lines = "\n".join(section_lines(block))
+    assert re.search(r"correction +preset=slime_mis, veto=off$", lines, re.MULTILINE)
+    assert re.search(r"kl +estimator=k3, placement=both,", lines)
 
 
 USERS_OWN = (

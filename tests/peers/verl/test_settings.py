@@ -115,6 +115,17 @@ def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
                 sent(f"+mismatch.{name}={nothing}")
 
 
+def test_null_switches_a_key_of_a_preset_off_on_verls_command_line() -> None:
+    preset = "+mismatch.correction.preset=slime_mis"
+    with pytest.raises(ConfigError, match=r"mismatch\.correction\.veto=0\.0001"):
+        prepared(preset)
+    config = prepared(preset, "+mismatch.correction.veto=null")
+    native = config.algorithm.rollout_correction
+    assert (native.rollout_is, native.rollout_is_threshold, native.rollout_is_batch_normalize) == ("token", 2.0, True)
+    arrived = block.block_of(config.actor_rollout_ref)
+    assert arrived is not None and arrived.correction is not None and arrived.correction.veto is None
+
+
 def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
     config = configured("+mismatch.kl.coef=0.1")
     assert settings.prepare(config) == {"use_reference_policy": True}
