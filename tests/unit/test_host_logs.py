@@ -378,8 +378,8 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     (run,) = load_runs(path).values()
     assert run.last_step == 5 and "line 6 is torn" in run.problems[1]
     path.write_text(path.read_text() + "\n" + '{"step": 7, "data": {}}\n')
-    with pytest.raises(RunDirectoryError, match="is not a log of TRL or verl"):
-        load_runs(path)
+    (run,) = load_runs(path).values()
+    assert run.last_step == 7 and "line 6 was left out" in run.problems[1]
 
 
 def test_a_hosts_log_lacks_nothing_that_a_host_never_writes(tmp_path: Path) -> None:
