@@ -54,7 +54,7 @@ def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             assert isinstance(following.value, ast.Constant)
             default = "required" if statement.value is None else ast.unparse(statement.value)
-            default = {"field(default=None, hash=False)": "None"}.get(default, default)
+            default = "from preset" if "FROM_PRESET" in default else default
             default = "{}" if default.startswith("field(") else default
             yield ast.unparse(statement.target), kind(statement.annotation), default, str(following.value.value)
 

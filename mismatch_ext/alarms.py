@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError, suggestion
-from mismatch_ext.names import MEANING, MEASURES, PREFIX, HostNames
+from mismatch_ext.names import EVALUATION, MEANING, MEASURES, PREFIX, HostNames
 from mismatch_ext.states import from_json, state
 
 if TYPE_CHECKING:
@@ -279,7 +279,7 @@ def rules_of(monitor: MonitorConfig, names: HostNames | None = None, *, replays:
 
 def _metric(name: str, host: HostNames) -> str:
     """Return the built-in rules' name for a metric; the name itself if they have none."""
-    if not name or name.startswith("eval_"):
+    if not name or name.startswith(EVALUATION):
         raise ConfigError(
             f"mismatch.monitor.alarms: {name!r} is not allowed; allowed: a metric of the training logs, such as 'k3_kl'."
         )
@@ -288,6 +288,8 @@ def _metric(name: str, host: HostNames) -> str:
 
 def built_in(logged: str, names: HostNames) -> Rule | None:
     """Return the built-in rule on a metric, given by its name in a log; None if there is none."""
+    if not logged or logged.startswith(EVALUATION):
+        return None  # no alarm of ours: the event is another's, or odd
     return DEFAULTS.get(_metric(logged.replace(NUMERICS, PREFIX, 1), names))
 
 

@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import pydantic.dataclasses
-from pydantic import BeforeValidator, Field, PlainValidator, Strict, ValidationError
+from pydantic import BeforeValidator, Field, PlainValidator, Strict, ValidationError, WrapValidator
 
 from mismatch_ext.errors import ConfigError, shown, suggestion
 from mismatch_ext.precision.dtypes import MEANT
-from mismatch_ext.presets import resolve
+from mismatch_ext.presets import FROM_PRESET, resolve
 
 if TYPE_CHECKING:
     from mismatch_ext.rollout import SamplingSettings
@@ -35,6 +35,7 @@ Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Strict(), Field(ge=1)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
+_INHERITED = WrapValidator(lambda value, check: value if value is FROM_PRESET else check(value))
 Section = TypeVar("Section")
 
 _SECTIONS: dict[str, type] = {}
@@ -100,33 +101,37 @@ def _bounds(value: Any) -> float | tuple[float, float]:
 
 @_section("mismatch.correction")
 class CorrectionConfig:
-    """Importance weights and rejection for the gap between rollout and trainer policy."""
+    """Importance weights and rejection for the gap between rollout and trainer policy.
+
+    A key that you leave out has its preset's value. `null` switches the key off: `{preset: slime_mis, veto: null}` drops no
+    sequence. With `level: none` the bounds of a preset's weight are off too.
+    """
 
     preset: Text | None = None
-    """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`); the other keys override it."""
-    mode: Literal["decoupled", "bypass"] | None = None
+    """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`). The other keys override it."""
+    mode: Annotated[Literal["decoupled", "bypass"] | None, _INHERITED] = FROM_PRESET
     """`decoupled` weighs by pi_old/mu in addition to the trainer's own ratio; `bypass` takes mu as the old policy."""
-    loss: Literal["ppo_clip", "reinforce"] | None = None
+    loss: Annotated[Literal["ppo_clip", "reinforce"] | None, _INHERITED] = FROM_PRESET
     """Policy loss of `bypass`: the trainer's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
-    level: Literal["none", "token", "sequence", "geometric"] | None = None
+    level: Annotated[Literal["none", "token", "sequence", "geometric"] | None, _INHERITED] = FROM_PRESET
     """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
-    bound: Literal["truncate", "mask", "clip", "icepop"] | None = None
+    bound: Annotated[Literal["truncate", "mask", "clip", "icepop"] | None, _INHERITED] = FROM_PRESET
     """What happens beyond the bounds: `truncate` min(w, upper), `clip` to [lower, upper], `mask`/`icepop` weight 0."""
-    upper: Positive | None = None
+    upper: Annotated[Positive | None, _INHERITED] = FROM_PRESET
     """Upper bound of the weight."""
-    lower: Positive | None = None
+    lower: Annotated[Positive | None, _INHERITED] = FROM_PRESET
     """Lower bound of the weight."""
-    normalize: Flag | None = None
+    normalize: Annotated[Flag | None, _INHERITED] = FROM_PRESET
     """Divide the weights by their mean over the batch."""
-    reject: dict[Text, Annotated[float | tuple[float, float], PlainValidator(_bounds)]] | None = field(
-        default=None, hash=False
-    )
+    reject: Annotated[
+        dict[Text, Annotated[float | tuple[float, float], PlainValidator(_bounds)]] | None, _INHERITED
+    ] = field(default=FROM_PRESET, hash=False)
     """Rejection rules, all of which must hold, such as `{token_k1: [0.5, 2], seq_mean_k3: 0.01}`:
     `{token,seq_sum,seq_mean}_{k1,k2,k3}`, `seq_max_{k2,k3}`. k1 bounds the ratio (x is 1/x to x), k2 and k3 have an upper
     bound in nats."""
-    veto: Positive | None = None
+    veto: Annotated[Positive | None, _INHERITED] = FROM_PRESET
     """Drop a sequence that has any token with ratio below this."""
-    off_policy_threshold: Number | None = None
+    off_policy_threshold: Annotated[Number | None, _INHERITED] = FROM_PRESET
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
 
     def __post_init__(self) -> None:
@@ -160,24 +165,32 @@ class KlConfig:
     constant."""
 
     def __post_init__(self) -> None:
-        if self.placement is None:
-            object.__setattr__(self, "placement", {"k1": "reward", "k2": "loss"}.get(self.estimator, "both"))
-        for key, wrong, why in (
-            ("placement", self.placement == "loss", "nothing of it is a reward"),
-            ("target", self.target == "token", "a reward is credited to all earlier tokens as well"),
-            ("ratio", self.ratio != "none", "a reward is weighed with the policy term that it is part of"),
-            ("estimator", self.estimator == "full", "the vocabulary is not kept from sampling time"),
+        placement = self.applied_placement
+        for key, value, wrong, why in (
+            ("placement", placement, placement == "loss", "nothing of it is a reward"),
+            ("target", self.target, self.target == "token", "a reward is credited to all earlier tokens as well"),
+            ("ratio", self.ratio, self.ratio != "none", "a reward is weighed with the policy term that it is part of"),
+            ("estimator", self.estimator, self.estimator == "full", "the vocabulary is not kept from sampling time"),
         ):
             if self.in_rewards and wrong:
                 raise ConfigError(
-                    f"mismatch.kl.reward_path='rewards' with {key}={getattr(self, key)!r}: {why}; leave out reward_path, or set "
+                    f"mismatch.kl.reward_path='rewards' with {key}={value!r}: {why}; leave out reward_path, or set "
                     f"another {key}."
                 )
-        if (self.estimator, self.placement, self.target) == ("full", "reward", "token"):
+        if (self.estimator, placement, self.target) == ("full", "reward", "token"):
             raise ConfigError(
                 "mismatch.kl.estimator='full' with placement='reward' and target='token': this term has no gradient, because a "
                 "token's exact KL has no score-function part; set placement to 'loss', or target to 'sequence'."
             )
+
+    @property
+    def applied_placement(self) -> Literal["loss", "reward", "both"]:
+        """The placement that is used: `placement`, or where that is None the estimator's own."""
+        if self.placement is not None:
+            return self.placement
+        if self.estimator == "k1":
+            return "reward"
+        return "loss" if self.estimator == "k2" else "both"
 
     @property
     def in_rewards(self) -> bool:
@@ -187,12 +200,12 @@ class KlConfig:
     @property
     def in_loss(self) -> bool:
         """Whether a part of the KL is a term of this package in the host's loss."""
-        return not (self.placement == "reward" and self.in_rewards)
+        return not (self.applied_placement == "reward" and self.in_rewards)
 
     @property
     def has_baseline(self) -> bool:
         """Whether the term in the loss subtracts the KL of the prompt's other samples from each token's KL."""
-        return self.baseline != "none" and self.placement != "loss" and not self.in_rewards
+        return self.baseline != "none" and self.applied_placement != "loss" and not self.in_rewards
 
 
 ESTIMATORS = tuple(name for name in typing.get_args(typing.get_type_hints(KlConfig)["estimator"]) if name != "full")
@@ -416,8 +429,13 @@ class MismatchConfig:
         return cls(**value)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the block as plain JSON-able data, without absent sections, and without the level if it is the default."""
+        """Return the block as plain JSON-able data, without absent sections, and without the level if it is the default.
+
+        Keys of `correction` that take their preset's value are absent, because None stands for off.
+        """
         data = _plain(asdict(self))
+        if data["correction"] is not None:
+            data["correction"] = {key: value for key, value in data["correction"].items() if value is not FROM_PRESET}
         return {key: value for key, value in data.items() if value is not None and (key, value) != ("level", "enforce")}
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,9 @@ from typing import Any
 from mismatch_ext.alarms import AlarmState, rules_of, watch
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.drift import GROWTH_FLOOR, Growth, grown
-from mismatch_ext.errors import PeerVersionError, RunDirectoryError
+from mismatch_ext.errors import PeerVersionError, RunDirectoryError, shown
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData, StepRecord, read_run, run_of
-from mismatch_ext.names import HOSTS, MEASURES, PREFIX, VERL, HostNames
+from mismatch_ext.names import EVALUATION, HOSTS, MEASURES, PREFIX, VERL, HostNames, Role
 
 TRAINER_STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents.*"
@@ -33,13 +33,46 @@ GIVE = (
 )
 
 
+MAX_STEP = 2**53
+"""Readers in other languages keep no larger integer exactly."""
+
+
+def _read_names(host: str) -> frozenset[str]:
+    """Return the names of a host's own metrics that the report reads; its log may have others, which need not be numbers."""
+    figures = (getattr(measure, host.lower()) for measure in MEASURES.values())
+    roles = (HOSTS[host].of(role) for role in Role)
+    return frozenset(filter(None, (*figures, *roles)))
+
+
+_READ = {host: _read_names(host) for host in HOSTS}
+
+
 @dataclass
 class _Rows:
     """Lines of a host's log: step, split and metrics, with None for a value that was not finite."""
 
     host: str
-    rows: list[tuple[int, str, Mapping[str, Any]]] = field(default_factory=list)
+    rows: list[tuple[int, str, dict[str, float | None]]] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
+
+    def add(self, where: str, step: Any, split: str, metrics: Any) -> None:
+        """Add the metrics of a step, or say what of it could not be used; `where` names its place in the log."""
+        if type(step) is not int or not 0 <= step <= MAX_STEP:
+            self.problems.append(f"{where} was left out: step {shown(step)} is not a whole number of at least 0.")
+            return
+        if not isinstance(metrics, Mapping):
+            self.problems.append(f"{where} was left out: {shown(metrics)} is not a mapping of metrics.")
+            return
+        values = {}
+        for name, value in metrics.items():
+            if value is None or type(value) in (int, float):
+                try:
+                    values[name] = None if value is None or not math.isfinite(value) else float(value)
+                except OverflowError:
+                    self.problems.append(f"{where}: {name} was left out: a whole number of {len(str(value))} digits.")
+            elif name in _READ[self.host]:
+                self.problems.append(f"{where}: {name} was left out: {shown(value)} is not a number.")
+        self.rows.append((step, split, values))
 
 
 def read_runs(directory: str | Path) -> dict[str, RunData]:
@@ -94,7 +127,7 @@ def _is_verls(path: Path) -> bool:
     with path.open("rb") as lines:
         try:
             first = json.loads(next(lines, b""))
-        except ValueError:
+        except (ValueError, RecursionError):
             return False
     return isinstance(first, dict) and first.keys() == {"step", "data"}
 
@@ -104,21 +137,37 @@ def _host_log(source: Path, *resumed: Path) -> RunData:
         if source.match(EVENTS):
             read = _tensorboard(source, *resumed)
         elif source.suffix == ".json":
-            read = _Rows("TRL", list(_trainer_state(json.loads(source.read_bytes()))))
+            read = _trainer_state(json.loads(source.read_bytes()))
         else:
             read = _verl(source)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        if not read.rows and read.problems:
+            raise ValueError(read.problems[0].removesuffix("."))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise RunDirectoryError(f"{source} is not a log of TRL or verl ({error!r}); {GIVE}") from error
     if not read.rows:
         raise RunDirectoryError(f"{source} holds no step: the run logged nothing yet; {GIVE}")
     return _run(source, read)
 
 
-def _trainer_state(state: Mapping[str, Any]) -> Iterator[tuple[int, str, Mapping[str, Any]]]:
-    for record in state["log_history"]:
-        step = record["step"]
-        evaluation = {name[5:]: value for name, value in record.items() if name.startswith("eval_")}
-        yield (step, "eval/eval", evaluation) if evaluation else (step, "train", record)
+def _trainer_state(state: Mapping[str, Any]) -> _Rows:
+    read = _Rows("TRL")
+    history = state["log_history"]
+    if not isinstance(history, list):
+        raise TypeError(f"log_history is {shown(history)}, not a list")
+    for number, record in enumerate(history, start=1):
+        where = f"entry {number} of log_history"
+        if not isinstance(record, Mapping):
+            read.problems.append(f"{where} was left out: {shown(record)} is not a mapping of metrics.")
+            continue
+        step = record.get("step")
+        evaluation = {
+            name.removeprefix(EVALUATION): value for name, value in record.items() if name.startswith(EVALUATION)
+        }
+        if evaluation:
+            read.add(where, step, "eval/eval", evaluation)
+        else:
+            read.add(where, step, "train", record)
+    return read
 
 
 def _verl(path: Path) -> _Rows:
@@ -127,14 +176,20 @@ def _verl(path: Path) -> _Rows:
         for number, line in enumerate(lines, start=1):
             try:
                 record = json.loads(line)
-            except ValueError as error:
-                if number == 1 or line.endswith(b"\n"):
-                    raise
+            except (ValueError, RecursionError) as error:
+                if line.endswith(b"\n"):
+                    read.problems.append(f"line {number} was left out: {error}.")
+                else:
+                    read.problems.append(
+                        f"line {number} is torn ({error}): the run was killed while writing it, or is writing it."
+                    )
+                continue
+            if isinstance(record, Mapping):
+                read.add(f"line {number}", record.get("step"), "train", record.get("data"))
+            else:
                 read.problems.append(
-                    f"line {number} is torn ({error}): the run was killed while writing it, or is writing it."
+                    f"line {number} was left out: {shown(record)} is not a step of verl's file logger."
                 )
-                break
-            read.rows.append((record["step"], "train", record["data"]))
     return read
 
 
@@ -147,6 +202,7 @@ def _tensorboard(*paths: Path) -> _Rows:
             "reading event files needs tensorboard, which is not installed; run `pip install tensorboard`."
         ) from error
     read = _Rows("TRL")
+    scalars: list[tuple[str, int, str, dict[str, float]]] = []
     if len(paths) > 1:
         read.problems.append(f"{len(paths)} event files are read as one resumed run; give one of them to see it alone.")
     for path in paths:
@@ -157,19 +213,17 @@ def _tensorboard(*paths: Path) -> _Rows:
                 read.host = "verl"
             # transformers puts "train/" and "eval/" before its names, which may have other slashes.
             split, name = ("eval/eval", tag[5:]) if tag.startswith("eval/") else ("train", tag.removeprefix("train/"))
-            read.rows += [(event.step, split, {name: event.value}) for event in events.Scalars(tag)]
+            for event in events.Scalars(tag):
+                scalars.append((f"{tag} at step {event.step}", event.step, split, {name: event.value}))
+    for scalar in scalars:
+        read.add(*scalar)
     return read
 
 
 def _run(source: Path, read: _Rows) -> RunData:
     steps: dict[tuple[str, int], dict[str, float | None]] = {}
     for step, split, metrics in read.rows:
-        # verl's file logger writes null for a value that is not finite.
-        numbers = {name: value for name, value in metrics.items() if value is None or isinstance(value, int | float)}
-        values = {
-            name: None if value is None or not math.isfinite(value) else float(value) for name, value in numbers.items()
-        }
-        steps.setdefault((split, step), {}).update(values)
+        steps.setdefault((split, step), {}).update(metrics)
     column = read.host.lower()
     ours = {getattr(measure, column): PREFIX + name for name, measure in MEASURES.items() if getattr(measure, column)}
     renamed = {

@@ -228,17 +228,17 @@ def kl_terms(
         estimate = kl_full(*logits, mask=tokens.mask, temperature=temperature).double()
         value = _prefix_weights(weight, settings) * estimate
         later = value.detach().flip(-1).cumsum(-1).flip(-1) - value.detach()
-        credits = settings.placement != "loss" and settings.target == "sequence"
+        credits = settings.applied_placement != "loss" and settings.target == "sequence"
     else:
         estimate = _Estimate.apply(tokens.logprobs - tokens.ref_logprobs, settings.estimator)
         value = weight * estimate
         later = _later_kl(estimate.detach(), weight, settings)
-        credits = settings.placement != "loss"
+        credits = settings.applied_placement != "loss"
     if settings.in_rewards:
         # With placement "reward", the loss stays connected to the graph, so that you can always call backward.
-        loss = coef * value if settings.placement == "both" else estimate * 0
+        loss = coef * value if settings.applied_placement == "both" else estimate * 0
         return KlTerms(loss.to(tokens.dtype), (coef * estimate.detach()).to(tokens.dtype))
-    if settings.placement == "reward":
+    if settings.applied_placement == "reward":
         value = value.detach()
     if credits:
         credit = weight * later if settings.ratio == "token" else later

@@ -32,7 +32,7 @@ from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
-from mismatch_ext.names import PREFIX, SHORT, HostNames
+from mismatch_ext.names import PREFIX, SHORT, HostNames, own_name
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.report.closing import closing_lines
@@ -279,6 +279,12 @@ def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str,
 def section_lines(block: MismatchConfig) -> list[str]:
     """Return a line with the settings of each section that is on, alarms aside."""
     sections = {name: dict(keys) for name, keys in block.to_dict().items() if isinstance(keys, Mapping)}
+    if block.kl is not None:
+        sections["kl"]["placement"] = block.kl.applied_placement
+    if block.correction is not None:
+        preset = {"preset": sections["correction"].pop("preset")}
+        off = {name: "off" for name, value in sections["correction"].items() if value is None}
+        sections["correction"] = preset | sections["correction"] | off
     monitor = sections.get("monitor", {})
     for name in ("alarms", "default_alarms"):
         monitor.pop(name, None)
@@ -666,8 +672,8 @@ class RunLog:
 
 def _in_short(name: str) -> bool:
     """Return whether a metric is another's, one of the short list, or the count of a check that failed."""
-    plain = name.removeprefix("eval_").removeprefix(PREFIX)
-    return PREFIX not in name or plain in SHORT or plain.startswith(METRIC)
+    ours = own_name(name)
+    return ours is None or ours in SHORT or ours.startswith(METRIC)
 
 
 def _plain(value: Any) -> Any:

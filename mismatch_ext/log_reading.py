@@ -44,14 +44,66 @@ class _Line(BaseModel):
     segment: Count
 
 
+class _Part(BaseModel):
+    """What the report reads of a part of a line; further keys may have any value."""
+
+    model_config = ConfigDict(frozen=True, strict=True, allow_inf_nan=False, extra="allow")
+
+
+class _Run(_Part):
+    name: str | None = None
+    host: str | None = None
+    model_type: str | None = None
+
+
+class _Side(_Part):
+    compute_dtype: str | None = None
+    autocast_dtype: str | None = None
+    model_dtype: str | None = None
+    dtype: str | None = None
+    parameter_dtypes: dict[str, Any] | list[str] | None = None
+
+
+class _Sampling(_Part):
+    repetition_penalty: float | None = None
+
+
+class _Kl(_Part):
+    target_kl: float | None = None
+
+
+class _Routing(_Part):
+    mode: str | None = None
+
+
+class _Config(_Part):
+    level: str | None = None
+    kl: _Kl | None = None
+    routing: _Routing | None = None
+    correction: dict[str, Any] | None = None
+
+
 class Header(_Line):
     """Opens a segment; what the host says of the run stands in further keys."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow", allow_inf_nan=False)
 
     kind: Literal["header"]
     of: Segment = "training"
     resume_step: Count | None = None
+    run: _Run | None = None
+    names: dict[str, str | bool] | None = None
+    trainer: _Side | None = None
+    engine: _Side | None = None
+    sampling: _Sampling | None = None
+    config: _Config | None = None
+    versions: dict[str, Any] | None = None
+    patches: list[dict[str, Any]] | None = None
+    audit: dict[str, Any] | None = None
+
+    def written(self) -> dict[str, Any]:
+        """Return the header as it was written, with the defaults of the two keys that every reader asks for."""
+        return self.model_dump(exclude_unset=True) | {"of": self.of, "resume_step": self.resume_step}
 
 
 class _Record(_Line):
@@ -102,6 +154,24 @@ class ScatterRecord(_Measured):
         return self
 
 
+class _AlarmData(_Part):
+    metric: str
+    status: Literal["raised", "cleared"]
+    side: Literal["above", "below", "non-finite"]
+    threshold: float | None
+    first_step: Count
+
+
+class _FindingData(_Part):
+    check: str
+    count: Count
+    message: str
+
+
+_EVENT_DATA: dict[str, type[_Part]] = {"alarm": _AlarmData, "observed": _FindingData}
+"""What the report reads of the data of an event, by the event's name."""
+
+
 class EventRecord(_Record):
     """Something that happened: a weight-sync verdict, an overflow, a recovery, an engine that died."""
 
@@ -110,6 +180,15 @@ class EventRecord(_Record):
     name: str
     message: str
     data: Any = None
+
+    @model_validator(mode="after")
+    def _check(self) -> EventRecord:
+        if self.name in _EVENT_DATA:
+            try:
+                _EVENT_DATA[self.name].model_validate(self.data)
+            except ValidationError as error:
+                raise ValueError(f"data of an event {self.name!r}: {first_of(error)}") from None
+        return self
 
 
 class EndRecord(_Record):
@@ -129,9 +208,14 @@ def parse_line(raw: bytes) -> Line:
     try:
         return _LINE.validate_json(raw)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        place = ".".join(map(str, first["loc"]))
-        raise ValueError(f"{place}: {first['msg']}" if place else first["msg"]) from None
+        raise ValueError(first_of(error)) from None
+
+
+def first_of(error: ValidationError) -> str:
+    """Return the place and the reason of the first of pydantic's errors."""
+    first = error.errors(include_url=False, include_context=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else str(first["msg"])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -292,7 +376,7 @@ class _Reader:
 
     def add(self, line: Line) -> None:
         if isinstance(line, Header):
-            self.headers.append(line.model_dump())
+            self.headers.append(line.written())
         elif isinstance(line, EventRecord):
             self.events.append(line)
         elif isinstance(line, EndRecord):

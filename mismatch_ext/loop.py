@@ -59,7 +59,7 @@ from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
-from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes
+from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, untrained
 
 HOST = "your own loop"
 PACKAGES = ("transformers", "vllm", "sglang")
@@ -186,7 +186,14 @@ class Run:
             with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
                 surplus = self.trainer.surplus()
             bias = self.rollout.sampling.ratio_bias(renormalized=self.rollout.reading().renormalizes)
-            for name, message in (("readiness", readiness), ("vocabulary", surplus), ("ratio_bias", bias)):
+            groups = self.trainer.optimizer.param_groups
+            nothing = untrained(parameter for group in groups for parameter in group["params"])
+            for name, message in (
+                ("readiness", readiness),
+                ("vocabulary", surplus),
+                ("ratio_bias", bias),
+                (UNTRAINED_EVENT, nothing),
+            ):
                 if message is not None and self.ranks.rank == 0:
                     self._warn(name, str(message))
             self._log.announce()

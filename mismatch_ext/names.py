@@ -17,6 +17,8 @@ from typing import Any
 
 PREFIX = "mismatch/"
 """Prefix of our own metrics in the log of every host."""
+EVALUATION = "eval_"
+"""What transformers and TRL put in front of the names of an evaluation's metrics."""
 PARTS_OF_STALE = ("numerics/", "stale/")
 """What figures of the gap's parts begin with where rollouts may be of older weights."""
 
@@ -107,3 +109,9 @@ def names_of(header: Mapping[str, Any]) -> HostNames:
     if not isinstance(named, Mapping):
         return HostNames()
     return HostNames(**{f.name: named[f.name] for f in fields if isinstance(named.get(f.name), type(f.default))})
+
+
+def own_name(logged: str) -> str | None:
+    """Return the name without prefix of one of our metrics, of training or an evaluation; None for any other metric."""
+    name = logged.removeprefix(EVALUATION)
+    return name.removeprefix(PREFIX) if name.startswith(PREFIX) else None

@@ -6,7 +6,8 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError, suggestion
 
@@ -15,6 +16,19 @@ if TYPE_CHECKING:
 
 Interval = tuple[float | None, float]
 """Lower and upper bound of what a rejection rule keeps."""
+
+
+class Inherited(Enum):
+    """The value of a key of `correction` that is left out. None is another one: it switches the key off."""
+
+    FROM_PRESET = "from preset"
+
+
+FROM_PRESET: Any = Inherited.FROM_PRESET
+OF_THE_WEIGHT = ("bound", "upper", "lower", "normalize")
+"""Keys that do nothing without an importance weight."""
+KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold")
+"""Keys of `correction` that a preset may set."""
 
 RULES = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
@@ -76,7 +90,8 @@ class ResolvedCorrection:
             ),
             (
                 weighs and self.bound == "truncate" and (high is None or low is not None),
-                ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask'.",
+                ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set "
+                "lower to null.",
             ),
             (idle and not weighs, f".{[*idle, ''][0]} without a weight: set level to token, sequence or geometric."),
             (
@@ -170,22 +185,28 @@ tokens outside of a band, `geo_mask` sequences by their geometric mean, and `ops
 
 
 def resolve(config: CorrectionConfig) -> ResolvedCorrection:
-    """Return the settings of a `correction` section: those of its preset, overridden by its other keys. Raises ConfigError."""
+    """Return the settings of a `correction` section. Raises ConfigError.
+
+    A key that is left out has its preset's value. None has the value without a preset, which switches the key off.
+    """
     if config.preset is not None and config.preset not in PRESETS:
         raise ConfigError(
             f"mismatch.correction.preset: unknown preset {config.preset!r}; known: {', '.join(PRESETS)}."
             f"{suggestion(config.preset, PRESETS)}"
         )
-    given = {
-        name: getattr(config, name)
-        for name in ("mode", "loss", "level", "bound", "upper", "lower", "normalize", "veto", "off_policy_threshold")
-        if getattr(config, name) is not None
-    }
-    if config.reject is not None:
-        given["rules"] = parse_rules(config.reject)
-    if config.preset is None and not given:
+    of_preset = _NONE if config.preset is None else PRESETS[config.preset]
+    given = {name: value for name in KEYS if (value := getattr(config, name)) is not FROM_PRESET}
+    if config.preset is None and all(value is None for value in given.values()):
         raise ConfigError(f"mismatch.correction is empty; name a preset ({', '.join(PRESETS)}) or set its keys.")
-    settings = dataclasses.replace(PRESETS[config.preset] if config.preset else _NONE, **given)
+    without_preset = {**vars(_NONE), "reject": None}
+    asked = {name: without_preset[name] if value is None else value for name, value in given.items()}
+    if asked.get("level") == "none":
+        # The bounds of a preset's weight go with the weight.
+        asked = {name: without_preset[name] for name in OF_THE_WEIGHT} | asked
+    if "reject" in asked:
+        rules = asked.pop("reject")
+        asked["rules"] = {} if rules is None else parse_rules(rules)
+    settings = dataclasses.replace(of_preset, **asked)
     idle = settings.mode == "decoupled" and settings.level == "none" and not settings.rules
     if config.preset is None and idle and settings.veto is None and settings.off_policy_threshold is None:
         raise ConfigError(

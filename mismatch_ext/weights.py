@@ -83,6 +83,18 @@ EVENT = "weight_sync"
 """Name of the event that says that an update went wrong."""
 STILL, STILL_EVENT = 3, "weights_still"
 """Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
+UNTRAINED_EVENT = "nothing_trained"
+"""Name of the event that says at the start of a run that the optimizer has nothing to train."""
+UNTRAINED = (
+    "no parameter of the optimizer is trainable, so no update can change the weights. Set requires_grad where you want to train; "
+    "with peft, load the adapter with is_trainable=True."
+)
+
+
+def untrained(parameters: Iterable[Tensor]) -> str | None:
+    """Return `UNTRAINED` if none of an optimizer's parameters is trainable; None if one is."""
+    return None if any(parameter.requires_grad for parameter in parameters) else UNTRAINED
+
 
 OUTPUT_HEAD = "output head"
 """Name of the comparison of what the engine's output head computes with the weights that the head holds."""
@@ -594,8 +606,8 @@ class WeightVerifier:
         self._still = self._still + stepped if verdict.status == "unchanged" else 0
         if stepped and self._still == STILL and self._event is not None:
             message = (
-                f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, no gradient "
-                "reaches the weights, every advantage is 0, or float16 skips every step."
+                f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, it has "
+                "no trainable parameter, no gradient reaches the weights, every advantage is 0, or float16 skips every step."
             )
             self._event("warning", STILL_EVENT, f"{self._name}: {message}" if self._name else message)
         return verdict

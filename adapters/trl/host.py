@@ -50,7 +50,7 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, fingerprint
+from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -425,6 +425,9 @@ class TrainerRun:
                 f"dropout is active ({', '.join(rates)}) where TRL scores and trains, and the engine has none: the gap holds it, "
                 f"at random. To switch it off: {remedy('dropout').trl}.",
             )
+        # TRL builds its optimizer from these when training begins.
+        if (nothing := untrained(self.trainer.model.parameters())) is not None:
+            self.warn(UNTRAINED_EVENT, nothing)
         try:
             yield
         except BaseException as error:

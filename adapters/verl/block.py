@@ -37,9 +37,33 @@ def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode) -> None:
     group.rollout.custom = OmegaConf.merge(group.rollout.get("custom") or {}, {KEY: block.to_dict()})
 
 
+def remember(config: DictConfig, given: MismatchConfig, changes: str) -> None:
+    """Keep next to what was handed on the config as its user gave it, and the changes that preparing made to verl's settings."""
+    group = config.actor_rollout_ref
+    group[KEY] = OmegaConf.merge(group[KEY], {"given": given.to_dict(), "changes": changes})
+
+
 def handed_on(config: DictConfig) -> bool:
     """Tell whether a configuration's block was handed on."""
     return OmegaConf.select(config, f"actor_rollout_ref.{KEY}") is not None
+
+
+def given_before(config: DictConfig) -> MismatchConfig | None:
+    """Return the config that its user gave a prepared configuration; None if it was not prepared."""
+    return _parsed(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.given"))
+
+
+def changes_of(config: DictConfig) -> str:
+    """Return the changes that preparing made to verl's settings, from `remember`."""
+    return str(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.changes"))
+
+
+def given_in(config: DictConfig) -> MismatchConfig | None:
+    """Return the config that its user gives now; None without one. Raises ConfigError."""
+    stated = config.get(KEY)
+    if OmegaConf.is_config(stated):
+        stated = OmegaConf.to_container(stated, resolve=True)
+    return MismatchConfig.parse(stated)
 
 
 def block_of(group: Any) -> MismatchConfig | None:

@@ -174,7 +174,8 @@ class Asked:
 def settings_of(section: Any) -> ResolvedCorrection:
     """Return the settings of a `correction` section; a preset with one of verl's names does what verl's method of it does."""
     settings = resolve(section)
-    if section.preset in VERL_PRESETS and section.reject is None:
+    own_rules = isinstance(section.reject, Mapping)
+    if section.preset in VERL_PRESETS and not own_rules:
         settings = replace(settings, compat=QUIRKS)
     return settings
 

@@ -13,6 +13,7 @@ from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
 from mismatch_ext.verdicts import EVENT
+from mismatch_ext.weights import STILL_EVENT, UNTRAINED_EVENT
 
 STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
 
@@ -23,6 +24,7 @@ def closing_lines(run: RunData) -> list[str]:
         *(("observed", text) for text in _observed(run)),
         *(("gap", text) for text in _gap(run)),
         *(("alarms", text) for text in _alarms(run)),
+        *(("warning", text) for text in _untrained(run)),
         *_parts(run),
     ]
     if run.problems:
@@ -129,6 +131,12 @@ def _alarms(run: RunData) -> list[str]:
         status, step = history[-1]
         lines.append(f"{metric}: {text}{'still raised' if status == 'raised' else f'cleared at step {step}'}")
     return lines
+
+
+def _untrained(run: RunData) -> list[str]:
+    """Return what the run said of an optimizer that changes nothing."""
+    first = [events[0] for name in (UNTRAINED_EVENT, STILL_EVENT) if (events := kept_events(run, name))]
+    return [f"at step {event.step}: {event.message}" for event in first]
 
 
 def kept_events(run: RunData, name: str) -> list[EventRecord]:

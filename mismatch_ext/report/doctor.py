@@ -8,14 +8,58 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, ConfigDict, ValidationError
+
 from mismatch_ext.doctor.causes import HOSTS
 from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
 from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES
 from mismatch_ext.doctor.text import STATUS, TOO_FEW, conclusion, experts
-from mismatch_ext.log_reading import RUN_FOLDER
+from mismatch_ext.log_reading import RUN_FOLDER, first_of
 from mismatch_ext.report.summary import quantity
 
 ADD_UP = "Parts of the gap, which add up, with 90 % intervals."
+
+
+class _Read(BaseModel):
+    """What is read of a part of the doctor's file; further keys may have any value."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+
+class _Gap(_Read):
+    logp_abs_diff_mean: float
+    k3_kl: float
+
+
+class _PartOfGap(_Read):
+    name: str
+    share: float | None
+    mean: float | None
+
+
+class _Cause(_Read):
+    key: str
+    said: str
+    share: float | None
+    status: str
+    remedy: dict[str, str | None]
+
+
+class _File(_Read):
+    gap: _Gap
+    tokens: int
+    responses: int
+    verdict: str
+    notes: list[str]
+    hints: list[str] = []
+    parts: list[_PartOfGap] = []
+    causes: list[_Cause] = []
+    ratio: float | None = None
+    measurable: bool | None = None
+    unexplained: float | None = None
+    conclusion: str | None = None
+    seen: int = 0
+    longest: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,13 +112,16 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
         name = "/".join(part for part in folder.relative_to(root).parts if part != RUN_FOLDER) or folder.name
         try:
             found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name, folder))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        except ValidationError as error:
+            wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {first_of(error)}"))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
     return found, wrong
 
 
 def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     """Return what doctor.json says, in the form that the tables show; without `--model` it has neither parts nor causes."""
+    _File.model_validate(data)
     gap, causes = data["gap"], data.get("causes", ())
     said = {cause["key"]: cause["said"] for cause in causes}
     return Why(

@@ -20,6 +20,11 @@ A mean over all steps hides what happened at some of them. So a built-in alarm t
 `FAR_ABOVE` times that of the steps before, and a check that failed are named with their first step. After one of them no gap
 counts as small. The step of a rise is that from which on the median of three logs is above `RISEN` times the steps before.
 
+One step can lift the mean over all of them. At most one step in fifty whose gap is more than `OUTLIER` times the median is named
+as an outlier step, and the level is that of the other steps. A small gap does not mean that all is well: importance weights of
+whole responses can leave little of the update, which is named below a mean weight of `LITTLE_LEFT`, and so is a run that
+trains nothing.
+
 The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
 explain. If that is less than half of the run's gap, no dtype is blamed for it.
 """
@@ -35,7 +40,7 @@ from typing import Any
 
 from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPPED, STALE_ABS_DIFF, built_in
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
-from mismatch_ext.names import PREFIX, Role
+from mismatch_ext.names import CORRECTION_MEASURES, PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report.closing import kept_events, observed, replays, section, times
 from mismatch_ext.report.doctor import Why
@@ -52,6 +57,7 @@ from mismatch_ext.report.summary import (
     quantity,
     replay_k3,
 )
+from mismatch_ext.weights import STILL_EVENT, UNTRAINED_EVENT
 
 SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02
@@ -61,6 +67,11 @@ ROUNDINGS = 3.0
 # A choice: medians of a few batches whose sizes have a heavy tail differ by a factor of 2 by chance.
 FAR_ABOVE = 3.0
 RISEN = 1.5
+# Choices: ten times the median, because batches with a heavy tail reach three times; and so few steps that they are exceptions.
+OUTLIER = 10.0
+LEAST_STEPS, STEPS_PER_OUTLIER = 10, 50
+# A choice: then more than three tenths of the update are gone, where a gap of healthy size costs nothing.
+LITTLE_LEFT = 0.7
 # verl computes k3 in float32, in which rounding alone makes some 1e-8.
 K3_ROUNDING = 1e-7
 MAX_ALARMS = 3
@@ -101,6 +112,11 @@ DOCTOR = {
 }
 """The doctor's command, by who wrote a log without this package."""
 NO_CORRECTION = {"preset": "disabled"}
+UNTRAINED = {
+    UNTRAINED_EVENT: "make the parameters trainable that are to be trained (peft: is_trainable=True)",
+    STILL_EVENT: "look at the learning rate, at which parameters are trainable, and at whether rewards differ within a prompt",
+}
+"""What to do about a run that trains nothing, by the event that says so."""
 ENDS = {"failed": "ended with an error", "interrupted": "was interrupted"}
 TELL_APART = (
     "let rollouts be less stale, so that a batch has tokens of the weights that score it, before changing anything for that "
@@ -131,6 +147,7 @@ class RunVerdict:
     rounding: float | None = None
     warnings: tuple[str, ...] = ()
     corrected: bool = False  # whether a `correction` section acted
+    outliers: tuple[int, ...] = ()  # steps of training that the level, the mean and k3 leave out
     # Share of tokens and layers at which the trainer would not choose what it replays.
     other_experts: float | None = None
     k3_without_replay: float | None = None  # this and the next of the same logs
@@ -155,11 +172,15 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
 
 def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) -> RunVerdict:
     """Judge one run by its worst split and what the doctor found of it; stale rollouts are judged only by their numerics."""
-    known = parts(run)
-    rows = [row if known is None or row.split != "train" else _of_numerics(row, known) for row in summary.rows]
-    rows = [
-        row for row in rows if row.run == name and any(row.values.get(x) is not None for x in (ABS_DIFF_MEAN, "k3_kl"))
-    ]
+    outliers = _outliers(run)
+    usual = run if outliers is None else _without(run, outliers.steps)
+    known = parts(usual)
+    rows = [row for row in summary.rows if row.run == name]
+    if outliers is not None:
+        rows = [_of_steps(row, usual) if row.split == "train" else row for row in rows]
+    if known is not None:
+        rows = [_of_numerics(row, known) if row.split == "train" else row for row in rows]
+    rows = [row for row in rows if any(row.values.get(x) is not None for x in (ABS_DIFF_MEAN, "k3_kl"))]
     main = next((row for row in rows if row.split == "train"), rows[0] if rows else None)
     worst = max(rows, key=_severity, default=None)
     found = next(
@@ -171,7 +192,8 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         level = MIXED
     elif level in LEVELS:
         level = _by_cause(level, _mean(worst), found, penalty)
-    warnings = _warnings(run, level)
+    warnings = _warnings(run, level, worst, outliers)
+    of_gap = [warning for warning in warnings if warning.about_gap]
     split = main.split if main else "train"
     k3_without_replay, k3_with_replay = replay_k3(run, split) or (None, None)
     if warnings and level in LEVELS:
@@ -188,7 +210,8 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         engine_dtype=side_dtype(run.header.get("engine")),
         cause=(found.advice if found is not None and found.confirmed else None)
         or penalty
-        or _known_cause(run, main, late=bool(warnings) and _came_late(run, warnings[0]))
+        or next((warning.advice for warning in warnings if warning.leads), None)
+        or _known_cause(run, main, late=bool(of_gap) and _came_late(run, of_gap[0]))
         or next((warning.advice for warning in warnings if warning.advice), None)
         or (_unexplained(run, main, level) if found is None else found.advice),
         status=run.ending.status,
@@ -197,6 +220,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         rounding=None if found is None else found.rounding,
         warnings=tuple(warning.said for warning in warnings),
         corrected=_corrected(run),
+        outliers=() if outliers is None else outliers.steps,
         other_experts=pooled(run, FLIPS, split),
         k3_without_replay=k3_without_replay,
         k3_with_replay=k3_with_replay,
@@ -240,6 +264,16 @@ def _of_numerics(row: Row, known: Parts) -> Row:
     return replace(row, values={**row.values, ABS_DIFF_MEAN: known.numerics, "k3_kl": known.k3})
 
 
+def _of_steps(row: Row, run: RunData) -> Row:
+    values = {column: pooled(run, column, row.split) for column in (ABS_DIFF_MEAN, "k3_kl")}
+    return replace(row, values={**row.values, **values})
+
+
+def _without(run: RunData, steps: Sequence[int]) -> RunData:
+    """Return a run without the logs of some steps of its training."""
+    return replace(run, steps=tuple(r for r in run.steps if r.split != "train" or r.step not in steps))
+
+
 def _mean(row: Row | None) -> float | None:
     return row.values.get(ABS_DIFF_MEAN) if row else None
 
@@ -270,10 +304,107 @@ class _Warning:
     advice: str | None
     of_k3: str | None = None  # the metric that is above HEALTHY_K3
     of_gap: bool = False  # whether it is an alarm about the gap that is still raised
+    about_gap: bool = True  # whether it is about the gap of several steps, and not about one step or the update
+    leads: bool = False  # whether its advice goes before that for the dtypes of the two sides
 
 
-def _warnings(run: RunData, level: str) -> list[_Warning]:
-    """Return what happened at some steps of a run whose gap over all steps has this level; those with advice first."""
+@dataclass(frozen=True, kw_only=True)
+class _Outliers:
+    """Steps whose gap is far above that of all others, with the figure that shows it."""
+
+    steps: tuple[int, ...]
+    figure: str
+    largest: float
+    median: float
+
+
+def _outliers(run: RunData) -> _Outliers | None:
+    """Find the few steps of training whose gap is far above the median; None without any, or if they are no exception."""
+    part = "" if parts(run) is None else NUMERICS
+    for figure, name, power in (("mean |Δlogp|", ABS_DIFF_MEAN, 1), ("k3", "k3_kl", 2)):
+        # k3 grows with the square of the differences.
+        least = SAME_ABS_DIFF if power == 1 else max(K3_ROUNDING, SAME_ABS_DIFF**2)
+        steps, values = run.series(f"{PREFIX}{part}{name}")
+        known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+        if len(known) < LEAST_STEPS:
+            continue
+        usual = median(value for _, value in known)
+        limit = max(least, usual * OUTLIER**power)
+        beyond = {step: value for step, value in known if value > limit}
+        if 0 < len(beyond) <= max(1, len(known) // STEPS_PER_OUTLIER):
+            return _Outliers(steps=tuple(beyond), figure=figure, largest=max(beyond.values()), median=usual)
+    return None
+
+
+def _of_outliers(found: _Outliers) -> _Warning:
+    steps, size = _steps(found.steps), f"{found.figure} {quantity(found.largest, 2)}"
+    if len(found.steps) == 1:
+        what = f"{steps} is an outlier step: {size}"
+    else:
+        what = f"{steps} are outlier steps: up to {size}"
+    return _Warning(
+        step=found.steps[0],
+        said=f"{what}, median {quantity(found.median, 2)} over all steps",
+        advice=f"look at the batch of {steps}, where few tokens may carry the whole gap",
+        about_gap=False,
+    )
+
+
+def _steps(steps: Sequence[int]) -> str:
+    return f"step {steps[0]}" if len(steps) == 1 else f"steps {_join([str(step) for step in steps])}"
+
+
+def _little_left(run: RunData) -> _Warning | None:
+    """Name the step from which on importance weights leave little of the update; None if they do not."""
+    measure = CORRECTION_MEASURES["rollout_is_mean"]
+    names = [PREFIX + "rollout_is_mean", measure.trl, measure.verl]
+    name = next((name for name in names if run.series(name)[0]), names[0])
+    steps, values = run.series(name)
+    known = [(step, value) for step, value in zip(steps, values, strict=True) if value is not None]
+    weights = [weight for _, weight in known]
+    for at in range(len(weights) - PATIENCE + 1):
+        low_at_first = max(weights[at : at + PATIENCE]) < LITTLE_LEFT
+        if low_at_first and median(weights[at:]) < LITTLE_LEFT:
+            step, left = known[at][0], sum(weights[at:]) / len(weights[at:])
+            return _Warning(
+                step=step,
+                said=f"from step {step} on the mean importance weight is below {LITTLE_LEFT:g} although the gap is small: the "
+                f"weights leave {left:.0%} of the update, {weights[-1]:.0%} at the end",
+                advice=f"weigh tokens instead of whole responses ({_by_token(run, name)})",
+                about_gap=False,
+                leads=True,
+            )
+    return None
+
+
+def _by_token(run: RunData, name: str) -> str:
+    """Return the setting of whoever weighs in this run, given the name under which it logs the mean weight."""
+    if _corrected(run):
+        return "mismatch.correction.preset: token_truncate"
+    if name == CORRECTION_MEASURES["rollout_is_mean"].verl:
+        return "algorithm.rollout_correction.rollout_is: token"
+    return "vllm_importance_sampling_mode: token_truncate"
+
+
+def _nothing_learned(run: RunData) -> list[_Warning]:
+    """Return the warnings that the run itself gave of an optimizer that changes nothing, each once."""
+    found = []
+    for name, advice in UNTRAINED.items():
+        if events := kept_events(run, name):
+            first = events[0]
+            said = f"at step {first.step}: {first.message.rstrip('.')}"
+            found.append(_Warning(step=first.step, said=said, advice=advice, about_gap=False, leads=True))
+    return found
+
+
+def _size(row: Row | None) -> float | None:
+    """Return the mean |Δlogp| of a row, estimated from k3 where it has no other."""
+    mean, k3 = _mean(row), row.values.get("k3_kl") if row else None
+    return _mean_of(k3) if mean is None and k3 is not None else mean
+
+
+def _warnings(run: RunData, level: str, worst: Row | None, outliers: _Outliers | None) -> list[_Warning]:
+    """Return what the mean over all steps of a run with this level does not tell; those with advice first."""
     found = _alarms(run, level)
     late = _late(run)
     if late is not None and not any(w.of_gap and w.advice and w.step <= late.step for w in found):
@@ -287,6 +418,13 @@ def _warnings(run: RunData, level: str) -> list[_Warning]:
         )
         for row in observed(run)
     ]
+    if outliers is not None:
+        found.append(_of_outliers(outliers))
+    size = _size(worst)
+    weighed = _little_left(run) if size is not None and size < HEALTHY_ABS_DIFF else None
+    if weighed is not None:
+        found.insert(0, weighed)
+    found = _nothing_learned(run) + found
     return sorted(found, key=lambda warning: warning.advice is None)
 
 
@@ -535,9 +673,8 @@ def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
     if v.mean is None:
         if v.k3 is None:
             return v.run
-        return (
-            f"{v.run} (k3 {quantity(v.k3, 2)}, from which a mean |Δlogp| of {quantity(_mean_of(v.k3), 2)} is estimated)"
-        )
+        estimated = f"from which a mean |Δlogp| of {quantity(_mean_of(v.k3), 2)} is estimated"
+        return f"{v.run} (k3 {quantity(v.k3, 2)}, {estimated}{_left_out(v)})"
     text = f"{unit}{quantity(v.mean, 2)}"
     if v.parts is not None and v.split == "train":
         text += f" of numerics, {quantity(v.parts.total, 2)} with the drift of stale rollouts"
@@ -545,9 +682,15 @@ def _with_numbers(v: RunVerdict, unit: str, *, detail: bool) -> str:
         text += f" on {v.split}"
     if v.rounding is not None:
         text += f", {quantity(v.rounding, 2)} times this model's own rounding"
+    if v.split == "train":
+        text += _left_out(v)
     if detail and v.worst_split != v.split:
         text += f", {quantity(v.worst_mean, 2)} on {v.worst_split}"
     return f"{v.run} ({text})"
+
+
+def _left_out(v: RunVerdict) -> str:
+    return f", without {_steps(v.outliers)}" if v.outliers else ""
 
 
 def _join(names: Sequence[str]) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
+from mismatch_ext.names import PREFIX
 from mismatch_ext.routing.trace import RoutingTrace
 from mismatch_ext.sums import Sums
 
@@ -28,7 +29,7 @@ SAMPLE = 256
 
 def of_layer(name: str) -> bool:
     """Tell whether a metric, with or without prefix, is a layer's; such metrics go only to a run's metrics file."""
-    return re.search(LAYER.format(r"\d+") + "$", name) is not None
+    return re.fullmatch(LAYER.format(r"\d+"), name.removeprefix(PREFIX)) is not None
 
 
 def agreement(

@@ -9,18 +9,28 @@ from typing import Any
 from mismatch_ext.patching import Patch
 
 Prepare = Callable[[Any], dict[str, Any]]
-"""Gets a configuration with a `mismatch` block, may change or refuse it, and returns new values of arguments that it changed."""
+"""Gets a configuration with a `mismatch` block, or one that was prepared for a block that is gone.
+
+It may change or refuse the configuration, and returns new values of arguments that it changed.
+"""
 
 Refuse = Callable[[Any], None]
-"""Gets a configuration with a `mismatch` block when Ray is about to start, and refuses one that was not prepared."""
+"""Gets such a configuration when Ray is about to start, and refuses one that was not prepared for the block that it has."""
 
 _UPSTREAM = "https://github.com/verl-project/verl/blob/v0.9.1/verl/trainer/main_ppo.py"
+
+
+def _concerns(config: Any) -> bool:
+    """Tell whether a configuration has a block, or was prepared for one that its user has removed since."""
+    group = config.get("actor_rollout_ref")
+    prepared = group is not None and group.get("mismatch") is not None
+    return prepared or config.get("mismatch") is not None
 
 
 def _make(original: Callable[..., Any], prepare: Prepare) -> Callable[..., Any]:
     @functools.wraps(original, updated=())
     def checked(config: Any, *args: Any, **kwargs: Any) -> Any:
-        if config.get("mismatch") is not None:
+        if _concerns(config):
             # Before verl's own checks, so that they see the settings that the block asks for.
             fresh = prepare(config)
             kwargs |= {name: value for name, value in fresh.items() if name in kwargs}
@@ -47,7 +57,7 @@ def _make_guard(original: Callable[..., Any], refuse: Refuse) -> Callable[..., A
     @functools.wraps(original, updated=())
     def guarded(*args: Any, **kwargs: Any) -> Any:
         config = kwargs.get("config", args[0] if args else None)
-        if config is not None and config.get("mismatch") is not None:
+        if config is not None and _concerns(config):
             refuse(config)
         return original(*args, **kwargs)  # as they come: a version of verl may give no configuration
 

@@ -352,7 +352,8 @@ def write_two_segments(run_dir: Path) -> Path:
     for step in (5, 6):
         log(stream, step, 0.5)
     # Raised after the checkpoint: the resumed run has to raise it again to count.
-    stream.event(6, "warning", "alarm", "lost", {"metric": "lost", "status": "raised"})
+    lost = {"metric": "lost", "status": "raised", "side": "above", "threshold": 1.0, "first_step": 6}
+    stream.event(6, "warning", "alarm", "lost", lost)
     stream.close()
 
     monitor = Watching(MonitorConfig())
@@ -409,7 +410,8 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     stream.step(3, {"reward": 1.0, "sampling/sampling_logp_difference/mean": 0.015})
     stream.step(4, {"sampling/sampling_logp_difference/mean": NAN})
     for step, status in ((1, "raised"), (3, "cleared")):
-        stream.event(step, "warning", "alarm", "said", {"metric": "reward", "status": status})
+        data = {"metric": "reward", "status": status, "side": "below", "threshold": 0.5, "first_step": 1}
+        stream.event(step, "warning", "alarm", "said", data)
     stream.event(0, "warning", "weights_unverified", "said", {})
     stream.end(4, "failed", "EngineError: gone")
     stream.close()

@@ -27,6 +27,7 @@ from mismatch_ext.config import (
     PrecisionConfig,
 )
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.presets import ResolvedCorrection, resolve
 
 BLOCK = {
     "precision": {"dtype": "float16", "init_scale": 1024},
@@ -95,7 +96,68 @@ def test_round_trip_through_plain_data(block: dict[str, Any]) -> None:
     ("estimator", "placement"), [("k1", "reward"), ("k2", "loss"), ("k3", "both"), ("full", "both")]
 )
 def test_placement_follows_the_estimator(estimator: Any, placement: str) -> None:
-    assert KlConfig(estimator=estimator).placement == placement
+    assert KlConfig(estimator=estimator).applied_placement == placement
+    assert dataclasses.replace(KlConfig(), estimator=estimator).applied_placement == placement
+    assert KlConfig(estimator=estimator, placement="both").applied_placement == "both"
+
+
+REQUIRED: dict[str, Any] = {"mismatch.precision": {"dtype": "float16"}, "mismatch.routing": {"mode": "R3"}}
+REQUIRED["mismatch.correction"] = {"preset": "tis"}
+
+
+@pytest.mark.parametrize("path", config._SECTIONS)
+def test_no_section_derives_one_key_from_another_when_it_is_made(path: str) -> None:
+    """What a key has when it is left out must not be fixed by the other keys: `replace` would keep it."""
+    section, required = config._SECTIONS[path], REQUIRED.get(path, {})
+    made: Any = section(**required)
+    for key in dataclasses.fields(section):  # type: ignore[arg-type]
+        if key.name in required:
+            continue
+        default = key.default_factory() if callable(key.default_factory) else key.default
+        assert getattr(made, key.name) == default, key.name
+
+
+FORMS: list[Callable[[dict[str, Any]], MismatchConfig]] = [
+    lambda keys: parsed({"correction": keys}),
+    lambda keys: parsed(json.dumps({"correction": keys})),
+    lambda keys: parsed("correction:\n" + "".join(f"  {key}: {json.dumps(value)}\n" for key, value in keys.items())),
+    lambda keys: parsed(OmegaConf.create({"correction": keys})),
+    lambda keys: MismatchConfig(correction=CorrectionConfig(**keys)),
+]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=["mapping", "json", "yaml", "omegaconf", "dataclass"])
+@pytest.mark.parametrize(
+    ("keys", "wanted"),
+    [
+        ({"preset": "slime_mis"}, {"level": "token", "upper": 2.0, "normalize": True, "veto": 1e-4}),
+        ({"preset": "slime_mis", "veto": None}, {"level": "token", "upper": 2.0, "normalize": True}),
+        ({"preset": "slime_mis", "veto": None, "normalize": None}, {"level": "token", "upper": 2.0}),
+        ({"preset": "icepop", "bound": None, "lower": None}, {"level": "token", "upper": 5.0}),
+        ({"preset": "decoupled_seq_is_rs", "reject": None}, {"level": "sequence", "upper": 2.0}),
+        ({"preset": "opsm", "off_policy_threshold": None, "veto": 0.1}, {"veto": 0.1}),
+        ({"preset": "bypass_pg_is", "mode": None, "loss": None}, {"level": "sequence", "upper": 2.0}),
+        # The bounds of a preset's weight go with the weight.
+        ({"preset": "tis", "level": "none"}, {}),
+        ({"preset": "slime_mis", "level": None}, {"veto": 1e-4}),
+        ({"preset": "decoupled_geo_rs_token_tis", "level": "none"}, {"rules": {"seq_mean_k1": (0.999, 1.001)}}),
+    ],
+)
+def test_null_switches_a_key_of_the_preset_off(
+    form: Callable[[dict[str, Any]], MismatchConfig], keys: dict[str, Any], wanted: dict[str, Any]
+) -> None:
+    block = form(keys)
+    assert block.correction is not None and resolve(block.correction) == ResolvedCorrection(**wanted)
+    # Also on the way to other processes, in a checkpoint and under another setting.
+    assert parsed(json.loads(json.dumps(block.to_dict()))) == block == pickle.loads(pickle.dumps(block))
+    assert resolve(dataclasses.replace(block.correction, off_policy_threshold=3.0)) == ResolvedCorrection(
+        **wanted | {"off_policy_threshold": 3.0}
+    )
+
+
+def test_a_key_that_is_left_out_follows_another_preset() -> None:
+    replaced = dataclasses.replace(CorrectionConfig(preset="slime_mis"), preset="seq_tis")
+    assert replaced == CorrectionConfig(preset="seq_tis") and resolve(replaced).veto is None
 
 
 def test_configuration_is_frozen() -> None:
@@ -143,6 +205,10 @@ def test_configuration_is_frozen() -> None:
         ("missing.yaml", ["missing.yaml", "cannot be read"]),
         # Sections that would do nothing, or contradict themselves.
         ({"correction": {}}, ["mismatch.correction is empty", "token_truncate"]),
+        ({"correction": {"veto": None}}, ["mismatch.correction is empty"]),
+        ({"correction": {"preset": "tis", "level": "none", "upper": 3.0}}, ["mismatch.correction.upper without a weight"]),
+        ({"correction": {"preset": "icepop", "bound": "truncate"}}, ["bound='truncate'", "set lower to null"]),
+        ({"correction": {"preset": "tis", "veto": -1}}, ["mismatch.correction.veto: -1", "greater than 0"]),
         ({"correction": {"preset": "tiss"}}, ["mismatch.correction.preset", "'tiss'", "Did you mean 'tis'?"]),
         ({"kl": {"estimator": "full", "placement": "reward", "target": "token"}}, ["mismatch.kl", "no gradient"]),
         ({"kl": {"estimator": "full", "reward_path": "rewards"}}, ["mismatch.kl.reward_path", "estimator='full'"]),

@@ -378,8 +378,8 @@ def test_a_torn_last_line_is_left_out(tmp_path: Path) -> None:
     (run,) = load_runs(path).values()
     assert run.last_step == 5 and "line 6 is torn" in run.problems[1]
     path.write_text(path.read_text() + "\n" + '{"step": 7, "data": {}}\n')
-    with pytest.raises(RunDirectoryError, match="is not a log of TRL or verl"):
-        load_runs(path)
+    (run,) = load_runs(path).values()
+    assert run.last_step == 7 and "line 6 was left out" in run.problems[1]
 
 
 def test_a_hosts_log_lacks_nothing_that_a_host_never_writes(tmp_path: Path) -> None:
@@ -411,3 +411,89 @@ def test_another_file_is_refused(text: str, tmp_path: Path) -> None:
     path.write_text(text)
     with pytest.raises(RunDirectoryError, match=r"is not a log of TRL or verl"):
         build(path)
+
+
+def ratio_log(folder: Path, ratios: Sequence[float], gap: float = 0.0031) -> Path:
+    """Write TRL's own log of a run with these mean importance weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    history = [
+        {
+            "step": step,
+            "sampling/sampling_logp_difference/mean": gap,
+            "sampling/importance_sampling_ratio/mean": ratio,
+        }
+        for step, ratio in enumerate(ratios, start=1)
+    ]
+    path = folder / "trainer_state.json"
+    path.write_text(json.dumps({"log_history": history}))
+    return path
+
+
+def test_weights_that_leave_little_of_the_update_are_named_beside_a_small_gap(tmp_path: Path) -> None:
+    ratios = [0.95 * math.exp(-step / 110) for step in range(1, 301)]
+    said, run = verdict_of(ratio_log(tmp_path, ratios))
+    first = next(step for step, ratio in enumerate(ratios, start=1) if ratio < 0.7)
+    assert (
+        f"From step {first} on the mean importance weight is below 0.7" in said
+        and "no correction is needed" not in said
+    )
+    left = sum(ratios[first - 1 :]) / len(ratios[first - 1 :])
+    assert f"weights leave {left:.0%} of the update" in said and f"{ratios[-1]:.0%} at the end" in said
+    assert run["level"] == "warned" and len(run["warnings"]) == 1
+    setting = re.search(r"vllm_importance_sampling_mode: (\w+)", said)
+    assert setting is not None
+    from trl import GRPOConfig
+
+    grpo = GRPOConfig(vllm_importance_sampling_mode=setting[1], output_dir=str(tmp_path), use_cpu=True, bf16=False)
+    assert grpo.vllm_importance_sampling_mode == "token_truncate"
+
+
+@pytest.mark.parametrize(
+    ("ratios", "gap"),
+    [
+        ([0.95, 0.9, 0.8, 0.75] * 5, 0.0031),  # above 0.7
+        ([0.95] * 10 + [0.4] + [0.95] * 10, 0.0031),  # one batch
+        ([0.5] * 20, 0.05),  # not beside a small gap: the gap itself is what to look at
+    ],
+)
+def test_weights_that_leave_the_update_or_stand_beside_a_large_gap_are_not_named(
+    ratios: list[float], gap: float, tmp_path: Path
+) -> None:
+    said, _ = verdict_of(ratio_log(tmp_path, ratios, gap))
+    assert "importance weight" not in said
+
+
+def test_verls_weights_are_named_with_verls_setting(tmp_path: Path) -> None:
+    row = {"rollout_corr/k3_kl": 4e-6, "rollout_corr/rollout_is_mean": 0.3}
+    said, run = verdict_of(verl_log(tmp_path / "exp.jsonl", [row] * 20))
+    assert "From step 1 on the mean importance weight is below 0.7" in said and "rollout_is: token" in said
+    assert "vllm_importance_sampling_mode" not in said and run["level"] == "warned"
+
+
+def with_outliers(path: Path, at: Mapping[int, float], steps: int = 120) -> Path:
+    draw = random.Random(3)
+    sizes = [at.get(step, 2e-4 * math.exp(draw.gauss(0, 0.1))) for step in range(1, steps + 1)]
+    return verl_log(path, [{"rollout_corr/k3_kl": size, "critic/score/mean": 0.5} for size in sizes])
+
+
+def test_one_step_far_above_all_others_is_an_outlier_and_not_the_level_of_the_run(tmp_path: Path) -> None:
+    said, run = verdict_of(with_outliers(tmp_path / "exp.jsonl", {77: 1.9}))
+    assert run["level"] == "warned" and "stale weights" not in said
+    assert "Step 77 is an outlier step" in said and "k3 1.9" in said and "median 2.0e-4" in said
+    assert run["outliers"] == (77,) and run["k3"] == pytest.approx(2e-4, rel=0.05)
+    assert "without step 77" in said and "look at the batch of step 77" in said
+    without, _ = verdict_of(with_outliers(tmp_path / "without.jsonl", {}))
+    assert "outlier" not in without and "small gap" in without
+
+
+@pytest.mark.parametrize(
+    "at",
+    [
+        dict.fromkeys(range(40, 80), 1.9),  # a third of the run
+        dict.fromkeys(range(1, 121, 12), 1.9),  # every twelfth step
+        dict.fromkeys(range(116, 121), 1.9),  # the run has changed for good
+    ],
+)
+def test_steps_that_are_no_exception_keep_their_level(at: dict[int, float], tmp_path: Path) -> None:
+    said, run = verdict_of(with_outliers(tmp_path / "exp.jsonl", at))
+    assert run["level"] == "large" and "outlier" not in said

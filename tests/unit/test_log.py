@@ -14,11 +14,12 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
-from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
 from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.verdicts import Verdicts
 
 STOP = {"above": 1.0, "patience": 1, "action": "stop"}
@@ -136,6 +137,29 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     if not asked:
         assert len([name for name in logged.shown if name.startswith("mismatch/")]) <= 10
         assert not {"mismatch/training_ppl", "eval_mismatch/training_ppl"} & found.keys()
+
+
+def test_the_start_says_which_keys_of_a_preset_are_off_and_which_placement_is_used(tmp_path: Path) -> None:
+    block = block_of(sections={"correction": {"preset": "slime_mis", "veto": None}, "kl": {"estimator": "k3"}})
+    lines = "\n".join(section_lines(block))
+    assert re.search(r"correction +preset=slime_mis, veto=off$", lines, re.MULTILINE)
+    assert re.search(r"kl +estimator=k3, placement=both,", lines)
+
+
+USERS_OWN = (
+    "val-core/token_mismatch/acc/mean@8",
+    "reward/mismatch/format",
+    "eval_reward/mismatch/format",
+    "rewards/mismatch/routing/layer_3_set_mismatch",
+)
+"""Names of users' own metrics that have our prefix in their middle."""
+
+
+def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_path: Path) -> None:
+    log = Run(tmp_path).log
+    assert log.shown(dict.fromkeys(USERS_OWN, 0.5)) == dict.fromkeys(USERS_OWN, 0.5)
+    assert log.shown(dict.fromkeys(("mismatch/seq_kl", "eval_mismatch/seq_kl"), 0.5)) == {}
+    assert not any(map(of_layer, USERS_OWN)) and of_layer("mismatch/routing/layer_3_set_mismatch")
 
 
 def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:

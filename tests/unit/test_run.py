@@ -19,6 +19,7 @@ from mismatch_ext import Run
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.report import build, closing_lines, judge, load_runs, summarize
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.torch_rollout import VOCABULARY, Recurrent
 from tests.unit.loops import (
@@ -478,3 +479,46 @@ def test_an_engine_whose_update_says_nothing_is_named(tmp_path: Path) -> None:
         RecordError, match="TorchRollout.update returned a NoneType; it must return a SyncReading and a mapping"
     ):
         run.send()
+
+
+def test_an_optimizer_without_a_trainable_parameter_is_named_at_the_start_and_in_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer, rollout = sides()
+    for parameter in trainer.model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.warns(UserWarning, match="no parameter of the optimizer is trainable"):
+        run = Run({}, trainer, rollout, tmp_path).start()
+    run.end()
+    assert "warning    at step 0: no parameter of the optimizer is trainable" in capsys.readouterr().out
+    ((name, data),) = load_runs(tmp_path).items()
+    judged = judge(name, data, summarize({name: data}))
+    assert ["no parameter of the optimizer is trainable" in warning for warning in judged.warnings] == [True]
+    assert judged.cause is not None and "is_trainable=True" in judged.cause
+
+
+def test_a_trainable_parameter_is_enough(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    first, *others = trainer.model.parameters()
+    for parameter in others:
+        parameter.requires_grad_(False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Run({}, trainer, rollout, tmp_path).start().end()
+    (data,) = load_runs(tmp_path).values()
+    assert "nothing_trained" not in [event.name for event in data.events]
+
+
+def test_weights_that_stand_still_are_in_the_report_and_the_closing_lines(tmp_path: Path) -> None:
+    trainer, rollout = sides(rate=0.0)
+    with pytest.warns(UserWarning, match="the last 3 weight updates sent the same weights"):
+        run = Run({}, trainer, rollout, tmp_path).start()
+        learn(run, 4)
+    run.end()
+    built = build(tmp_path).to_dict()
+    (verdict,) = built["runs"].values()
+    still = [warning for warning in verdict["warnings"] if "sent the same weights" in warning]
+    assert len(still) == 1 and still[0].startswith("at step 3") and verdict["level"] != "small"
+    assert "look at the learning rate" in built["verdict"] and "keep watching it" not in built["verdict"]
+    (data,) = load_runs(tmp_path).values()
+    assert any(line.startswith("  warning    at step 3: the last 3 weight updates") for line in closing_lines(data))

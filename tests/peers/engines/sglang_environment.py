@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,17 @@ from tests.peers.scenarios import ROOT, Scenario, run_fresh
 HELD = installed("sglang")
 PYTHON = Path(sys.executable) if HELD else ROOT / ".venv-sglang/bin/python"
 SHIMS = ROOT / "tests/peers/engines/sglang_cpu"
-NEWEST, MAIN, OLDEST = "0.5.23", "0.5.18", "0.5.12"
-VERSIONS = (HELD,) if HELD else (NEWEST, MAIN, OLDEST)
+
+
+def _held_there() -> str | None:
+    """Return the version of SGLang that its own environment holds; None if that has not been built."""
+    packages = (ROOT / ".venv-sglang").glob("lib/python*/site-packages")
+    found = (distribution.version for distribution in distributions(name="sglang", path=map(str, packages)))
+    return next(found, None)
+
+
+NEWEST, MAIN, OLDEST = "0.5.23", _held_there() or "0.5.18", "0.5.12"
+VERSIONS = (HELD,) if HELD else tuple(dict.fromkeys((NEWEST, MAIN, OLDEST)))
 RUN_FIRST = HELD or MAIN
 """The version of `make test`; the others are run by night."""
 

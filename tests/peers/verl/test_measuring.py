@@ -106,3 +106,18 @@ def test_groups_stay_whole_and_come_once(run: Run) -> None:
     assert [group for chunk in found["chunks"] for group in chunk] == groups
     sizes = [(len(chunk), sum(map(len, chunk))) for chunk in found["chunks"]]
     assert all(rows <= 64 or count == 1 for count, rows in sizes) and max(rows for _, rows in sizes) == 80
+
+
+def test_verls_loggers_keep_a_users_metric_with_our_prefix_in_its_name(run: Run) -> None:
+    names = [
+        "reward/mismatch/format",
+        "rewards/mismatch/routing/layer_3_set_mismatch",
+        "val-core/token_mismatch/acc/mean@8",
+    ]
+    found = run(scenarios.users_own_metrics, names=names).expect()
+    assert [name for name in found if not name.startswith("mismatch/")] == names
+    ours = [*names, "mismatch/seq_kl", "mismatch/k3_kl", "mismatch/routing/layer_3_set_mismatch"]
+    assert (
+        sorted(["mismatch/k3_kl", "mismatch/alarms_raised", *names])
+        == run(scenarios.users_own_metrics, names=ours).expect()
+    )

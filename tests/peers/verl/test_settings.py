@@ -17,7 +17,7 @@ import verl.trainer.constants_ppo
 import verl.utils.config
 from mismatch_ext.adapters.verl import block, plugin
 from mismatch_ext.adapters.verl import config as settings
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.config import LrConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
@@ -115,6 +115,17 @@ def test_a_section_with_nothing_after_it_on_verls_command_line() -> None:
                 sent(f"+mismatch.{name}={nothing}")
 
 
+def test_null_switches_a_key_of_a_preset_off_on_verls_command_line() -> None:
+    preset = "+mismatch.correction.preset=slime_mis"
+    with pytest.raises(ConfigError, match=r"mismatch\.correction\.veto=0\.0001"):
+        prepared(preset)
+    config = prepared(preset, "+mismatch.correction.veto=null")
+    native = config.algorithm.rollout_correction
+    assert (native.rollout_is, native.rollout_is_threshold, native.rollout_is_batch_normalize) == ("token", 2.0, True)
+    arrived = block.block_of(config.actor_rollout_ref)
+    assert arrived is not None and arrived.correction is not None and arrived.correction.veto is None
+
+
 def test_verl_checks_the_reference_that_the_block_asks_for() -> None:
     config = configured("+mismatch.kl.coef=0.1")
     assert settings.prepare(config) == {"use_reference_policy": True}
@@ -150,6 +161,96 @@ def test_preparing_twice_is_preparing_once() -> None:
     again = config.copy()
     settings.prepare(again)
     assert again == config
+
+
+BLOCKS = (
+    ("+mismatch={}",),
+    ("+mismatch.precision.dtype=float16", "+mismatch.routing.mode=R3", "+mismatch.lr={}"),
+    ("+mismatch.correction.preset=bypass_pg_is", "+mismatch.kl.coef=0.1", "+mismatch.kl.reward_path=rewards"),
+    ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8"),
+)
+"""Blocks that together make every change to verl's settings."""
+
+
+@pytest.mark.parametrize("after", BLOCKS)
+@pytest.mark.parametrize("before", BLOCKS)
+def test_a_block_edited_after_preparing_is_prepared_again(before: tuple[str, ...], after: tuple[str, ...]) -> None:
+    """One configuration that serves several runs trains each of them as a new one would."""
+    verls = [override for override in (*before, *after) if "mismatch" not in override]
+    config, new = configured(*before, *verls), configured(*after, *verls)
+    settings.prepare(config)
+    with open_dict(config):
+        config.mismatch = new.mismatch
+    settings.prepare(config)
+    settings.prepare(new)
+    assert unlike(config, new) == {}
+
+
+@pytest.mark.parametrize("given", BLOCKS)
+def test_a_block_deleted_after_preparing_leaves_verls_own_configuration(given: tuple[str, ...]) -> None:
+    accepted = "actor_rollout_ref.actor.use_dynamic_bsz=True"  # verl's check wants this, or sizes of micro-batches
+    config, stock = configured(*given, accepted), configured(*given, accepted)
+    verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert unlike(config, stock) != {}
+    for each in (config, stock):
+        with open_dict(each):
+            del each.mismatch
+    verl.utils.config.validate_config(config, use_reference_policy=False, use_critic=False)
+    assert unlike(config, stock) == {}
+
+
+def test_what_the_user_has_set_since_is_kept() -> None:
+    config = prepared("+mismatch.precision.dtype=float16")
+    with open_dict(config):
+        config.actor_rollout_ref.actor.fsdp_config.dtype = "float32"
+        config.actor_rollout_ref.rollout.custom.mine = 1
+        config.ray_kwargs.ray_init.runtime_env.env_vars.MINE = "1"
+        del config.mismatch
+    settings.prepare(config)
+    stock = configured()
+    assert unlike(config, stock) == {
+        "actor_rollout_ref.actor.fsdp_config.dtype": ("float32", "bfloat16"),
+        "actor_rollout_ref.rollout.custom.mine": (1, None),
+        "ray_kwargs.ray_init.runtime_env.env_vars.MINE": ("1", None),
+    }
+
+
+def test_a_configuration_that_was_saved_and_read_keeps_its_way_back() -> None:
+    config = OmegaConf.create(OmegaConf.to_yaml(prepared("+mismatch.precision.dtype=float16")))
+    assert isinstance(config, DictConfig)
+    del config.mismatch
+    settings.prepare(config)
+    assert unlike(config, configured()) == {}
+
+
+@pytest.mark.parametrize(("edit", "said"), [("changed", "was changed"), ("removed", "was removed")])
+def test_ray_does_not_start_with_a_block_that_is_no_longer_the_one_that_was_checked(edit: str, said: str) -> None:
+    config = prepared("+mismatch.precision.dtype=float16")
+    verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)
+    with open_dict(config):
+        if edit == "changed":
+            config.mismatch.precision.dtype = "bfloat16"
+        else:
+            del config.mismatch
+    with pytest.raises(ConfigError, match=f"{said} after verl's validate_config had read it"):
+        verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)
+
+
+def unlike(one: DictConfig, other: DictConfig) -> dict[str, tuple[object, object]]:
+    """Return the values of two configurations, as they are written, by the paths at which they differ."""
+    ones, others = flat(OmegaConf.to_container(one)), flat(OmegaConf.to_container(other))
+    return {
+        path: (ones.get(path), others.get(path))
+        for path in sorted(ones.keys() | others.keys())
+        if ones.get(path) != others.get(path)
+    }
+
+
+def flat(node: object, path: str = "") -> dict[str, object]:
+    if not isinstance(node, dict) or not node:
+        return {path: node}
+    inside = [flat(value, f"{path}.{key}" if path else str(key)) for key, value in node.items()]
+    return {leaf: value for values in inside for leaf, value in values.items()}
 
 
 def test_one_flag_makes_both_sides_float16(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,10 +14,11 @@ from mismatch_ext.adapters.verl.replay import versions
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.drift import drift_metrics
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.kl import kl_sums
+from mismatch_ext.log import RunLog
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -223,3 +226,20 @@ def grouping() -> dict[str, Any]:
     keys += ["turns_0_0", "turns_0_1", "turns_1_0", "prompt0_3_0"]
     found = measure.groups(keys)
     return {"keys": keys, "groups": found, "chunks": list(measure.chunks(found))}
+
+
+def users_own_metrics(names: list[str]) -> list[str]:
+    """Record a step that has a user's own metrics, and return the names that verl's loggers get."""
+    from mismatch_ext.adapters.verl.driver.trainer import (
+        MismatchTrainer,  # in a fork, as `scenarios_driver.driving` says
+    )
+
+    driver: Any = object.__new__(MismatchTrainer)
+    driver._weights, driver._saved_step, driver.global_steps = None, 0, STEP
+    metrics = dict.fromkeys(names, 0.5)
+    with tempfile.TemporaryDirectory() as folder:
+        header = {"run": {"name": "a run", "host": "verl"}}
+        driver._log = RunLog(MismatchConfig(), Path(folder), info=lambda: header, step=lambda: STEP)
+        driver._log.begin(None)
+        driver._record(metrics, STEP)
+    return sorted(metrics)
