@@ -12,6 +12,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.errors import ConfigError
 
 KEY = "mismatch"
 """Name of the entry in `actor_rollout_ref` and in `actor_rollout_ref.rollout.custom`."""
@@ -37,10 +38,10 @@ def hand_on(config: DictConfig, block: MismatchConfig, mode: RunMode) -> None:
     group.rollout.custom = OmegaConf.merge(group.rollout.get("custom") or {}, {KEY: block.to_dict()})
 
 
-def remember(config: DictConfig, given: MismatchConfig, changes: str) -> None:
-    """Keep next to what was handed on the config as its user gave it, and the changes that preparing made to verl's settings."""
+def remember(config: DictConfig, given: MismatchConfig) -> None:
+    """Keep next to what was handed on the config as its user gave it."""
     group = config.actor_rollout_ref
-    group[KEY] = OmegaConf.merge(group[KEY], {"given": given.to_dict(), "changes": changes})
+    group[KEY] = OmegaConf.merge(group[KEY], {"given": given.to_dict()})
 
 
 def handed_on(config: DictConfig) -> bool:
@@ -48,14 +49,15 @@ def handed_on(config: DictConfig) -> bool:
     return OmegaConf.select(config, f"actor_rollout_ref.{KEY}") is not None
 
 
-def given_before(config: DictConfig) -> MismatchConfig | None:
-    """Return the config that its user gave a prepared configuration; None if it was not prepared."""
-    return _parsed(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.given"))
-
-
-def changes_of(config: DictConfig) -> str:
-    """Return the changes that preparing made to verl's settings, from `remember`."""
-    return str(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.changes"))
+def check_unedited(config: DictConfig) -> None:
+    """Refuse a prepared configuration whose config was changed or removed since: verl's settings are still those of before."""
+    given = given_in(config)
+    if given != _parsed(OmegaConf.select(config, f"actor_rollout_ref.{KEY}.given")):
+        edit = "removed" if given is None else "changed"
+        raise ConfigError(
+            f"the mismatch config was {edit} after verl's validate_config had read it, and verl's settings still follow the "
+            "earlier one. Compose the configuration again for each run, or give each run a copy of it (copy.deepcopy)."
+        )
 
 
 def given_in(config: DictConfig) -> MismatchConfig | None:

@@ -9,8 +9,8 @@ from dataclasses import replace
 from typing import Any
 
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl import changes, refusals
-from mismatch_ext.adapters.verl.block import KEY, RunMode, changes_of, given_in, hand_on, handed_on, remember
+from mismatch_ext.adapters.verl import refusals
+from mismatch_ext.adapters.verl.block import RunMode, check_unedited, given_in, hand_on, handed_on, remember
 from mismatch_ext.adapters.verl.refusals import (
     ACTOR,
     CORRECTION,
@@ -45,34 +45,20 @@ OFF = {"doctor": None, "weight_sync": "off"}
 def prepare(config: DictConfig) -> dict[str, Any]:
     """Set verl's settings from the block `mismatch` of its configuration, and return new values for arguments of verl's check.
 
-    What an earlier call has set is taken back first, so that a configuration may serve several runs. Without a block nothing
-    else is done. Raises ConfigError if the block is malformed or this configuration cannot do what it asks; PeerVersionError if
-    a peer is missing, too old, or known to be wrong for the block.
+    A configuration that was prepared before is left as it is. Raises ConfigError if the block is malformed, if this configuration
+    cannot do what it asks, or if it was prepared for another block; PeerVersionError if a peer is missing, too old, or known to
+    be wrong for the block.
     """
-    unprepare(config)
-    block = given_in(config)
-    if block is not None:
-        before = changes.written(config)
-        if _prepare(config, block):
-            after = changes.written(config)
-            del after["actor_rollout_ref"][KEY]
-            with open_dict(config):
-                remember(config, block, changes.to_text(before, after))
+    if handed_on(config):
+        check_unedited(config)
+    else:
+        block = given_in(config)
+        assert block is not None
+        _prepare(config, block)
     return {"use_reference_policy": need_reference_policy(config)}
 
 
-def unprepare(config: DictConfig) -> None:
-    """Give verl's settings the values that they had before `prepare`, except those that were set again since."""
-    if not handed_on(config):
-        return
-    set_before = changes_of(config)
-    with open_dict(config):
-        del config.actor_rollout_ref[KEY]
-    changes.take_back(config, set_before)
-
-
-def _prepare(config: DictConfig, block: MismatchConfig) -> bool:
-    """Set verl's settings from a block, and tell whether the run has it: under `observe` it may have to do without."""
+def _prepare(config: DictConfig, block: MismatchConfig) -> None:
     acting = observable(config, block)
     error = next(reasons(config, acting), None)
     if error is not None:
@@ -84,12 +70,12 @@ def _prepare(config: DictConfig, block: MismatchConfig) -> bool:
         )
         with open_dict(config):
             config.mismatch = None
-        return False
+        return
     with open_dict(config):
         for line in _set_sections(config, acting) if block.level == "enforce" else []:
             say(f"mismatch-ext: {line}")
         _enter(config, acting)
-    return True
+        remember(config, block)
 
 
 def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError]:

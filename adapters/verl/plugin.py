@@ -73,20 +73,14 @@ def _prepare(config: Any) -> dict[str, Any]:
 
 def _refuse_unprepared(config: Any) -> None:
     """Refuse to start Ray unless verl's check of the configuration has read the block, and this very block."""
-    from mismatch_ext.adapters.verl.block import given_before, given_in, handed_on
+    from mismatch_ext.adapters.verl.block import check_unedited, handed_on
 
     if not handed_on(config):
         raise ConfigError(
             f"the program {Path(sys.argv[0]).name} starts Ray without verl's validate_config, where the mismatch block is read, "
             "and would train without it. Start verl.trainer.main_ppo, or call verl.utils.config.validate_config before run_ppo."
         )
-    given = given_in(config)
-    if given != given_before(config):
-        edit = "removed" if given is None else "changed"
-        raise ConfigError(
-            f"the mismatch config was {edit} after verl's validate_config had read it, and the run would train with the earlier "
-            "one. Call verl.utils.config.validate_config again before run_ppo."
-        )
+    check_unedited(config)
 
 
 def _refuse(message: str, config: Any) -> Any:
