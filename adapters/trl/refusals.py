@@ -180,13 +180,25 @@ FSDP = (
     ),
 )  # fmt: skip
 
-# `s` is the trainer's class. By name: importing TRL's experimental trainers warns.
-TRAINERS = tuple(
+
+def _derives_from(*names: str) -> Test:
+    return lambda s, b: any(kind.__name__ in names for kind in s.__mro__)
+
+
+# `s` is the class of a trainer or configuration. By name: importing TRL's experimental trainers warns.
+TRAINERS = (
     Row(
-        name, f"mismatch.{name} with {{s.__name__}}", lambda s, b: "GMPOTrainer" in (kind.__name__ for kind in s.__mro__),
-        "GMPOTrainer's loss has no seam for it", "allowed: precision, routing, lr and monitor, or use MismatchGRPOTrainer",
-    )
-    for name in ("kl", "correction")
+        "monitor", "AsyncGRPO ({s.__name__})", _derives_from("AsyncGRPOTrainer", "AsyncGRPOConfig"),
+        "TRL does not say which weights sampled a token, so drift cannot be separated from mismatch",
+        "use MismatchGRPOTrainer, or verl's modes colocate_async and separate_async",
+    ),
+    *(
+        Row(
+            name, f"mismatch.{name} with {{s.__name__}}", _derives_from("GMPOTrainer"),
+            "GMPOTrainer's loss has no seam for it", "allowed: precision, routing, lr and monitor, or use MismatchGRPOTrainer",
+        )
+        for name in ("kl", "correction")
+    ),
 )  # fmt: skip
 
 

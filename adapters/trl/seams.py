@@ -6,8 +6,6 @@ from mismatch_ext.seams import Refusal, Seam, exists
 
 _ENGINE = "trl.generation.vllm_generation"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
-_ASYNC = "trl.experimental.async_grpo"
-_WORKER = f"{_ASYNC}.async_rollout_worker"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
 _BASE = "transformers.trainer:Trainer"
@@ -107,31 +105,6 @@ SEAMS = (
         where=("GRPOTrainer",),
     ),
     Seam(
-        name="trl/async",
-        features=("monitor",),
-        what="the version of each token's weights, weight updates between requests, and the batch between forward pass and loss",
-        claims=(
-            exists(f"{_WORKER}:AsyncRolloutWorker._loop_cls"),
-            exists(f"{_WORKER}:AsyncRolloutWorker.check_health", "stale_after_s"),
-            exists(f"{_WORKER}:AsyncRolloutWorker.stop"),
-            exists(f"{_WORKER}:_AsyncRolloutLoop._post", "path", "payload", "timeout", "max_retries"),
-            exists(f"{_WORKER}:_AsyncRolloutLoop._score_group", "group"),
-            exists(f"{_ASYNC}.packing:TreeRow.pack"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.init_weight_transfer"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.pause"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.send_weights", "iterator"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.resume"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.compute_loss", "model", "inputs"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.get_train_dataloader"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.log", "logs", "start_time"),
-            exists(f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout"),
-        ),
-        checked="a row needs one version for each token, updates are probed and their names read back, and versions of TRL whose "
-        "loss nobody has looked at are refused (`versions.KNOWN_WRONG`)",
-        upstream=_SOURCE + "experimental/async_grpo/",
-        where=("AsyncGRPOTrainer",),
-    ),
-    Seam(
         name="transformers/trainer",
         features=("monitor",),
         what="checking the model before the engine is built, putting in the loss scaler, and resuming with each section's state",
@@ -177,17 +150,6 @@ _NO_SEAM = "the trainer's loss is not known to have a place for it"
 _NO_ENGINE = "generation by transformers reports no rollout log-probabilities"
 
 REFUSALS = (
-    Refusal(("AsyncGRPOTrainer",), "kl", "the trainer has no reference model"),
-    Refusal(("AsyncGRPOTrainer",), "sampling_mask", "a server's answers have no number for what was cut off"),
-    Refusal(
-        ("AsyncGRPOTrainer",), "monitor.doctor",
-        "it examines rollouts of the weights that score them, and these are of older ones",
-    ),
-    Refusal(("AsyncGRPOTrainer",), "lr", "its statistics come before each step, and most rollouts are of older weights"),
-    *(
-        Refusal(("AsyncGRPOTrainer",), f"routing.{mode}", "rollouts share tokens in a packed tree, whose routes are not joined")
-        for mode in ("R2", "R3")
-    ),
     *(Refusal(("RLOOTrainer",), name, _NO_SEAM) for name in ("kl", "correction", "sampling_mask")),
     Refusal(("GRPOTrainer", "server"), "sampling_mask", "a server's answers have no number for what was cut off"),
     *(

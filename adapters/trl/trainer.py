@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
-from mismatch_ext.adapters.trl.host import MeasuredTrainer
 from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
@@ -19,8 +18,13 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import applied, described, digest_of
 
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
 
-class MismatchTrainerMixin(MeasuredTrainer):
+
+class MismatchTrainerMixin(_Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer)` puts the block's terms outside of your `_compute_loss`, and
@@ -53,6 +57,12 @@ class MismatchTrainerMixin(MeasuredTrainer):
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
             super().__init__(model, *args, **kwargs)
         mm.begin("none" if patches is None else digest_of(mm.patches))
+
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
+        super().create_accelerator_and_postprocess(*args, **kwargs)
+        if self.mm is not None:
+            self.mm.accelerator_created()
 
     # One rollout, in its order.
 
@@ -109,7 +119,20 @@ class MismatchTrainerMixin(MeasuredTrainer):
         scheduled = super()._get_learning_rate(*args, **kwargs)
         return scheduled if self.mm is None or self.mm.lr is None else scheduled * self.mm.lr.applied
 
-    # Evaluations and checkpoints.
+    # Trainings, logs, evaluations and checkpoints.
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; the metrics file says how it ended."""
+        training = nullcontext() if self.mm is None else self.mm.training(resume_from_checkpoint)
+        with training:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self.mm is None:
+            super().log(logs, *args, **kwargs)
+        else:
+            self.mm.logged(super().log, logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any

@@ -227,8 +227,6 @@ def test_all_modules_of_the_installed_peers_are_there() -> None:
 def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
     hosts = compat.installed_environment()["hosts"]
     for host, feature, why in (
-        ("TRL AsyncGRPO + vLLM server", "kl", "no reference model"),
-        ("TRL AsyncGRPO + vLLM server", "routing.R3", "packed tree"),
         ("TRL RLOO + vLLM", "correction", "the trainer's loss"),
         ("TRL GRPO + vLLM server", "sampling_mask", "a server's answers"),
         ("verl + vLLM", "monitor.doctor", "no batch is examined"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -320,6 +321,31 @@ def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loade
 
     with pytest.raises(ConfigError, match="mismatch.correction with Trainer: GMPOTrainer's loss"):
         gmpo(NOWHERE, str(configure({}).output_dir), {"correction": {"preset": "token_truncate"}})
+
+
+def test_asyncgrpo_is_refused_with_what_works_instead(peers: Any, configure: Make, tmp_path: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchConfigMixin, MismatchTrainerMixin, attach
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    @dataclass
+    class Config(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # fields of GRPO's own
+        """TRL's configuration with a block."""
+
+    class Trainer(MismatchTrainerMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # methods of GRPO's own
+        """TRL's trainer with a block."""
+
+    def refused(name: str) -> Any:
+        message = (
+            rf"AsyncGRPO \({name}\): .* use MismatchGRPOTrainer, or verl's modes colocate_async and separate_async\."
+        )
+        return pytest.raises(ConfigError, match=message)
+
+    with refused("Config"):
+        Config(output_dir=str(tmp_path), use_cpu=True, bf16=False, mismatch={})
+    with refused("Trainer"):
+        Trainer(NOWHERE, args=configure({}), reward_funcs=peers.graded)
+    with refused("AsyncGRPOTrainer"):
+        attach(object.__new__(AsyncGRPOTrainer))
 
 
 # By the trainer, before it starts the engine.
