@@ -106,7 +106,7 @@ def construct(peers: Any, configure: Make) -> Make:
 
 
 # Who refuses, the block, what else is given, and words of the error, which is a ConfigError unless they name another.
-FULL = {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}}
+FULL = {"kl": {"coef": 0.1, "estimator": "full"}}
 EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
 GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
@@ -140,7 +140,7 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, "vllm_mode": "server"}, ["vllm_mode='server'", "allowed: vllm_mode='colocate'"]),
     ("config", MASKS, {"top_k": 4, "use_vllm": False}, ["use_vllm=False with mismatch.sampling_mask"]),
     ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
-    ("config", FULL, {"top_k": 4}, ["sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"]),
+    ("config", FULL, {}, ["mismatch.kl.estimator='full'", "set it to k1, k2, k3 or abs", "mismatch_ext.kl_full"]),
     ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
     ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "greater than or equal to 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
