@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.config import ESTIMATORS, MismatchConfig
+from mismatch_ext.config import ESTIMATORS, MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
@@ -367,6 +367,10 @@ TABLE = (
         ),
     )),
     Case("mismatch.routing and strategy='megatron'", lambda asked: asked.megatron and asked.routing is not None, (
+        Setting(
+            "mismatch.routing.measured", other_than(0, RoutingConfig(mode="R3").measured), LEFT_OUT,
+            "routes are not compared with the routers' own choice there", f"Remove it, or set {ACTOR}.strategy=fsdp2",
+        ),
         Setting(
             f"{MODEL}.use_remove_padding", off, "True",
             "verl packs routes without padding, so that those of a padded batch are other tokens'",

@@ -220,7 +220,7 @@ def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> No
         prepared_megatron("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2")
 
 
-ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_replay.mode")
+ROUTES = re.compile("routing.reference|routing.measured|use_remove_padding|mtp.enable|router_replay.mode")
 """Of these settings, those that only replay minds."""
 
 
@@ -232,6 +232,7 @@ ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_repl
         "actor_rollout_ref.model.use_fused_kernels=True",
         "+mismatch.sampling_mask={max_support:8}",
         "+mismatch.routing.reference=True",
+        "+mismatch.routing.measured=1.0",
         "actor_rollout_ref.model.use_remove_padding=False",
         "++actor_rollout_ref.model.mtp.enable=True",
         "actor_rollout_ref.actor.megatron.router_replay.mode=R2",
