@@ -1,4 +1,4 @@
-"""What this package relies on in TRL and in transformers' Trainer, and which features it refuses by name with TRL."""
+"""What this package relies on in TRL besides the methods that `MismatchTrainerMixin` overrides, and what it refuses by name."""
 
 from __future__ import annotations
 
@@ -8,61 +8,9 @@ _ENGINE = "trl.generation.vllm_generation"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
-_BASE = "transformers.trainer:Trainer"
-_IN_OBJECTIVE = ("kl", "correction", "routing", "sampling_mask")
-
-
-def _trainer(name: str, target: str, file: str) -> tuple[Seam, ...]:
-    """Return the seams of what is overridden in one of TRL's trainers."""
-    upstream, where = _SOURCE + file, (target.rpartition(":")[2],)
-    return (
-        Seam(
-            name=f"trl/{name}_batch",
-            features=("monitor",),
-            what="building the trainer with its engine, measuring each batch that was sampled, and logging",
-            claims=(
-                exists(f"{target}.__init__", "model", "reward_funcs", "args"),
-                exists(f"{target}._generate_and_score_completions", "inputs"),
-                exists(f"{target}._get_per_token_logps_and_entropies", "model"),
-                exists(f"{target}.log", "logs", "start_time"),
-            ),
-            checked="rollouts are matched with the rows of a batch by their tokens",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_generate",
-            features=("kl", "routing"),
-            what="knowing which completions are being scored and rewarded",
-            claims=(exists(f"{target}._generate", "prompts"),),
-            checked="a pass is replayed only over the tokens that its routes are of",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_own_loss",
-            features=_IN_OBJECTIVE,
-            what="the loss that terms are added to and routes are replayed in",
-            claims=(exists(f"{target}._compute_loss", "model", "inputs"),),
-            checked="behavior.check_loss compares it with known values before the model is built",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_rewards",
-            features=("kl",),
-            what="the KL penalty among the rewards",
-            claims=(exists(f"{target}._calculate_rewards", "inputs", "prompts", "completions", "completion_ids_list"),),
-            checked="the penalty is looked up in the rewards by its function, and taken out again with its own column",
-            upstream=upstream,
-            where=where,
-        ),
-    )
 
 
 SEAMS = (
-    *_trainer("grpo", "trl.trainer.grpo_trainer:GRPOTrainer", "trainer/grpo_trainer.py"),
-    *_trainer("rloo", "trl.trainer.rloo_trainer:RLOOTrainer", "trainer/rloo_trainer.py"),
     Seam(
         name="trl/colocated_engine",
         features=("monitor",),
@@ -105,31 +53,10 @@ SEAMS = (
         where=("GRPOTrainer",),
     ),
     Seam(
-        name="transformers/trainer",
-        features=("monitor",),
-        what="checking the model before the engine is built, putting in the loss scaler, and resuming with each section's state",
-        claims=(
-            exists(f"{_BASE}.create_accelerator_and_postprocess"),
-            exists(f"{_BASE}._save_checkpoint", "model", "trial"),
-        ),
-        checked="what a checkpoint lacks of a section is logged at its resume",
-        upstream=_TRAINER,
-    ),
-    Seam(
-        name="transformers/loss",
-        features=_IN_OBJECTIVE,
-        what="counting the losses that come through this package's",
-        claims=(exists(f"{_BASE}.compute_loss", "model", "inputs"),),
-        checked="a loss or an update without ours is refused",
-        upstream=_TRAINER,
-    ),
-    Seam(
         name="transformers/learning_rate",
         features=("lr",),
-        what="leading the rate by the gradient norm, and logging the rate that is applied",
+        what="leading the rate, which holds during the optimizer's step",
         claims=(
-            exists(f"{_BASE}._get_grad_norm", "model"),
-            exists(f"{_BASE}._get_learning_rate"),
             exists("transformers.trainer_callback:TrainerCallback.on_pre_optimizer_step"),
             exists("transformers.trainer_callback:TrainerCallback.on_optimizer_step"),
         ),

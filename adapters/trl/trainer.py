@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from contextlib import nullcontext
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.trl.behavior import check_loss
@@ -15,8 +17,9 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, SeamError
 from mismatch_ext.patching import applied, described, digest_of
+from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -81,9 +84,11 @@ class MismatchTrainerMixin(_Host):
         host = super()._get_per_token_logps_and_entropies
         return host(model, *args, **kwargs) if self.mm is None else self.mm.scoring.score(host, model, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        host = super()._calculate_rewards
-        return host(*args, **kwargs) if self.mm is None else self.mm.rewarded(host, *args, **kwargs)
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        host, given = super()._calculate_rewards, (inputs, prompts, completions, completion_ids_list, *args)
+        return host(*given, **kwargs) if self.mm is None else self.mm.rewarded(host, *given, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does."""
@@ -157,9 +162,38 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
             "not known when rewards are computed; use reward_path='surrogate'."
         )
     with mm.verdicts.checking("versions"):
+        _check_overrides(trainer)
         server = config.vllm_mode == "server"
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         check_loss(trainer, block, getattr(config, "loss_type", ""))
+
+
+def _check_overrides(trainer: type[Any]) -> None:
+    """Refuse a TRL or transformers that lacks a method which ours overrides, because nobody would call ours."""
+    hosts = [kind for kind in trainer.__mro__ if kind.__module__.partition(".")[0] in ("trl", "transformers")]
+    for name, method in vars(MismatchTrainerMixin).items():
+        if not inspect.isfunction(method):
+            continue
+        host = next((vars(kind)[name] for kind in hosts if name in vars(kind)), None)
+        wanted = _leading(method)
+        if host is None:
+            found = f"have no {name}"
+        elif _leading(host)[: len(wanted)] != wanted:
+            found = f"have {name}({', '.join(_leading(host))}), and {name}({', '.join(wanted)}) is needed"
+        else:
+            continue
+        versions = {peer: installed(peer) for peer in ("trl", "transformers")}
+        install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in versions.items())
+        raise SeamError(
+            f"{trainer.__name__}: trl {versions['trl']} and transformers {versions['transformers']} {found}. Install versions "
+            f"that were run (pip install {install})."
+        )
+
+
+def _leading(method: Any) -> list[str]:
+    """Return the names of a method's first arguments, up to `*args`."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [one.name for one in takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)]
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

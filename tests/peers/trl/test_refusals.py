@@ -24,6 +24,7 @@ from mismatch_ext.errors import (
     ReplayError,
     RoutingError,
     RunDirectoryError,
+    SeamError,
 )
 from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
@@ -314,6 +315,26 @@ def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_lo
     with pytest.raises(PeerVersionError) as refusal:
         construct(NOWHERE, FP16)
     assert f"trl 1.12.0 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (None, "no _calculate_rewards"),
+        (lambda self, prompts, inputs: None, r"_calculate_rewards\(prompts, inputs\)"),
+    ],
+)
+def test_a_trainer_without_a_method_that_ours_overrides_is_refused(
+    construct: Make, monkeypatch: pytest.MonkeyPatch, changed: Any, words: str
+) -> None:
+    from trl import GRPOTrainer
+
+    if changed is None:
+        monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
+    else:
+        monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", changed)
+    with pytest.raises(SeamError, match=f"{words}.*pip install trl=="):
+        construct(NOWHERE, {})
 
 
 def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loaded(peers: Any, configure: Make) -> None:
