@@ -114,7 +114,6 @@ def hosts() -> tuple[Host, ...]:
     return (
         Host("TRL GRPO + vLLM", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", *engine})),
         Host("TRL GRPO + vLLM server", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", "server", *engine})),
-        Host("TRL AsyncGRPO + vLLM server", (*trl, "vllm"), frozenset({"trl", "AsyncGRPOTrainer", "server", *engine})),
         Host("TRL RLOO + vLLM", (*trl, "vllm"), frozenset({"trl", "RLOOTrainer", *engine})),
         Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer", "alone"})),
         Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "fsdp", *engine})),

@@ -2,7 +2,7 @@
 
     python -m benchmarks.rivals --json runs/rivals.json
     python -m benchmarks.rivals logs --only top_p mask --verbose
-    python -m benchmarks.rivals twelve                            # ours alone, on the mismatch faults of the first comparison
+    python -m benchmarks.rivals first                             # ours alone, on the mismatch faults of the first comparison
 
 Each rival is installed from the package index into a temporary environment, which also sees the packages of this one. A record
 that exists is added to, so that the parts can run one by one. `LOGS` and `LIVE` list what counts as an answer.
@@ -149,19 +149,11 @@ LOGS = {
 # Ours is asked these too, and the rivals of today are not.
 OURS_ALONE = {
     "stale weights, ten steps": Log(Planted(older=(faults.moved(seed=1), faults.moved(by=1e-2))), one("stale_weights")),
-    "experts 5 and 9 of layer 2 exchanged": Log(
-        Planted(
-            kind="moe",
-            weights=faults.exchanged("layers.2.mlp.experts.5.", "layers.2.mlp.experts.9."),
-            said="experts 5 and 9 of layer 2",
-        ),
-        one("experts_exchanged"),
-    ),
 }
-TWELVE = (
+FIRST = (
     "temperature 0.94", "top_p 0.88", "repetition_penalty 1.07", "stale weights, one of three", "stale weights, ten steps",
     "rope_theta x 1.13", "prompt's first token twice", "prompt lacks 2 tokens", "log-probabilities of the next token",
-    "experts 5 and 9 of layer 2 exchanged", "tool mask a token late", "half of the responses two versions old",
+    "tool mask a token late", "half of the responses two versions old",
 )  # fmt: skip
 LIVE: dict[str, tuple[dict[str, Any], dict[str, Answers]]] = {
     "clean": ({}, {}),
@@ -372,7 +364,7 @@ def of_logs(names: Sequence[str], home: Path, environments: Path, tools: Collect
         answers[OURS] = said, cpu_seconds() - began
         for tool in tools:
             yield answered(
-                "logs" if len(tools) > 1 else "twelve", name, tool, *answers[tool], getattr(log, FIELDS[tool])
+                "logs" if len(tools) > 1 else "first", name, tool, *answers[tool], getattr(log, FIELDS[tool])
             )
     engines.end()
 
@@ -426,7 +418,7 @@ def of_losses(home: Path, environments: Path) -> Iterator[Row]:
 def table(rows: Sequence[Row]) -> str:
     """Return the verdicts by fault, their counts, and the median CPU seconds of a log or run, by tool."""
     lines = []
-    for part in [part for part in ("logs", "twelve", "live") if any(row["part"] == part for row in rows)]:
+    for part in [part for part in ("logs", "first", "live") if any(row["part"] == part for row in rows)]:
         here = [row for row in rows if row["part"] == part]
         verdicts = {(row["fault"], row["tool"]): row["verdict"] for row in here}
         tools = [tool for tool in FIELDS if any(row["tool"] == tool for row in here)]
@@ -446,7 +438,7 @@ def table(rows: Sequence[Row]) -> str:
 def main() -> None:
     """Run the parts that are asked for, print the table, and write the record."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("parts", nargs="*", metavar="PART", help="logs, live or losses (default: all), or twelve")
+    parser.add_argument("parts", nargs="*", metavar="PART", help="logs, live or losses (default: all), or first")
     parser.add_argument("--only", nargs="+", default=[""], metavar="WORDS", help="faults whose names hold one of these")
     parser.add_argument("--json", type=Path, metavar="FILE", help="the record, which is added to if it exists")
     parser.add_argument("--environments", type=Path, metavar="DIR", help="where rivals stay installed from run to run")
@@ -459,9 +451,9 @@ def main() -> None:
     record |= {"date": datetime.date.today().isoformat(), "cores": os.cpu_count(), "versions": versions}
     with tempfile.TemporaryDirectory() as home:
         where = {"home": Path(home), "environments": asked.environments or Path(home)}
-        twelve = partial(of_logs, [name for name in TWELVE if any(word in name for word in asked.only)], tools=(OURS,))
+        first = partial(of_logs, [name for name in FIRST if any(word in name for word in asked.only)], tools=(OURS,))
         rivals = {"logs": partial(of_logs, logs, tools=FIELDS), "live": partial(of_live, live), "losses": of_losses}
-        runs = {"twelve": twelve, **rivals}
+        runs = {"first": first, **rivals}
         for row in chain.from_iterable(run(**where) for part, run in runs.items() if part in parts):
             same = ("part", "fault", "tool")
             record["rows"] = [old for old in record["rows"] if any(old[key] != row[key] for key in same)] + [row]

@@ -146,7 +146,7 @@ class KlConfig:
     """
 
     estimator: Literal["k1", "k2", "k3", "abs", "full"] = "k1"
-    """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits."""
+    """Estimator of the log-ratio d = log pi - log pi_ref; `full` is exact over the vocabulary and needs logits (`Run` only)."""
     placement: Literal["loss", "reward", "both"] | None = None
     """Path-wise part (`loss`), score-function part (`reward`), or `both`; None takes `reward` for k1, `loss` for k2
     (unbiased for target `token` only) and `both` for the others (abs is biased everywhere)."""

@@ -233,7 +233,7 @@ def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float
 
 
 # Phantom clipping. A PPO clip is meant to limit the change of the policy. If the old log-probabilities are the engine's (`bypass`
-# modes, TRL's AsyncGRPO), the ratio contains the mismatch too: at the weights that sampled, it alone causes every clipped token.
+# modes), the ratio contains the mismatch too: at the weights that sampled, it alone causes every clipped token.
 
 
 def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, high: float = 0.2) -> Tensor:

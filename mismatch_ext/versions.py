@@ -85,15 +85,6 @@ PEERS: dict[str, Peer] = {
 KNOWN_WRONG: tuple[KnownWrong, ...] = (
     KnownWrong(
         peer="trl",
-        versions="!=1.16.0",
-        feature=None,
-        condition="for AsyncGRPOTrainer",
-        where=("AsyncGRPOTrainer",),
-        reason="its loss is called in two halves, and nobody has looked at those of other versions than 1.16.0.",
-        remedy="pip install trl==1.16.0, or use MismatchGRPOTrainer",
-    ),
-    KnownWrong(
-        peer="trl",
         versions="==1.15.0",
         feature=None,
         condition="where Triton is not installed",

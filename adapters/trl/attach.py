@@ -22,6 +22,7 @@ from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.engines import engine_of
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import TrainerRun
+from mismatch_ext.adapters.trl.refusals import TRAINERS, refuse
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer
@@ -49,6 +50,8 @@ def attach(trainer: GRPOTrainer) -> Attached:
         ConfigError: There is no engine, the trainer is no GRPOTrainer, or it is measured already.
         RunDirectoryError: The run directory cannot be written.
     """
+    block = MismatchConfig(level="observe")
+    refuse(TRAINERS, type(trainer), block)
     if not isinstance(trainer, GRPOTrainer):
         raise ConfigError(
             f"attach({type(trainer).__name__}): allowed is a GRPOTrainer of TRL or of a subclass. Use MismatchRLOOTrainer for "
@@ -63,7 +66,7 @@ def attach(trainer: GRPOTrainer) -> Attached:
             f"attach: this {type(trainer).__name__} is measured already, by its mismatch block or by attach. Leave out one of "
             "the two."
         )
-    attached = Attached(trainer)
+    attached = Attached(trainer, block)
     vars(trainer)["mismatch_attached"] = attached
     return attached
 
@@ -82,9 +85,9 @@ class Attached(TrainerRun):
 
     how = ", attached"
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, block: MismatchConfig) -> None:
         with together(AcceleratorRanks(PartialState())):
-            super().__init__(trainer, MismatchConfig(level="observe"), trainer.args.output_dir)
+            super().__init__(trainer, block, trainer.args.output_dir)
         self.verdicts.at(lambda: self.step)
         self.engine = engine_of(trainer, self.ranks)
         with self.verdicts.checking("sampling"):

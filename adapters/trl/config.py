@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
 from mismatch_ext.adapters.trl.correction import native_options, own_options
-from mismatch_ext.adapters.trl.refusals import SETTINGS, check_sharding, refuse
+from mismatch_ext.adapters.trl.refusals import SETTINGS, TRAINERS, check_sharding, refuse
 from transformers import TrainerState
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig, RLOOConfig
@@ -95,6 +95,7 @@ class MismatchConfigMixin(_Host):
         given = MismatchConfig.parse(self.mismatch)
         if given is not None:
             self.mismatch, block = given.to_dict(), given.acting
+            refuse(TRAINERS, type(self), block)
             # Findings of the configuration wait in it for the trainer.
             self._verdicts = verdicts = Verdicts(block.level)
             if block.precision is not None:

@@ -1,7 +1,6 @@
 """What every trainer of TRL with a block has: two sides read back and audited, a log beside TRL's, and a state of its own.
 
-The trainer holds it as `trainer.mm`. `run.TrlRun` is GRPO's and RLOO's, `attach` and `async_grpo` have
-their own.
+The trainer holds it as `trainer.mm`. `run.TrlRun` is GRPO's and RLOO's, and `attach` has its own.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.ranks import Ranks, first_error
+from mismatch_ext.ranks import first_error
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
@@ -54,9 +53,6 @@ from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, d
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
-    from trl import GRPOTrainer as _Host
-else:
-    _Host = object
 
 FIXES = TrainerFixes(
     autocast_off="Turn mixed precision off (fp16=False, bf16=False)",
@@ -117,10 +113,6 @@ class TrainerRun:
         """The sampling settings that the trainer's log-probabilities do not follow: a sampling mask follows truncation."""
         return self.sampling if self.block.sampling_mask is None else self.sampling.without_truncation()
 
-    def ratio_bias(self) -> str | None:
-        """Say why the gap is not only numerics."""
-        return ratio_bias(self.trainer, self.scored_sampling)
-
     @property
     def step(self) -> int:
         """Finished optimizer steps."""
@@ -142,7 +134,7 @@ class TrainerRun:
         """Turn on float16, which accelerate leaves off on a CPU, as asked, and check the model, which TRL has loaded."""
         trainer, precision = self.trainer, self.block.precision
         with self.verdicts.checking("device"):
-            check_device(trainer.accelerator.device.type, self.block, engine=bool(getattr(trainer, "use_vllm", True)))
+            check_device(trainer.accelerator.device.type, self.block, engine=trainer.use_vllm)
         with self.verdicts.checking("sharding"):
             self.check_sharding()
         if precision is not None and precision.dtype == "float16":
@@ -333,7 +325,7 @@ class TrainerRun:
         with self.verdicts.checking("metrics"):
             if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
                 self.log.write(self.step, names | by_layer, split)
-            bias = self.ratio_bias()
+            bias = ratio_bias(self.trainer, self.scored_sampling)
             if extra and bias is not None and not self._bias_told:
                 self._bias_told = True
                 self.warn("ratio_bias", bias)
@@ -387,18 +379,13 @@ class TrainerRun:
                 self.log.event(level, name, f"rank {rank}: {message}")
         return max((float(value) for value, _ in found if value is not None), default=None)
 
-    @property
-    def grid_ranks(self) -> Ranks:
-        """The ranks that watch the engine's grid."""
-        return self.ranks
-
     def training_metrics(self) -> dict[str, float]:
         """Return the metrics of training steps, under the names that they are logged by."""
         metrics: dict[str, float] = {}
         if isinstance(self.trainer.accelerator.scaler, LossScaler):
             metrics |= self.trainer.accelerator.scaler.metrics()
         if self.grid is not None:
-            metrics |= self.grid.metrics(self.grid_ranks)
+            metrics |= self.grid.metrics(self.ranks)
         metrics |= self.further_metrics()
         if self.lr is not None:
             metrics |= self.lr.metrics()
@@ -508,35 +495,6 @@ class TrainerRun:
         """Say which settings have changed since the checkpoint that is resumed."""
         for message in filter(None, messages):
             self.warn("settings_changed", message)
-
-
-class MeasuredTrainer(_Host):
-    """Methods of every trainer with a block; without one they pass straight on."""
-
-    mm: Any = None  # the block's side of this trainer
-
-    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
-        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
-        if self.mm is None:
-            super().create_accelerator_and_postprocess(*args, **kwargs)
-            return
-        config: Any = self.args
-        with config.claimed():
-            super().create_accelerator_and_postprocess(*args, **kwargs)
-        self.mm.accelerator_created()
-
-    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        """Train as TRL does; the metrics file says how it ended."""
-        training = nullcontext() if self.mm is None else self.mm.training(resume_from_checkpoint)
-        with training:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self.mm is None:
-            super().log(logs, *args, **kwargs)
-        else:
-            self.mm.logged(super().log, logs, *args, **kwargs)
 
 
 class ResumeCallback(TrainerCallback):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -15,16 +15,10 @@ from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm, kl_baseline, kl_terms
 from mismatch_ext.ranks import Ranks, together
 
-Logits = Callable[[], tuple[Tensor, Tensor]]
 Prompt = tuple[int, ...]
 
 BASELINE = "kl_baseline"
 """Key of TRL's inputs under which the leave-one-out baseline of each token travels."""
-
-
-def needs_baseline(term: KlTerm) -> bool:
-    """Tell whether a baseline of the whole batch travels with its rows; `full` has logits of a micro-batch alone."""
-    return term.config.has_baseline and term.config.estimator != "full"
 
 
 def prompt_groups(inputs: Mapping[str, Any]) -> Tensor:
@@ -102,13 +96,10 @@ def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> 
     ]
 
 
-def kl_loss(
-    term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor, logits: Logits, temperature: float
-) -> Tensor:
+def kl_loss(term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
     """Return what is added to TRL's per-token loss `[B, T]`, coefficient included."""
     # TRL leaves the old log-probabilities out where the policy is still the old one.
     old, rollout = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
-    full = term.config.estimator == "full"
     return kl_terms(
         logps,
         inputs["ref_per_token_logps"],
@@ -116,10 +107,7 @@ def kl_loss(
         term.config,
         behavior=term.behavior(logps, old=old, rollout=rollout),
         coef=term.coef,
-        groups=prompt_groups(inputs) if full else None,
-        baseline=inputs[BASELINE] if needs_baseline(term) else None,
-        logits=logits() if full else None,
-        temperature=temperature,
+        baseline=inputs[BASELINE] if term.config.has_baseline else None,
     ).loss
 
 

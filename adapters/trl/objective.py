@@ -13,17 +13,15 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl.behavior import Reads
 from mismatch_ext.adapters.trl.correction import native_options
-from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss, needs_baseline
+from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.scoring import rows_of_batch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from trl.trainer.utils import use_adapter
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, SeamError
@@ -127,7 +125,7 @@ class Objective:
         term, run = self.run.kl, self.run
         if term is None or not term.coef:
             return
-        adapts, needed = term.adaptive and self.trainer.model.training, needs_baseline(term)
+        adapts, needed = term.adaptive and self.trainer.model.training, term.config.has_baseline
         if not (adapts or needed):
             return
         old = run.old_logprobs(output) if gap is None else gap[0]
@@ -203,7 +201,7 @@ class Objective:
                 f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
                 "and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
-        if kl is not None and needs_baseline(kl) and BASELINE not in inputs:
+        if kl is not None and kl.config.has_baseline and BASELINE not in inputs:
             raise ConfigError(
                 f"mismatch.kl: the micro-batch has no {BASELINE!r}; something between _generate_and_score_completions and "
                 "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
@@ -229,8 +227,7 @@ class Objective:
         logps = self._scored_logps(passes, model, inputs)
         term = torch.zeros_like(logps)
         if kl is not None:
-            both = lambda: self._both_logits(model, inputs)  # noqa: E731
-            term = term + kl_loss(kl, logps, inputs, mask, both, trainer.temperature)
+            term = term + kl_loss(kl, logps, inputs, mask)
             self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], mask)
         if correction is not None and reinforces:
             advantages = inputs["advantages"]
@@ -276,30 +273,6 @@ class Objective:
                 "the loss does not depend on the weights that TRL's own GRPOTrainer._compute_loss multiplies by"
             )
         return loss
-
-    def _both_logits(self, model: Any, inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor]:
-        """Return the policy's and the reference's logits `[B, T, V]`, before they are divided by the temperature."""
-        if any(key in inputs for key in ("pixel_values", "image_grid_thw", "token_type_ids", "mm_token_type_ids")):
-            raise ConfigError(
-                "mismatch.kl.estimator='full' with multimodal inputs: the logits would be those of a model that sees none "
-                "of them; use another estimator."
-            )
-        trainer = self.trainer
-        rows = rows_of_batch(inputs)
-        with trainer.accelerator.autocast():
-            policy = self._logits(model, *rows)
-            with torch.no_grad():
-                if trainer.ref_model is not None:
-                    reference = self._logits(trainer.ref_model, *rows)
-                else:
-                    peft_model = trainer.accelerator.unwrap_model(trainer.model)
-                    with use_adapter(peft_model, adapter_name="ref" if "ref" in peft_model.peft_config else None):
-                        reference = self._logits(trainer.model, *rows)
-        return policy, reference
-
-    def _logits(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
-        with self.run.scoring.routed(model, tokens, attention_mask, length):
-            return completion_logits(model, tokens, attention_mask, length)
 
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""

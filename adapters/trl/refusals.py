@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.trl.correction import native_options
 
-from mismatch_ext.config import MismatchConfig, PrecisionConfig
+from mismatch_ext.config import ESTIMATORS, MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
 from mismatch_ext.presets import resolve
 from mismatch_ext.versions import on_cpu_build
@@ -99,13 +99,13 @@ SETTINGS = (
         "masks are read off as many log-probabilities as the section asks for", "remove logprobs",
     ),
     Row(
-        "sampling_mask", "mismatch.sampling_mask with mismatch.kl.estimator='full'",
-        lambda s, b: b.kl is not None and b.kl.estimator == "full", "the exact KL is over the whole vocabulary",
-        "allowed: k1, k2 or k3",
-    ),
-    Row(
         "sampling_mask", "mismatch.sampling_mask with mismatch.monitor.doctor={b.monitor.doctor!r}",
         lambda s, b: b.monitor.doctor is not None, "it examines log-probabilities over the whole vocabulary", "allowed: none",
+    ),
+    Row(
+        "kl", "mismatch.kl.estimator='full'", lambda s, b: b.kl.estimator == "full",
+        "it needs the logits of both policies, of which TRL keeps only the sampled tokens' log-probabilities",
+        f"set it to {', '.join(ESTIMATORS[:-1])} or {ESTIMATORS[-1]}, or use mismatch_ext.kl_full in your own loop",
     ),
     Row(
         "kl", f"{_REWARDS}mask_truncated_completions=True",
@@ -180,13 +180,25 @@ FSDP = (
     ),
 )  # fmt: skip
 
-# `s` is the trainer's class. By name: importing TRL's experimental trainers warns.
-TRAINERS = tuple(
+
+def _derives_from(*names: str) -> Test:
+    return lambda s, b: any(kind.__name__ in names for kind in s.__mro__)
+
+
+# `s` is the class of a trainer or configuration. By name: importing TRL's experimental trainers warns.
+TRAINERS = (
     Row(
-        name, f"mismatch.{name} with {{s.__name__}}", lambda s, b: "GMPOTrainer" in (kind.__name__ for kind in s.__mro__),
-        "GMPOTrainer's loss has no seam for it", "allowed: precision, routing, lr and monitor, or use MismatchGRPOTrainer",
-    )
-    for name in ("kl", "correction")
+        "monitor", "AsyncGRPO ({s.__name__})", _derives_from("AsyncGRPOTrainer", "AsyncGRPOConfig"),
+        "TRL does not say which weights sampled a token, so drift cannot be separated from mismatch",
+        "use MismatchGRPOTrainer, or verl's modes colocate_async and separate_async",
+    ),
+    *(
+        Row(
+            name, f"mismatch.{name} with {{s.__name__}}", _derives_from("GMPOTrainer"),
+            "GMPOTrainer's loss has no seam for it", "allowed: precision, routing, lr and monitor, or use MismatchGRPOTrainer",
+        )
+        for name in ("kl", "correction")
+    ),
 )  # fmt: skip
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -206,18 +206,6 @@ class Scoring:
                 "without super().compute_loss(model, inputs): neither routes nor masks would be replayed. Call that, or remove "
                 "both."
             )
-
-    def routed(self, model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> AbstractContextManager[None]:
-        """Return the context for one more forward pass of the micro-batch whose loss is being computed, or of a part of it."""
-        routing = self.routing
-        reference = routing is not None and self.is_reference(model)
-        if routing is None or (reference and not routing.config.reference):
-            return nullcontext()
-        assert self.rollouts is not None
-        if (routes := self.rollouts.routes_of(tokens, attention_mask, length)) is None:
-            raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
-        split = REFERENCE if reference else self.run.split
-        return routing.over_rows(model, attention_mask, length, routes, split)
 
     # A batch that has been scored.
 

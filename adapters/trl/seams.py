@@ -1,4 +1,4 @@
-"""What this package relies on in TRL and in transformers' Trainer, and which features it refuses by name with TRL."""
+"""What this package relies on in TRL besides the methods that `MismatchTrainerMixin` overrides, and what it refuses by name."""
 
 from __future__ import annotations
 
@@ -6,65 +6,11 @@ from mismatch_ext.seams import Refusal, Seam, exists
 
 _ENGINE = "trl.generation.vllm_generation"
 _CLIENT = "trl.generation.vllm_client:VLLMClient"
-_ASYNC = "trl.experimental.async_grpo"
-_WORKER = f"{_ASYNC}.async_rollout_worker"
 _SOURCE = "https://github.com/huggingface/trl/blob/v1.16.0/trl/"
 _TRAINER = "https://github.com/huggingface/transformers/blob/v5.23.0/src/transformers/trainer.py"
-_BASE = "transformers.trainer:Trainer"
-_IN_OBJECTIVE = ("kl", "correction", "routing", "sampling_mask")
-
-
-def _trainer(name: str, target: str, file: str) -> tuple[Seam, ...]:
-    """Return the seams of what is overridden in one of TRL's trainers."""
-    upstream, where = _SOURCE + file, (target.rpartition(":")[2],)
-    return (
-        Seam(
-            name=f"trl/{name}_batch",
-            features=("monitor",),
-            what="building the trainer with its engine, measuring each batch that was sampled, and logging",
-            claims=(
-                exists(f"{target}.__init__", "model", "reward_funcs", "args"),
-                exists(f"{target}._generate_and_score_completions", "inputs"),
-                exists(f"{target}._get_per_token_logps_and_entropies", "model"),
-                exists(f"{target}.log", "logs", "start_time"),
-            ),
-            checked="rollouts are matched with the rows of a batch by their tokens",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_generate",
-            features=("kl", "routing"),
-            what="knowing which completions are being scored and rewarded",
-            claims=(exists(f"{target}._generate", "prompts"),),
-            checked="a pass is replayed only over the tokens that its routes are of",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_own_loss",
-            features=_IN_OBJECTIVE,
-            what="the loss that terms are added to and routes are replayed in",
-            claims=(exists(f"{target}._compute_loss", "model", "inputs"),),
-            checked="behavior.check_loss compares it with known values before the model is built",
-            upstream=upstream,
-            where=where,
-        ),
-        Seam(
-            name=f"trl/{name}_rewards",
-            features=("kl",),
-            what="the KL penalty among the rewards",
-            claims=(exists(f"{target}._calculate_rewards", "inputs", "prompts", "completions", "completion_ids_list"),),
-            checked="the penalty is looked up in the rewards by its function, and taken out again with its own column",
-            upstream=upstream,
-            where=where,
-        ),
-    )
 
 
 SEAMS = (
-    *_trainer("grpo", "trl.trainer.grpo_trainer:GRPOTrainer", "trainer/grpo_trainer.py"),
-    *_trainer("rloo", "trl.trainer.rloo_trainer:RLOOTrainer", "trainer/rloo_trainer.py"),
     Seam(
         name="trl/colocated_engine",
         features=("monitor",),
@@ -107,42 +53,6 @@ SEAMS = (
         where=("GRPOTrainer",),
     ),
     Seam(
-        name="trl/async",
-        features=("monitor",),
-        what="the version of each token's weights, weight updates between requests, and the batch between forward pass and loss",
-        claims=(
-            exists(f"{_WORKER}:AsyncRolloutWorker._loop_cls"),
-            exists(f"{_WORKER}:AsyncRolloutWorker.check_health", "stale_after_s"),
-            exists(f"{_WORKER}:AsyncRolloutWorker.stop"),
-            exists(f"{_WORKER}:_AsyncRolloutLoop._post", "path", "payload", "timeout", "max_retries"),
-            exists(f"{_WORKER}:_AsyncRolloutLoop._score_group", "group"),
-            exists(f"{_ASYNC}.packing:TreeRow.pack"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.init_weight_transfer"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.pause"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.send_weights", "iterator"),
-            exists(f"{_ASYNC}.weight_transfer:WeightTransferClient.resume"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.compute_loss", "model", "inputs"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.get_train_dataloader"),
-            exists(f"{_ASYNC}.async_grpo_trainer:AsyncGRPOTrainer.log", "logs", "start_time"),
-            exists(f"{_ASYNC}.async_grpo_trainer:DataCollatorForRollout"),
-        ),
-        checked="a row needs one version for each token, updates are probed and their names read back, and versions of TRL whose "
-        "loss nobody has looked at are refused (`versions.KNOWN_WRONG`)",
-        upstream=_SOURCE + "experimental/async_grpo/",
-        where=("AsyncGRPOTrainer",),
-    ),
-    Seam(
-        name="transformers/trainer",
-        features=("monitor",),
-        what="checking the model before the engine is built, putting in the loss scaler, and resuming with each section's state",
-        claims=(
-            exists(f"{_BASE}.create_accelerator_and_postprocess"),
-            exists(f"{_BASE}._save_checkpoint", "model", "trial"),
-        ),
-        checked="what a checkpoint lacks of a section is logged at its resume",
-        upstream=_TRAINER,
-    ),
-    Seam(
         name="transformers/accelerator_options",
         features=("monitor",),
         what="refusing a trainer that would ignore the block",
@@ -151,20 +61,10 @@ SEAMS = (
         upstream=_TRAINER,
     ),
     Seam(
-        name="transformers/loss",
-        features=_IN_OBJECTIVE,
-        what="counting the losses that come through this package's",
-        claims=(exists(f"{_BASE}.compute_loss", "model", "inputs"),),
-        checked="a loss or an update without ours is refused",
-        upstream=_TRAINER,
-    ),
-    Seam(
         name="transformers/learning_rate",
         features=("lr",),
-        what="leading the rate by the gradient norm, and logging the rate that is applied",
+        what="leading the rate, which holds during the optimizer's step",
         claims=(
-            exists(f"{_BASE}._get_grad_norm", "model"),
-            exists(f"{_BASE}._get_learning_rate"),
             exists("transformers.trainer_callback:TrainerCallback.on_pre_optimizer_step"),
             exists("transformers.trainer_callback:TrainerCallback.on_optimizer_step"),
         ),
@@ -185,17 +85,6 @@ _NO_SEAM = "the trainer's loss is not known to have a place for it"
 _NO_ENGINE = "generation by transformers reports no rollout log-probabilities"
 
 REFUSALS = (
-    Refusal(("AsyncGRPOTrainer",), "kl", "the trainer has no reference model"),
-    Refusal(("AsyncGRPOTrainer",), "sampling_mask", "a server's answers have no number for what was cut off"),
-    Refusal(
-        ("AsyncGRPOTrainer",), "monitor.doctor",
-        "it examines rollouts of the weights that score them, and these are of older ones",
-    ),
-    Refusal(("AsyncGRPOTrainer",), "lr", "its statistics come before each step, and most rollouts are of older weights"),
-    *(
-        Refusal(("AsyncGRPOTrainer",), f"routing.{mode}", "rollouts share tokens in a packed tree, whose routes are not joined")
-        for mode in ("R2", "R3")
-    ),
     *(Refusal(("RLOOTrainer",), name, _NO_SEAM) for name in ("kl", "correction", "sampling_mask")),
     Refusal(("GRPOTrainer", "server"), "sampling_mask", "a server's answers have no number for what was cut off"),
     *(

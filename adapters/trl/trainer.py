@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
 import warnings
 from contextlib import nullcontext
-from typing import Any
+from itertools import takewhile
+from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.trl.behavior import check_loss
 from mismatch_ext.adapters.trl.config import MismatchConfigMixin
-from mismatch_ext.adapters.trl.host import MeasuredTrainer
 from mismatch_ext.adapters.trl.refusals import STITCHING, TRAINERS, check_peers, refuse
 from mismatch_ext.adapters.trl.run import TrlRun
 from torch import Tensor
@@ -16,11 +17,17 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, SeamError
 from mismatch_ext.patching import applied, described, digest_of
+from mismatch_ext.versions import PEERS, installed
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer as _Host
+else:
+    _Host = object
 
 
-class MismatchTrainerMixin(MeasuredTrainer):
+class MismatchTrainerMixin(_Host):
     """Adds the `mismatch:` block to a GRPOTrainer or to a subclass of one.
 
     `class MyTrainer(MismatchTrainerMixin, MyGRPOTrainer)` puts the block's terms outside of your `_compute_loss`, and
@@ -54,6 +61,16 @@ class MismatchTrainerMixin(MeasuredTrainer):
             super().__init__(model, *args, **kwargs)
         mm.begin("none" if patches is None else digest_of(mm.patches))
 
+    def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
+        """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
+        if self.mm is None:
+            super().create_accelerator_and_postprocess(*args, **kwargs)
+            return
+        config: Any = self.args
+        with config.claimed():
+            super().create_accelerator_and_postprocess(*args, **kwargs)
+        self.mm.accelerator_created()
+
     # One rollout, in its order.
 
     def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
@@ -71,9 +88,11 @@ class MismatchTrainerMixin(MeasuredTrainer):
         host = super()._get_per_token_logps_and_entropies
         return host(model, *args, **kwargs) if self.mm is None else self.mm.scoring.score(host, model, *args, **kwargs)
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> Tensor:
-        host = super()._calculate_rewards
-        return host(*args, **kwargs) if self.mm is None else self.mm.rewarded(host, *args, **kwargs)
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        host, given = super()._calculate_rewards, (inputs, prompts, completions, completion_ids_list, *args)
+        return host(*given, **kwargs) if self.mm is None else self.mm.rewarded(host, *given, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Train on a micro-batch as TRL does."""
@@ -109,7 +128,20 @@ class MismatchTrainerMixin(MeasuredTrainer):
         scheduled = super()._get_learning_rate(*args, **kwargs)
         return scheduled if self.mm is None or self.mm.lr is None else scheduled * self.mm.lr.applied
 
-    # Evaluations and checkpoints.
+    # Trainings, logs, evaluations and checkpoints.
+
+    def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Train as TRL does; the metrics file says how it ended."""
+        training = nullcontext() if self.mm is None else self.mm.training(resume_from_checkpoint)
+        with training:
+            return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
+        if self.mm is None:
+            super().log(logs, *args, **kwargs)
+        else:
+            self.mm.logged(super().log, logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
@@ -134,9 +166,38 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
             "not known when rewards are computed; use reward_path='surrogate'."
         )
     with mm.verdicts.checking("versions"):
+        _check_overrides(trainer)
         server = config.vllm_mode == "server"
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
         mm.objective.reads = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
+
+
+def _check_overrides(trainer: type[Any]) -> None:
+    """Refuse a TRL or transformers that lacks a method which ours overrides, because nobody would call ours."""
+    hosts = [kind for kind in trainer.__mro__ if kind.__module__.partition(".")[0] in ("trl", "transformers")]
+    for name, method in vars(MismatchTrainerMixin).items():
+        if not inspect.isfunction(method):
+            continue
+        host = next((vars(kind)[name] for kind in hosts if name in vars(kind)), None)
+        wanted = _leading(method)
+        if host is None:
+            found = f"have no {name}"
+        elif _leading(host)[: len(wanted)] != wanted:
+            found = f"have {name}({', '.join(_leading(host))}), and {name}({', '.join(wanted)}) is needed"
+        else:
+            continue
+        versions = {peer: installed(peer) for peer in ("trl", "transformers")}
+        install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in versions.items())
+        raise SeamError(
+            f"{trainer.__name__}: trl {versions['trl']} and transformers {versions['transformers']} {found}. Install versions "
+            f"that were run (pip install {install})."
+        )
+
+
+def _leading(method: Any) -> list[str]:
+    """Return the names of a method's first arguments, up to `*args`."""
+    parameters = list(inspect.signature(method).parameters.values())[1:]
+    return [one.name for one in takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)]
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):

@@ -197,8 +197,8 @@ def _set_megatron(config: DictConfig, block: MismatchConfig) -> list[str]:
     if block.routing is not None:
         OmegaConf.update(config, f"{ACTOR}.megatron.router_replay.mode", block.routing.mode)
         done.append(
-            f"{ACTOR}.megatron.router_replay.mode={block.routing.mode!r}: routing is replayed by verl's own Megatron engine; its "
-            f"routes are checked here, and compared with the model's own in {block.routing.measured:.0%} of the batches."
+            f"{ACTOR}.megatron.router_replay.mode={block.routing.mode!r}: routing is replayed by verl's own Megatron engine, and "
+            "each sample's routes are checked before its batch runs."
         )
     return done
 

@@ -9,7 +9,7 @@ Shapes: T tokens of a sample or a forward pass, E experts, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import cache
@@ -17,7 +17,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from megatron.core import parallel_state
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from mismatch_ext.adapters.transformers import read_trainer
 from mismatch_ext.adapters.verl.block import RunMode
@@ -53,7 +52,6 @@ from mismatch_ext.lr import LrControl
 from mismatch_ext.patching import Patch, apply, described, verify
 from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.routing import OTHER_PASSES, RoutingTrace
-from mismatch_ext.routing.replay import Layers, RouteAgreement
 
 # Replay
 
@@ -62,16 +60,11 @@ FLAG = "enable_routing_replay"
 
 
 class ReplayGuard:
-    """Follows the replay of one batch after another in verl's Megatron engine; `agreement` compares some of the routes."""
-
-    agreement: RouteAgreement | None = None
+    """Follows the replay of one batch after another in verl's Megatron engine."""
 
     def __init__(self) -> None:
         self._passes: WeakKeyDictionary[Any, int] | None = None  # selections per router while a batch is replayed
         self._layers: WeakKeyDictionary[Any, int] = WeakKeyDictionary()  # decoder index of each router
-        self._chunks: WeakKeyDictionary[Any, tuple[Layers, int]] = (
-            WeakKeyDictionary()
-        )  # its chunk's layers, and experts
         self._others = 0  # passes that scored other tokens than their routes were recorded of
 
     @contextmanager
@@ -94,8 +87,7 @@ class ReplayGuard:
             return
         self._passes = WeakKeyDictionary()
         try:
-            with nullcontext() if self.agreement is None else self.agreement.batch():
-                yield run
+            yield run
             missed = [layer for router, layer in routers if not self._passes.get(router)]
         except BaseException:
             # verl clears its queues at the end of a batch that succeeds; the next one would replay what is left in them.
@@ -133,10 +125,7 @@ class ReplayGuard:
         chunks = [unwrap_model(chunk) for chunk in engine.module]
         config, found = engine.tf_config, []
         for chunk in chunks:
-            own = [(router, number - 1) for number, router in iter_model_routers([chunk])]
-            layers = tuple(layer for _, layer in own)
-            self._chunks.update((router, (layers, config.num_moe_experts)) for router, _ in own)
-            found += own
+            found += [(router, number - 1) for number, router in iter_model_routers([chunk])]
         self._layers.update(found)
         moe_layers(config)
         stages = range(config.virtual_pipeline_model_parallel_size or 1)
@@ -166,10 +155,8 @@ class ReplayGuard:
         if self._passes is not None:
             self._passes[router] = self._passes.get(router, 0) + 1
 
-    def after(
-        self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor, native: Callable[[], torch.Tensor]
-    ) -> None:
-        """Refuse routes that are not one row per token or that nobody checked; in a share of the batches, compare them."""
+    def after(self, router: Any, scores: torch.Tensor, top_k: int, indices: torch.Tensor) -> None:
+        """Refuse routes that are not one row per token or that nobody checked."""
         if indices.shape != (scores.shape[0], top_k):
             raise ReplayError(
                 f"{self._name(router)}: the routes are {tuple(indices.shape)}, the forward pass has {scores.shape[0]} tokens of "
@@ -183,12 +170,6 @@ class ReplayGuard:
                 f"{self._name(router)} replays routes outside of MismatchMegatronEngine.forward_backward_batch, where they are "
                 "checked. Call that method, or remove mismatch.routing."
             )
-        # A recomputation has another action; its routes were compared in the forward pass.
-        forward = router.router_replay_action == RouterReplayAction.REPLAY_FORWARD
-        if self.agreement is not None and self.agreement.active and forward and self._passes is not None:
-            layers, experts = self._chunks[router]
-            recorded, mask = router.target_topk_idx, router.target_replay_mask
-            self.agreement.compare(layers, self._layers[router], recorded, native(), mask, experts)
 
     def _name(self, router: Any) -> str:
         if router in self._layers:
@@ -335,20 +316,12 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.block = self.run_block
-        self.mismatch_routes: RouteAgreement | None = None
 
     def initialize(self, *args: Any, **kwargs: Any) -> None:
-        """Build model, optimizer and schedule as the parent does, steer the optimizer, and have routes compared."""
+        """Build model, optimizer and schedule as the parent does, and steer the optimizer."""
         super().initialize(*args, **kwargs)
-        if self.block is None or self.engine_config.forward_only:
-            return
-        if self.block.lr is not None:
+        if self.block is not None and self.block.lr is not None and not self.engine_config.forward_only:
             self._rate = self._controlled()
-        if self.block.routing is not None:
-            rank = parallel_state.get_tensor_model_parallel_rank()
-            twin = rank > 0 and not self.tf_config.sequence_parallel
-            self.mismatch_routes = RouteAgreement(self.block.routing, int(self.engine_config.seed), twin=twin)
-            guarded()[0].agreement = self.mismatch_routes
 
     def forward_backward_batch(
         self, data: Any, loss_function: Any, forward_only: bool = False, *args: Any, **kwargs: Any
@@ -385,21 +358,16 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
         super().load_checkpoint(local_path, *args, **kwargs)
 
     def _kept(self) -> dict[str, Any] | None:
-        """Return learning-rate control, and which batches' routes are compared."""
-        parts = {"lr": self._rate, "routing": self.mismatch_routes}
-        return {name: part.state_dict() for name, part in parts.items() if part is not None} or None
+        """Return learning-rate control."""
+        return None if self._rate is None else {"lr": self._rate.state_dict()}
 
     @property
     def _resumes(self) -> bool:
-        ours = self._rate is not None or self.mismatch_routes is not None
-        return ours and bool(self.checkpoint_mananager.should_load_optimizer)
+        return self._rate is not None and bool(self.checkpoint_mananager.should_load_optimizer)
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
-        if self._rate is not None:
-            self._rate = self._controlled()  # the checkpoint's schedule may have another warm-up
-            self._rate.load_state_dict(state.get("lr"))
-        if self.mismatch_routes is not None and state.get("routing") is not None:
-            self.mismatch_routes.load_state_dict(state["routing"])
+        self._rate = self._controlled()  # the checkpoint's schedule may have another warm-up
+        self._rate.load_state_dict(state.get("lr"))
 
     def mismatch_metrics(self) -> dict[str, float]:
         """Return what is to be logged of the last update, without prefix; all ranks must call this."""
@@ -407,7 +375,6 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
         if self.block is not None and self.block.routing is not None:
             # A pass counts once, however many ranks share its tokens.
             found[OTHER_PASSES] = float(max(gathered(guarded()[0].take_others())))
-            found |= {} if self.mismatch_routes is None else self.mismatch_routes.metrics()
         return found
 
     def mismatch_report(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.config import ESTIMATORS, MismatchConfig
+from mismatch_ext.config import ESTIMATORS, MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
@@ -258,10 +258,6 @@ KWARGS = f"{ROLLOUT}.engine_kwargs"
 LEFT_OUT = "leaving it out"
 REMOVE_ONE, NAME_A_PRESET = "Remove one of the two", "Change it, or name one of verl's presets (decoupled_*, bypass_*)"
 CONTRADICTS = ("that of mismatch.precision.dtype", "the two contradict each other", "Remove one of them")
-OTHER_FORMAT = (
-    "that of mismatch.precision.engine_weights", "the rollout would not compute in mismatch.precision.dtype",
-    "Name in engine_weights what the rollout is quantized to",
-)  # fmt: skip
 TABLE = (
     Case("a mismatch block", lambda _: True, (
         Setting("trainer.use_v1", off, "True", "the deprecated trainer has no registry that ours could enter by"),
@@ -289,6 +285,10 @@ TABLE = (
             f"{KWARGS}.vllm.worker_extension_cls", lambda value, _: bool(value) and not derives(value, EXTENSION),
             f"{EXTENSION}, or a class derived from it", "the rollout server proves by that class that it is as asked",
             "Derive your class from ours, or remove it",
+        ),
+        Setting(
+            f"{KWARGS}.vllm.quantization", lambda value, asked: asked.engine == "vllm" and bool(value), f"{ROLLOUT}.quantization",
+            "verl would load each weight update as if the engine's layers were not quantized",
         ),
         Setting(
             VENDOR_VARIABLE, other_than("", TRAINER), TRAINER, "this vendor's engine knows nothing of the block", "Remove it",
@@ -369,6 +369,10 @@ TABLE = (
     )),
     Case("mismatch.routing and strategy='megatron'", lambda asked: asked.megatron and asked.routing is not None, (
         Setting(
+            "mismatch.routing.measured", other_than(0, RoutingConfig(mode="R3").measured), LEFT_OUT,
+            "routes are not compared with the routers' own choice there", f"Remove it, or set {ACTOR}.strategy=fsdp2",
+        ),
+        Setting(
             f"{MODEL}.use_remove_padding", off, "True",
             "verl packs routes without padding, so that those of a padded batch are other tokens'",
         ),
@@ -398,7 +402,6 @@ TABLE = (
             f"{ROLLOUT}.quantization",
             lambda value, asked: bool(value) and value not in QUANTIZATIONS.get(asked.engine, (value,)),
             "'fp8', and with vLLM 'torchao' or 'ascend'", "verl refuses others when the rollout starts",
-            f"Give the engine's own name of a format as {KWARGS}.vllm.quantization",
         ),
         Setting(
             f"{KWARGS}.sglang.quantization",
@@ -408,21 +411,9 @@ TABLE = (
             "other tensors: the first update would end the run",
         ),
         Setting(
-            f"{ROLLOUT}.mtp.enable_rollout",
-            lambda value, asked: bool(value) and bool(asked.at(f"{KWARGS}.{asked.engine}.quantization")), "False",
-            "vLLM reloads and quantizes each layer of an update once, and the drafter shares layers with it; not run yet",
-            f"Leave it out, or {KWARGS}.vllm.quantization",
-        ),
-        Setting(
-            f"{KWARGS}.vllm.quantization",
-            lambda value, asked: asked.engine == "vllm" and bool(value) and value != asked.at(ENGINE_WEIGHTS),
-            *OTHER_FORMAT,
-        ),
-        Setting(
-            f"{ROLLOUT}.quantization",
-            lambda value, asked: not asked.at(f"{KWARGS}.{asked.engine}.quantization")
-            and (value or None) != asked.at(ENGINE_WEIGHTS),
-            *OTHER_FORMAT,
+            f"{ROLLOUT}.quantization", lambda value, asked: (value or None) != asked.at(ENGINE_WEIGHTS),
+            "that of mismatch.precision.engine_weights", "the rollout would not compute in mismatch.precision.dtype",
+            "Name in engine_weights what the rollout is quantized to",
         ),
         Setting(
             f"{KWARGS}.vllm.kv_cache_dtype", _other_cache, "that of mismatch.precision",

@@ -95,21 +95,6 @@ SEAMS = (
         where=("verl", "megatron"),
     ),
     Seam(
-        name="verl/vllm_worker",
-        features=("monitor",),
-        what="reports of vLLM's workers, and the update of weights that vLLM quantizes",
-        claims=_members(
-            "verl.workers.rollout.vllm_rollout.utils:vLLMColocateWorkerExtension",
-            update_weights_from_ipc=("peft_config", "base_sync_done", "use_shm"),
-            _update_weights=("weights",),
-            _apply_buffer_updates_all_models=("buffer_updates", "main_named_buffers"),
-            _iter_all_models_with_config=(),
-        ),
-        checked="probe tokens are scored after each update",
-        upstream=_SOURCE + "workers/rollout/vllm_rollout/utils.py",
-        where=("verl", "vllm"),
-    ),
-    Seam(
         name="verl/sglang_server",
         features=("monitor",),
         what="looking at each answer of SGLang",

@@ -139,8 +139,8 @@ class Scores:
     # Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the same
     # model in the engine's dtype does; None if the engine's are not known.
     flips: tuple[float, float] | None = None
-    # A layer and two of its experts whose exchange explains most of these, and the share of that layer's that it explains.
-    exchanged: tuple[int, int, int, float] | None = None
+    # The layer in which the engine chose other experts for most tokens, and their share there.
+    most_flips: tuple[int, float] | None = None
     straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
     layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
     rungs: tuple[Rung, ...] = ()
@@ -249,6 +249,7 @@ class Diagnosis:
     verdict: str  # "clean", "explained", "partly", "unexplained" or "other_trainer"
     tried: tuple[str, ...]  # keys of all causes that were tried
     flips: tuple[float, float] | None = None  # `Scores.flips`
+    most_flips: tuple[int, float] | None = None  # `Scores.most_flips`
     seen: int = 0  # tokens of the longest response that was judged
     longest: int = 0  # and of the longest that the run allows; 0 if unknown
     begins: int | None = None  # first token of a response from which on the error that is left lies; None if everywhere
@@ -437,7 +438,7 @@ def diagnose(
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
     plain = complete and all(fit.cause.family in ("sampling", "reporting") for fit in explained.named)
     if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
-        named.append(_by_router(scores.flips, scores.exchanged, parts.get(ROUTES)))
+        named.append(_by_router(scores.flips, scores.most_flips, parts.get(ROUTES)))
     if apart is not None:
         named.insert(0, _by_decode(apart, parts.get(DECODED)))
     if late := judge_start(sample):
@@ -504,6 +505,7 @@ def diagnose(
         verdict=("explained" if named else "clean") if sound else ("partly" if named else "unexplained"),
         tried=tuple(cause.key for cause in listed),
         flips=scores.flips,
+        most_flips=scores.most_flips,
         seen=int(sample.place.max()) + 1,
         begins=None if complete else begins(sample.place, explained.rest, noise.mean),
         engine_dtype=scores.engine_dtype,
@@ -799,20 +801,21 @@ def _by_head(
     return [_measured("head_dtype", other, sentence, ratio, part)]
 
 
-def _by_router(
-    flips: tuple[float, float], exchanged: tuple[int, int, int, float] | None, part: Part | None
-) -> NamedCause:
+def _by_router(flips: tuple[float, float], most_flips: tuple[int, float] | None, part: Part | None) -> NamedCause:
     """Return the cause that the engine's experts show, where rounding would not choose so many others."""
     sentence = (
-        f"the engine chooses other experts than the trainer's router at {flips[0]:.1%} of tokens and layers, rounding "
-        f"would at {flips[1]:.1%}: dtype or weights of its router (gate, correction bias)"
+        f"the engine chooses other experts than the trainer's router at {flips[0]:.1%} of tokens and "
+        f"layers{in_layer(most_flips)}, rounding would at {flips[1]:.1%}: dtype or weights of its router (gate, correction bias)"
     )
-    if exchanged is not None:
-        layer, one, other, share = exchanged
-        sentence += (
-            f"; that experts {one} and {other} of layer {layer} are exchanged explains {share:.0%} of that layer's"
-        )
     return _measured("router", "routes", sentence, flips[0], part)
+
+
+def in_layer(most_flips: Sequence[float] | None) -> str:
+    """Return where most of the experts differ, as a sentence goes on; `most_flips` is `Scores.most_flips`."""
+    if most_flips is None:
+        return ""
+    layer, share = most_flips
+    return f" (most in layer {layer}, at {share:.1%} of its tokens)"
 
 
 def _by_decode(engine: Engine, part: Part | None) -> NamedCause:

@@ -5,7 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mismatch_ext.doctor.causes import Remedy, remedy
-from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES, STANDS_OUT, Diagnosis, Largest, NamedCause, Rung
+from mismatch_ext.doctor.diagnose import (
+    LEAST_TOKENS,
+    ROUTES,
+    STANDS_OUT,
+    Diagnosis,
+    Largest,
+    NamedCause,
+    Rung,
+    in_layer,
+)
 from mismatch_ext.doctor.tokens import DOUBTFUL, SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}
@@ -58,7 +67,7 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
             f"trainer {diagnosis.trainer_ratio:.2f}"
         )
     if diagnosis.flips is not None:
-        yield experts(*diagnosis.flips)
+        yield experts(*diagnosis.flips, diagnosis.most_flips)
     if diagnosis.largest is not None:
         yield _largest(diagnosis.largest)
     if diagnosis.rungs:
@@ -101,11 +110,11 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     yield conclusion(diagnosis.verdict, diagnosis.unexplained, diagnosis.seen, diagnosis.longest, routes)
 
 
-def experts(engine: float, rounding: float) -> str:
-    """Return the line about `Scores.flips`."""
+def experts(engine: float, rounding: float, most_flips: Sequence[float] | None) -> str:
+    """Return the line about `Scores.flips` and `Scores.most_flips`."""
     return (
-        f"experts: the engine chooses others than the trainer's router at {engine:.2%} of tokens and layers; rounding alone "
-        f"makes {rounding:.2%}"
+        f"experts: the engine chooses others than the trainer's router at {engine:.2%} of tokens and "
+        f"layers{in_layer(most_flips)}; rounding alone makes {rounding:.2%}"
     )
 
 

@@ -124,6 +124,10 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     _File.model_validate(data)
     gap, causes = data["gap"], data.get("causes", ())
     said = {cause["key"]: cause["said"] for cause in causes}
+    about_experts = []
+    if data.get("flips"):
+        engine, rounding = data["flips"]
+        about_experts.append(experts(engine, rounding, data.get("most_flips")))
     return Why(
         name=name,
         folder=folder,
@@ -141,7 +145,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
             )
             for cause in causes
         ),
-        notes=(*([experts(*flips)] if (flips := data.get("flips")) else []), *data["notes"], *data.get("hints", ())),
+        notes=(*about_experts, *data["notes"], *data.get("hints", ())),
         verdict=data["verdict"],
         sentence=_sentence(data),
         rounding=data["ratio"] if data.get("measurable") and data["verdict"] != "other_trainer" else None,

@@ -16,12 +16,11 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, Protocol
 
-import torch
 from pydantic import Field
 from torch import Tensor
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.ranks import ONE_PROCESS, Ranks, gathered, together
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, together
 from mismatch_ext.routing.agreement import (
     OTHER_PASSES,
     agreement,
@@ -29,13 +28,10 @@ from mismatch_ext.routing.agreement import (
     check_plausible,
     no_agreement,
 )
-from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.tokens import Others
 from mismatch_ext.routing.trace import RoutingTrace
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks
-
-Layers = tuple[int, ...]
 
 REFERENCE = "reference"
 """Split of the reference's passes; its own choice says nothing about the gap between engine and trainer."""
@@ -172,84 +168,3 @@ class RouteReplay:
         """Return the passes over other tokens since the last call, of all ranks, `sharing` of which run one pass together."""
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
         return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}
-
-
-class RouteAgreement:
-    """Compares routes in a share of the batches that are replayed where a rank has a stage of a pipeline: some of the layers.
-
-    `active` tells whether the batch that runs is compared. `twin` says that another rank has the same tokens and layers.
-    """
-
-    def __init__(self, config: RoutingConfig, seed: int, *, twin: bool = False) -> None:
-        self.draws = MeasuredPasses(config, seed)
-        self.active = False
-        self._twin = twin
-        self._passes: dict[Layers, dict[int, tuple[Tensor, Tensor, Tensor]]] = {}
-        self._sums: dict[Layers, Sums] = {}
-
-    @contextmanager
-    def batch(self) -> Iterator[None]:
-        """Draw whether a batch is compared, while it runs."""
-        self.active = self.draws.agreement()
-        try:
-            yield
-        finally:
-            self.active = False
-            self._passes.clear()  # what a pass that failed has left
-
-    def compare(
-        self, layers: Layers, layer: int, recorded: Tensor, native: Tensor, mask: Tensor | None, experts: int
-    ) -> None:
-        """Take a layer's replayed and own routes `[T, K]` in a pass of a model chunk; compare once all its `layers` are there.
-
-        `mask` is True where there is a recorded route; None where all are but for padding, whose rows are zeros.
-        """
-        if mask is None:
-            if recorded.shape[1] == 1:
-                return  # zero is a route, too: padding cannot be told
-            mask = recorded.any(1)
-        kind = storage_dtype(experts)
-        taken = self._passes.setdefault(layers, {})
-        taken[layer] = (recorded.to(native.device, kind), native.to(kind), mask.to(native.device).bool())
-        if len(taken) < len(layers):
-            return
-        del self._passes[layers]
-        first, second = (
-            RoutingTrace(
-                parts=(torch.stack([taken[index][side] for index in layers], 1),), layers=layers, num_experts=experts
-            )
-            for side in (0, 1)
-        )
-        mask = taken[layers[0]][2]
-        new = agreement(first, second, mask, real=mask)
-        self._sums[layers] = merged(self._sums[layers], new) if layers in self._sums else new
-
-    def metrics(self) -> dict[str, float]:
-        """Return the agreement since the last call, over all ranks, which must all call this; what no stage knows is left out."""
-        mine, self._sums = {} if self._twin else self._sums, {}
-        stages: dict[Layers, Sums] = {}
-        for sums_of_rank in gathered(mine):
-            for layers, sums in sums_of_rank.items():
-                stages[layers] = merged(stages[layers], sums) if layers in stages else sums
-        if not stages:
-            return {}
-        ordered = [stages[layers] for layers in sorted(stages)]
-        # All stages have seen the same tokens.
-        whole = {
-            name: torch.stack([sums[name] for sums in ordered]).amax(0)
-            for name in ("passes", "tokens", "token_mismatches")
-        }
-        whole |= {name: torch.cat([sums[name] for sums in ordered]) for name in ("set_mismatches", "order_agreements")}
-        metrics = agreement_metrics(
-            {**whole, "native_rows": torch.zeros(())}, [layer for layers in sorted(stages) for layer in layers]
-        )
-        unknown = {"routing/native_rows_frac"} | ({"routing/token_mismatch_frac"} if len(stages) > 1 else set())
-        return {name: value for name, value in metrics.items() if name not in unknown}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what a resumed run goes on with, as JSON-able data: it compares the same batches."""
-        return self.draws.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from what `state_dict` returned."""
-        self.draws.load_state_dict(state)

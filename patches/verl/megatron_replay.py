@@ -18,15 +18,7 @@ def _guarded_topk(original: Callable[..., Any], guard: Guard) -> Callable[..., A
     def get_replay_topk(self: Any, scores: Any, topk: int, *args: Any, **kwargs: Any) -> Any:
         guard.before(self)
         values, indices = original(self, scores, topk, *args, **kwargs)
-
-        def native() -> Any:
-            action, self.router_replay_action = self.router_replay_action, None
-            try:
-                return original(self, scores.detach(), topk, *args, **kwargs)[1]
-            finally:
-                self.router_replay_action = action
-
-        guard.after(self, scores, topk, indices, native)
+        guard.after(self, scores, topk, indices)
         return values, indices
 
     return get_replay_topk

@@ -49,7 +49,7 @@ def test_every_case_is_active_or_refused_by_name(found: Any, host: str) -> None:
 
 def test_the_hosts_take_what_they_are_documented_to_take(found: Any) -> None:
     active = {host: {case for case, one in found[host].items() if "refused" not in one} for host in HOSTS}
-    assert set(names()) == active["TRL GRPO"]
+    assert set(names()) - active["TRL GRPO"] == {"kl/estimator: full"}
     assert {case.partition("/")[0] for case in active["TRL RLOO"]} == {"precision", "routing", "lr", "monitor"}
     refused = {f"correction/preset: {name}" for name in ("geo_mask", "slime_mis", "slime_cis")}
     assert set(names()) - active["verl"] == {"kl/estimator: full", "monitor/doctor", *refused}

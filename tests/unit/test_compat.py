@@ -205,7 +205,7 @@ def test_an_engine_that_nobody_ran_is_refused_where_weights_are_not_proven(
 def test_every_declared_seam_is_named_once_and_says_what_it_is_for() -> None:
     declared = compat.declared()
     names = [seam.name for seam in declared]
-    assert len(names) == len(set(names)) > 25
+    assert len(names) == len(set(names)) > 20
     for one in declared:
         assert one.peer in PEERS and one.what and one.claims and one.checked, one.name
         assert one.upstream.startswith("https://"), one.name
@@ -227,8 +227,6 @@ def test_all_modules_of_the_installed_peers_are_there() -> None:
 def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
     hosts = compat.installed_environment()["hosts"]
     for host, feature, why in (
-        ("TRL AsyncGRPO + vLLM server", "kl", "no reference model"),
-        ("TRL AsyncGRPO + vLLM server", "routing.R3", "packed tree"),
         ("TRL RLOO + vLLM", "correction", "the trainer's loss"),
         ("TRL GRPO + vLLM server", "sampling_mask", "a server's answers"),
         ("verl + vLLM", "monitor.doctor", "no batch is examined"),

@@ -108,9 +108,11 @@ def test_a_name_whose_remedy_takes_nothing_is_refuted() -> None:
 @pytest.mark.parametrize(("engine", "rounding", "named"), [(0.17, 0.0, True), (0.05, 0.04, False), (0.2, 0.05, True)])
 def test_experts_are_judged_by_what_rounding_flips(engine: float, rounding: float, named: bool) -> None:
     sample, scores = drawn()
-    found = diagnose(sample, replace(scores, flips=(engine, rounding)))
+    found = diagnose(sample, replace(scores, flips=(engine, rounding), most_flips=(7, 0.41)))
     assert ("router" in {cause.key for cause in found.causes}) == named == (found.exit_status(1e-4) > 0), report(found)
-    said = f"router at {engine:.2%} of tokens and layers; rounding alone makes {rounding:.2%}\n"
+    where = "(most in layer 7, at 41.0% of its tokens)"
+    assert all(where in cause.said for cause in found.causes)
+    said = f"router at {engine:.2%} of tokens and layers {where}; rounding alone makes {rounding:.2%}\n"
     assert said in report(found) and "experts: " not in report(diagnose(sample, scores))
 
 

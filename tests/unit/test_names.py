@@ -17,7 +17,7 @@ from mismatch_ext.alarms import DEFAULTS, resumed, unwatched
 from mismatch_ext.config import AlarmConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.names import HOSTS, TRL, VERL, HostNames, Role, names_of
+from mismatch_ext.names import HOSTS, MEANING, OVER_UPDATES, TRL, VERL, HostNames, Role, names_of
 from mismatch_ext.report import load_runs, summarize, tables
 from mismatch_ext.report.figures import sections
 from mismatch_ext.states import to_json
@@ -51,6 +51,11 @@ def steps_of(path: Path) -> list[dict[str, Any]]:
 
 def logged(run_dir: Path, name: str) -> list[float]:
     return [metrics[name] for metrics in steps_of(run_dir / "metrics.jsonl")]
+
+
+def test_what_is_not_averaged_over_updates_is_a_metric_of_ours() -> None:
+    assert set(OVER_UPDATES.values()) == {"sum", "last"}
+    assert OVER_UPDATES.keys() <= {name.rpartition("/")[2] for name in MEANING}
 
 
 def test_roles_names_and_meanings_are_of_one_set() -> None:

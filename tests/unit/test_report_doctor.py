@@ -61,9 +61,12 @@ def test_a_folder_of_the_doctor_has_a_page_of_its_own(tmp_path: Path) -> None:
 
 
 def test_a_report_says_how_many_experts_differ(tmp_path: Path) -> None:
-    write(tmp_path, replace(found(), flips=(0.0123, 0.01)))
+    write(tmp_path, replace(found(), flips=(0.0123, 0.01), most_flips=(3, 0.02)))
     page = build_why(tmp_path).read_text(encoding="utf-8")
-    assert "router at 1.23% of tokens and layers; rounding alone makes 1.00%<" in page
+    assert (
+        "router at 1.23% of tokens and layers (most in layer 3, at 2.0% of its tokens); rounding alone makes 1.00%<"
+        in page
+    )
 
 
 def test_parts_of_few_tokens_are_not_said_to_add_up(tmp_path: Path) -> None:

@@ -6,9 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor
 
-from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.names import ROUTING_MEASURES
 from mismatch_ext.routing import (
@@ -18,7 +16,6 @@ from mismatch_ext.routing import (
     storage_dtype,
 )
 from mismatch_ext.routing.agreement import no_agreement, of_layer
-from mismatch_ext.routing.replay import RouteAgreement
 from mismatch_ext.sums import Sums, merged
 from tests.unit.test_routing_trace import routes, trace
 
@@ -116,59 +113,3 @@ def test_only_the_same_tokens_and_model_are_compared() -> None:
         agreement(trace(4), trace(5))
     with pytest.raises(RoutingError, match="cannot be compared"):
         agreement(trace(4), trace(4, layers=(1, 2)))
-
-
-# Stages of a pipeline.
-
-
-def compared(mode: str, recorded: Tensor, native: Tensor, mask: Tensor | None) -> dict[str, float]:
-    """Return what is measured of one pass over both layers."""
-    stages = RouteAgreement(RoutingConfig(mode=mode, measured=1.0), seed=1)  # type: ignore[arg-type]
-    with stages.batch():
-        for at, layer in enumerate(LAYERS):
-            stages.compare(LAYERS, layer, recorded[:, at].to(torch.int16), native[:, at], mask, 8)
-    return stages.metrics()
-
-
-def test_rows_without_a_route_and_padding_are_left_out_of_a_stage() -> None:
-    recorded, native = routes(6, top_k=2), routes(6, top_k=2, seed=1)
-    mask = torch.tensor([True, True, False, True, False, False])
-    expected = agreement_metrics(agreement(_of(recorded[mask].tolist()), _of(native[mask].tolist())), LAYERS)
-    del expected["routing/native_rows_frac"]
-    assert compared("R3", recorded, native, mask) == expected and expected["routing/compared_tokens"] == 3
-    # Where recorded routes have no mask, padding is zeros; with one expert per token, expert 0 is a route too.
-    padded = recorded.clone()
-    padded[4:] = 0
-    assert compared("R2", padded, recorded, None)["routing/compared_tokens"] == 4
-    assert compared("R2", recorded[..., :1], native[..., :1], None) == {}
-
-
-def test_a_failed_pass_leaves_nothing_and_a_resumed_run_compares_the_same_batches() -> None:
-    stages, mask = RouteAgreement(RoutingConfig(mode="R3", measured=1.0), seed=1), torch.ones(6, dtype=torch.bool)
-    with pytest.raises(ZeroDivisionError), stages.batch():
-        stages.compare(LAYERS, 1, routes(6)[:, 0], routes(6, seed=2)[:, 0], mask, 8)
-        raise ZeroDivisionError
-    with stages.batch():
-        for at, layer in enumerate(LAYERS):
-            stages.compare(LAYERS, layer, routes(6)[:, at], routes(6)[:, at], mask, 8)
-    assert stages.metrics()["routing/set_mismatch_frac"] == 0.0 and not stages.active
-    one, two = (RouteAgreement(RoutingConfig(mode="R3", measured=0.5), seed=1) for _ in range(2))
-    for _ in range(3):
-        with one.batch():
-            pass
-    two.load_state_dict(one.state_dict())
-    assert [one.draws.agreement() for _ in range(16)] == [two.draws.agreement() for _ in range(16)]
-
-
-def test_the_stages_of_a_pipeline_have_seen_the_same_tokens() -> None:
-    stages = RouteAgreement(RoutingConfig(mode="R3", measured=1.0), seed=1)
-    recorded, native = routes(10, 3, 2), routes(10, 3, 2, seed=1)
-    mask = torch.ones(10, dtype=torch.bool)
-    for layers in ((2,), (0, 1)):
-        for layer in layers:
-            stages.compare(layers, layer, recorded[:, layer], native[:, layer], mask, 8)
-    whole = [RoutingTrace(parts=(ids.to(torch.uint8),), layers=(0, 1, 2), num_experts=8) for ids in (recorded, native)]
-    expected = agreement_metrics(agreement(*whole), (0, 1, 2))
-    # How many tokens differ in any layer no stage knows.
-    del expected["routing/native_rows_frac"], expected["routing/token_mismatch_frac"]
-    assert stages.metrics() == pytest.approx(expected) and stages.metrics() == {}

@@ -32,10 +32,9 @@ from mismatch_ext.adapters.transformers.doctor.changes import (
     with_int8_activations,
     yarn,
 )
-from mismatch_ext.adapters.transformers.doctor.exchanged import exchanged_pairs, stacked
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
-from mismatch_ext.adapters.transformers.routing import MoeLayout, moe_layout
+from mismatch_ext.adapters.transformers.routing import moe_layout
 
 from mismatch_ext.doctor import Cause
 from mismatch_ext.doctor.sample import Floats
@@ -53,8 +52,6 @@ CAPS = (5.0, 20.0, 50.0)
 GROUPS = (32.0, 64.0, 128.0)
 FACTORS = (0.5, 0.8, 0.95, 1.05, 1.25, 2.0)
 NORMALIZED = "norm_topk_prob"
-# Pairs of experts that are tried as exchanged.
-EXCHANGED = 8
 # How far from either end of a prompt a token is tried as the missing one, and about how many lengths of a cut prompt are tried.
 PLACES, LENGTHS = 6, 8
 Ids = tuple[int, ...]
@@ -221,29 +218,7 @@ def _of_experts(scorer: Scorer, counts: Sequence[int]) -> list[Cause]:
               lambda _: attributes(flags, lambda before: not before), needs=bool(flags)),
         cause("experts_per_token", "config", "model", "the engine chooses {x} experts for each token",
               lambda x: attributes(chooses, lambda _: int(x)), grid=tuple(map(float, near)), needs=counted),
-        *_of_exchanged(scorer, layout),
     ]  # fmt: skip
-
-
-def _of_exchanged(scorer: Scorer, layout: MoeLayout) -> list[Cause]:
-    """Return the cause in which two experts of a layer are exchanged, for the pairs that fit best to first order."""
-    experts = {
-        r.layer: r.experts for r in layout.routers if r.experts is not None and stacked(r.experts, layout.num_experts)
-    }
-    pairs = exchanged_pairs(scorer, experts, EXCHANGED) if experts else []
-    names = {id(p): name for name, p in scorer.model.named_parameters()}
-
-    def change(x: float) -> Any:
-        layer, one, other = pairs[int(x)]
-        order = list(range(layout.num_experts))
-        order[one], order[other] = other, one
-        return weights(scorer.model, {names[id(p)]: p.detach()[order] for p in experts[layer].parameters()})
-
-    # Only routes tell the two apart.
-    either = "" if scorer.sample.routes else ", or their rows of the router"
-    said = tuple(f"{one} and {other} of layer {layer}{either}" for layer, one, other in pairs)
-    return [_cause(scorer, "experts_exchanged", "experts", "experts", "the engine has exchanged experts {x}", change,
-                   grid=_indices(pairs), names=said, needs=bool(pairs))]  # fmt: skip
 
 
 def _of_older(scorer: Scorer, path: str | Path, *, base: bool = False) -> list[Cause]:

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mismatch_ext.doctor import Sample, Scores
-from mismatch_ext.doctor.diagnose import LEAST_PART, Rung
+from mismatch_ext.doctor.diagnose import Rung
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
@@ -38,8 +38,6 @@ KEPT = 2**26
 NEAR = 1e-4
 # Tokens of each sequence by which it is tried whether packed sequences see one another.
 PACKED_TOKENS = 16
-# Two experts are exchanged if at least this share of the sets with one of them has the other instead.
-OBEYED = 0.8
 # Layouts that a run's trainer may use, by the value of --trainer-layout.
 LAYOUTS = {
     "right": "padding on the right",
@@ -170,12 +168,6 @@ class Scorer:
             ]
         return self._joined(row_logprobs)
 
-    def with_grad(self, rows: list[int]) -> Iterator[tuple[int, Tensor]]:
-        """Yield each of these rows and its tokens' log-probabilities `[T]` under the engine's routes, for gradients."""
-        for row, logits in self._passes(self.sample, self.sample.routes, only=rows, most_rows=1, grad=True):
-            tokens = torch.tensor(self.sample.responses[row], device=logits.device)
-            yield row, (logits / self.temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
-
     def as_trainer(self) -> AbstractContextManager[None]:
         """Compute as the run's trainer does."""
         return as_trainer(self.model, *self._trainer)
@@ -203,7 +195,7 @@ class Scorer:
             _, rounded = self._native()
         assert exact is not None and rounded is not None  # a model with experts has routes
         flips = differing(self.sample.routes, exact), differing(rounded, exact)
-        return {"flips": flips, "exchanged": exchanged_ids(self.sample.routes, exact)}
+        return {"flips": flips, "most_flips": most_differing(self.sample.routes, exact)}
 
     def _logits(self, sample: Sample) -> Tensor | Projected:
         """Return the tokens' logits `[N, V]`: kept if they are few, otherwise projected whenever they are read."""
@@ -319,29 +311,12 @@ def _apart(pairs: Sequence[tuple[RoutingTrace, RoutingTrace]]) -> Tensor:
     return torch.stack([agreement(trace, other)["set_mismatches"] for trace, other in pairs]).sum(0)
 
 
-def exchanged_ids(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> tuple[int, int, int, float] | None:
-    """Return the layer and two experts whose exchange explains most differing sets, and the share that it explains there.
-
-    None unless it explains more than half of the layer that differs most, and nearly every set with one of the two obeys it.
-    """
+def most_differing(routes: Sequence[RoutingTrace], others: Sequence[RoutingTrace]) -> tuple[int, float]:
+    """Return the layer in which most tokens have other sets of experts, and their share there."""
     pairs = _of_same_rows(routes, others)
-    apart, at = _apart(pairs).max(0)
-    layer = routes[0].layers[int(at)]
-    sets = []
-    for side in zip(*pairs, strict=True):
-        chosen = torch.cat([trace.layer(layer) for trace in side])
-        sets.append(torch.zeros(len(chosen), routes[0].num_experts, dtype=torch.bool).scatter_(1, chosen, True))
-    engine, own = sets
-    # Sets that differ by one expert alone.
-    single = (engine != own).sum(-1) == 2
-    gained, lost = (engine & ~own)[single].float(), (own & ~engine)[single].float()
-    swaps = gained.T @ lost
-    swaps = swaps + swaps.T
-    one, other = divmod(int(swaps.argmax()), len(swaps))
-    share = float(swaps[one, other] / apart.clamp(min=1))
-    obeyed = float(swaps[one, other] / (own[:, one] != own[:, other]).sum().clamp(min=1))
-    first, second = sorted((one, other))
-    return (layer, first, second, share) if share > LEAST_PART and obeyed > OBEYED else None
+    apart, place = _apart(pairs).max(0)
+    tokens = sum(trace.rows for trace, _ in pairs)
+    return routes[0].layers[int(place)], float(apart) / tokens
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -420,7 +395,6 @@ def passes(
     layout: str = "right",
     most_rows: int = MOST_ROWS,
     training: bool = False,
-    grad: bool = False,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
@@ -436,7 +410,7 @@ def passes(
         batch, order = order[:count], order[count:]
         made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
         mode = evaluating(model, training=training)
-        with torch.set_grad_enabled(grad), mode, _routed(model, shape, batch, made, routes, taken):
+        with torch.no_grad(), mode, _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)
         for row, (place, start) in zip(batch, made.places, strict=True):
             yield row, output.logits[place, start - 1 : start - 1 + len(sample.responses[row])]

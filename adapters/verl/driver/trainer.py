@@ -20,8 +20,7 @@ from mismatch_ext.adapters.verl.block import block_of
 from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, check_routes, versions, without_routes
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
-from mismatch_ext.adapters.verl.driver.reports import of_ranks, under_our_names
-from mismatch_ext.adapters.verl.driver.steps import StepMetrics
+from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, left_by_correction, measure, sampled_rows
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
@@ -80,7 +79,7 @@ class MismatchTrainer(_Host):
         self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
         self._measured: Measured | None = None  # of the batch that the next update learns from
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
-        self._step_metrics = StepMetrics()
+        self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
         self._resumed: dict[str, Any] = {}
         self._updated_step = self._saved_step = 0
@@ -171,9 +170,9 @@ class MismatchTrainer(_Host):
 
     def step(self, metrics: dict[str, Any], timing_raw: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Take a step as verl does, and combine this package's metrics of its local updates, each as its kind requires."""
-        self._step_metrics = StepMetrics()
+        self._of_updates = {}
         batch = super().step(metrics, timing_raw, *args, **kwargs)
-        metrics.update(self._step_metrics.result())
+        metrics.update({name: over_updates(name, taken) for name, taken in self._of_updates.items()})
         return batch
 
     def _step_once(
@@ -181,7 +180,7 @@ class MismatchTrainer(_Host):
     ) -> Any:
         """Make a local update as verl does, and take this package's metrics out of those that verl averages."""
         batch = super()._step_once(metrics, timing_raw, sample_batch_size, *args, **kwargs)
-        self._step_metrics.take(metrics, len(sampled_rows(batch)))
+        take_ours(metrics, len(sampled_rows(batch)), self._of_updates)
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

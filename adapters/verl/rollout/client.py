@@ -30,21 +30,29 @@ MASKS = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
 
 
-class Segments(list[tuple[int | None, int]]):
-    """The segments of a conversation. Agent loops keep the object that came with its first turn, and later turns add to it."""
+class Conversation:
+    """What is known of a conversation. Agent loops keep the object that came with its first turn, and later turns add to it."""
 
-    asked = False  # whether the servers have a turn of the conversation; it has one at a time
-    masks: tuple[TokenSupport | str, ...] = ()  # of the present answer, a piece for each request that sampled of it
-    tokens: Sequence[int] = ()  # of all turns so far
-    # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
-    routes: Any = None
+    # No dataclass: verl dumps rollouts by pydantic, which would make a dictionary of it, routes and all.
 
-    def __getstate__(self) -> None:
-        """Leave out the attributes, which only this process uses: segments travel with the rollout, routes in their own field."""
+    def __init__(self) -> None:
+        # Each request's version, and the number of tokens before the first that it sampled.
+        self.segments: list[tuple[int | None, int]] = []
+        self.asked = False  # whether the servers have a turn of the conversation; it has one at a time
+        self.masks: tuple[
+            TokenSupport | str, ...
+        ] = ()  # of the present answer, a piece for each request that sampled of it
+        self.tokens: Sequence[int] = ()  # of all turns so far
+        # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
+        self.routes: Any = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Travel with the rollout as the list of segments: only this process uses the rest, and routes have their own field."""
+        return list, (self.segments,)
 
     def goes_on(self, prompt: int) -> bool:
         """Tell whether a request with a prompt of so many tokens is a later turn of this conversation."""
-        return not self.asked and (not self or prompt > self[0][1])
+        return not self.asked and (not self.segments or prompt > self.segments[0][1])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
         """Give tokens that earlier turns sampled, up to the first that is another now, the routes that they had then."""
@@ -56,7 +64,7 @@ class Segments(list[tuple[int | None, int]]):
         self.tokens, self.routes = [*prompt_ids, *output.token_ids], output.routed_experts
 
 
-_present: ContextVar[Segments | None] = ContextVar("segments", default=None)
+_present: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
 _calls: ContextVar[Calls | None] = ContextVar("calls", default=None)
 
 
@@ -87,12 +95,12 @@ class Recorder(LLMServerClient):
         if self.replayed and output.routed_experts is not None:
             tokens = [*kwargs["prompt_ids"], *output.token_ids]
             output.routed_experts = with_digests(output.routed_experts, tokens)
-        segments = _present.get()
+        conversation = _present.get()
         # Noted even if it was interrupted before its first token: verl's first and last version count such a request too.
         masks = output.extra_fields.pop(MASKS, None)
-        if segments is not None:
-            segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
-            segments.masks += () if masks is None else (masks,)
+        if conversation is not None:
+            conversation.segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
+            conversation.masks += () if masks is None else (masks,)
         return output
 
 
@@ -103,23 +111,26 @@ class Conversing(LLMServerClient):
         """Generate as verl does."""
         # A chat template may return a BatchEncoding or a batch of one, which verl reads as this does.
         prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])
-        # Kept by id for as long as somebody has the first turn's segments: a client does not see when a conversation ends.
-        known: WeakValueDictionary[Any, Segments] = self.__dict__.setdefault("_conversations", WeakValueDictionary())
-        segments = known.get(request_id)
-        if segments is None or not segments.goes_on(len(prompt)):
+        # Kept by id for as long as somebody has what came with the first turn: a client does not see when a conversation ends.
+        known: WeakValueDictionary[Any, Conversation] = self.__dict__.setdefault(
+            "_conversations", WeakValueDictionary()
+        )
+        conversation = known.get(request_id)
+        if conversation is None or not conversation.goes_on(len(prompt)):
             # With `full_determinism` verl gives all of its conversations the same id.
-            segments = known[request_id] = Segments()
-        segments.asked, segments.masks, token = True, (), _present.set(segments)
+            conversation = known[request_id] = Conversation()
+        conversation.asked, conversation.masks = True, ()
+        token = _present.set(conversation)
         try:
             output = await super().generate(request_id, **kwargs)
         finally:
-            segments.asked = False
+            conversation.asked = False
             _present.reset(token)
-        segments.take(prompt, output)
+        conversation.take(prompt, output)
         if (calls := _calls.get()) is not None:
-            support = _together(segments.masks, len(output.token_ids))
+            support = _together(conversation.masks, len(output.token_ids))
             calls.add(prompt, output.token_ids, output.log_probs, support)
-        output.extra_fields[FIELD] = segments
+        output.extra_fields[FIELD] = conversation
         return output
 
 

@@ -176,8 +176,8 @@ FRESH = {
     # Not on the list: the blocks of experts, or the router whose function it is. Their norm, scale and number are right.
     "28": Unseen(what="experts weighed by sigmoids, then normalized", kind="moe", engine=_sigmoid_gate, part=("router",),
                  place=MLP),
-    # Not on the list when the doctor was first asked, which said layer 2's experts. It is now, with both and their layer.
-    "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", place=MLP[2:3], names=(("experts_exchanged",),),
+    # Not on the list: layer 2's experts.
+    "29": Unseen(what="experts 3 and 7 of layer 2 exchanged", kind="moe", place=MLP[2:3],
                  loader=exchanged("layers.2.mlp.experts.3.", "layers.2.mlp.experts.7.")),
     # Not on the list, and no block is wrong on its own input: unexplained, without a place.
     "30": Unseen(what="embedding x 2", engine=_scaled_embedding),

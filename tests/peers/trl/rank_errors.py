@@ -33,7 +33,6 @@ from trl import GRPOTrainer
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
 from mismatch_ext.kl import KlTerm
-from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
 from mismatch_ext.rollout import Provenance, SamplingSettings
@@ -344,17 +343,6 @@ def baseline(fails: bool) -> str:
     return f"baseline {[round(value, 3) for value in found[0].tolist()]}"
 
 
-def async_grid(fails: bool) -> str:
-    """Log what reaches an engine's grid, which AsyncGRPO's main process alone watches, and meet again."""
-    from mismatch_ext.adapters.trl.async_grpo import AsyncRun  # which TRL 1.13 has not
-
-    run = object.__new__(AsyncRun)
-    grid = GridWatch("float32", "bfloat16") if WORLD.rank == 0 else None
-    accelerator = SimpleNamespace(scaler=None)
-    vars(run).update(trainer=SimpleNamespace(accelerator=accelerator), ranks=WORLD, lr=None, verifier=None, grid=grid)
-    return f"{run.training_metrics()} {gathered('after')}"
-
-
 MIS = {"correction": {"preset": "token_truncate"}}
 CASES: dict[str, Callable[[bool], Any]] = {
     "turns": unequal_turns,
@@ -382,7 +370,6 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "baseline": baseline,
     "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),
     "controller": controller,
-    "async grid": async_grid,
 }
 
 

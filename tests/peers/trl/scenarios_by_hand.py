@@ -89,15 +89,13 @@ def draw(seed: int) -> dict[str, Any]:
     block: dict[str, Any] = {}
     if rng.random() < 0.85:
         block["kl"] = {
-            "estimator": rng.choice(["k1", "k2", "k3", "abs", "k1", "full"]),
+            "estimator": rng.choice(["k1", "k2", "k3", "abs", "k1"]),
             "placement": rng.choice(["reward", "both", "loss"]),
             "target": rng.choice(["token", "sequence"]),
             "ratio": rng.choice(["none", "token", "sequence"]),
             "baseline": rng.choice(["none", "leave_one_out", "leave_one_out"]),
             "coef": rng.choice([0.05, 0.5]),
         }
-        if block["kl"]["estimator"] == "full":  # in the reward of a token alone, it has no gradient
-            block["kl"] |= {"baseline": "none", "placement": rng.choice(["loss", "both"])}
         if rng.random() < 0.3:
             host["beta"] = block["kl"].pop("coef")  # the host's own name for it
     if rng.random() < 0.5 or not block:
@@ -120,7 +118,7 @@ def draw(seed: int) -> dict[str, Any]:
     if (kl := block.get("kl")) is not None:
         if rng.random() < 0.25:
             kl["target_kl"] = rng.choice([0.05, 0.5])
-        if rng.random() < 0.3 and kl["estimator"] != "full" and kl["placement"] != "loss":
+        if rng.random() < 0.3 and kl["placement"] != "loss":
             kl |= {"reward_path": "rewards", "target": "sequence", "ratio": "none", "baseline": "none"}
             host["mask_truncated_completions"] = False
         if rng.random() < 0.15 and not lora:
@@ -498,36 +496,29 @@ class Hand:
     def _estimate(self, d: Tensor) -> Tensor:
         return {"k1": d, "k2": d * d / 2, "k3": torch.exp(-d) - 1 + d, "abs": d.abs()}[self.kl["estimator"]]
 
-    def kl_term(self, inputs: Inputs, logps: Tensor, full: Tensor, mask: Tensor) -> Tensor:
+    def kl_term(self, inputs: Inputs, logps: Tensor, mask: Tensor) -> Tensor:
         """Return the KL term of each token `[B, T]`."""
         kl = self.kl
         with torch.no_grad():
-            reference, reference_full = self.scores(self.reference, inputs)
+            reference = self.scores(self.reference, inputs)[0]
         if "sync_ref_model" in self.host:  # what it was at sampling time has been compared
             reference = inputs["ref_per_token_logps"].double()
         behavior = behavior_of(inputs, logps)
-        values = (
-            (full.exp() * (full - reference_full)).sum(-1)
-            if kl["estimator"] == "full"
-            else self._estimate(logps - reference)
-        )
+        values = self._estimate(logps - reference)
         if self.in_rewards:
             return self.coef * (values if kl["placement"] == "both" else torch.zeros_like(values))
-        exact, sequence = kl["estimator"] == "full", kl["ratio"] == "sequence"
+        sequence = kl["ratio"] == "sequence"
         one, steps = torch.ones_like(values.detach()), torch.where(mask, logps.detach() - behavior, 0.0)
-        before = (steps.cumsum(1) - steps).exp()  # the ratio of what stands before a token
         ratio = {"none": one, "token": steps.exp(), "sequence": steps.cumsum(1).exp()}[kl["ratio"]]
-        weight = (before if sequence else one) if exact else ratio
         if kl["placement"] == "loss":
-            return self.coef * weight * values
-        seen = torch.where(mask, (weight if sequence else one) * values.detach(), 0.0)
-        later = seen.flip(1).cumsum(1).flip(1) if kl["target"] == "sequence" else seen
-        credit = later - seen if exact else later
+            return self.coef * ratio * values
+        seen = torch.where(mask, (ratio if sequence else one) * values.detach(), 0.0)
+        credit = seen.flip(1).cumsum(1).flip(1) if kl["target"] == "sequence" else seen
         if kl["ratio"] == "token":
             credit = credit * ratio
         if kl["baseline"] == "leave_one_out":
             credit = credit - ratio * self._baseline(inputs, mask)
-        own = weight * (values if kl["placement"] == "both" else values.detach())
+        own = ratio * (values if kl["placement"] == "both" else values.detach())
         return self.coef * (own + credit * (logps - logps.detach()))
 
     def _baseline(self, inputs: Inputs, mask: Tensor) -> Tensor:
@@ -557,7 +548,7 @@ class Hand:
         if own:
             term, kept = self.policy_term(inputs, logps, mask, lengths, entropy)
         if kl and self.kl is not None:
-            term = term + self.kl_term(inputs, logps, full, chosen)
+            term = term + self.kl_term(inputs, logps, chosen)
         total, kind = (term * mask).sum(), host["loss_type"]
         if kind in ("grpo", "sapo"):
             loss = ((term * mask).sum(1, keepdim=True) / lengths).mean() / accumulation

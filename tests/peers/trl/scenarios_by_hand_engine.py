@@ -151,8 +151,6 @@ def draw_mask(seed: int) -> dict[str, Any]:
     host |= {"top_k": 8, "top_p": rng.choice([0.9, 1.0])}
     if user["call"] == "entropy":
         user["call"] = "nll"
-    if block.get("kl", {}).get("estimator") == "full":
-        block["kl"]["estimator"] = "k3"
     block |= {"sampling_mask": {}, "precision": {"dtype": "float32"}, "monitor": {"weight_sync": "off"}}
     return case
 

@@ -106,7 +106,7 @@ ASKED = (
     Asked(_kl("k3", "both", "token", "sequence", "none"), "bypass_reinforce"),
     Asked(_kl("abs", "both", "sequence", "token", "none"), "rejecting"),
     Asked(_kl("abs", "loss", "token", "sequence", "none"), None),
-    Asked(_kl("full", "loss", "token", "none", "none"), "token_truncate"),
+    Asked(_kl("k3", "loss", "token", "none", "none"), "token_truncate"),
     *(Asked(None, name) for name in CORRECTIONS),
 )
 """Blocks with a KL term, a correction, or both."""

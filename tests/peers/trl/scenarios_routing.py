@@ -442,12 +442,6 @@ def together(model: str, out: str) -> dict[str, Any]:
     return {**result, "k3_kl": logged(trainer, "mismatch/k3_kl"), "kl": logged(trainer, "kl")}
 
 
-def full_kl(model: str, out: str) -> dict[str, Any]:
-    """Train with the exact KL, whose passes over the vocabulary are replayed as well."""
-    trainer = build(model, out, {**R2, "reference": True}, rest={"kl": {"estimator": "full", "coef": 0.1}}, max_steps=2)
-    return {**outcome(trainer), "kl": logged(trainer, "kl")}
-
-
 def bypassed(model: str, out: str) -> None:
     """Train with a loss that runs the model by itself."""
     trainer = build(model, out, R2)

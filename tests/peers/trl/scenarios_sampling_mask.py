@@ -10,7 +10,6 @@ from typing import Any
 import torch
 import trl.trainer.utils
 from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.transformers.logits import completion_logits
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, sampling_mask
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -35,6 +34,12 @@ SETTINGS: dict[str, dict[str, float]] = {
     "all": {"top_p": 0.9, "top_k": 8, "min_p": 0.05},
 }
 BLOCK = {"precision": {"dtype": "float32"}, "sampling_mask": {"max_support": 1000}}
+
+
+def completion_logits(model: Any, tokens: Tensor, attention_mask: Tensor, length: int) -> Tensor:
+    """Return the logits that predict the last `length` tokens of each row `[B, T, V]`."""
+    logits: Tensor = model(input_ids=tokens, attention_mask=attention_mask, logits_to_keep=length + 1).logits
+    return logits[:, :-1]
 
 
 class NextSettings(TrainerCallback):

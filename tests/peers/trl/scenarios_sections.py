@@ -188,8 +188,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
     moved(trainer)
     inputs, ours = stepped(trainer)
     mask, reference = inputs["completion_mask"].bool(), inputs["ref_per_token_logps"].double()
-    logits = logits_of(trainer.model, inputs)
-    logps = scored(logits, inputs)
+    logps = scored(logits_of(trainer.model, inputs), inputs)
     advantages = inputs["advantages"].double()[:, None]
     groups = torch.unique(inputs["prompt_ids"], dim=0, return_inverse=True)[1]  # TRL has shuffled the rows
     config = KlConfig(**section)
@@ -201,11 +200,6 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
         advantages, bare = (standardised(values, groups)[:, None] for values in (total, rewards.double()))
         term, what = (bare - advantages) * logps, "the gradient is that of advantages with the KL in the rewards"
         advantages = bare
-    elif config.estimator == "full":
-        with torch.no_grad():
-            other = logits_of(trainer.ref_model, inputs)
-        term = kl_terms(logps, None, mask, config, groups=groups, logits=(logits, other)).loss
-        what = "the KL's part of the gradient is that of the surrogate on logits of the model's plain forward"
     else:
         term = kl_terms(logps, reference, mask, config, groups=groups).loss
         what = (

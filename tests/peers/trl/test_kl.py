@@ -39,7 +39,7 @@ def test_trls_own_terms_are_those_of_the_page(run: Run, dense: Path, tmp_path: P
 
 def test_every_estimator_and_placement_trains(run: Run, dense: Path, tmp_path: Path) -> None:
     runs = run(scenarios.every_configuration, model=dense, out=tmp_path, timeout=600).expect()
-    assert len(runs) == 15
+    assert len(runs) == 12
     for name, found in runs.items():
         assert found["steps"] == 3 and found["changed"], name
         assert all(math.isfinite(x) for key in ("loss", "grad_norm", "kl") for x in found[key]), name
@@ -89,11 +89,11 @@ def test_kl_in_rewards_enters_before_group_normalization(run: Run, dense: Path, 
 
 
 def test_lora_iterations_accumulation_half_precision_and_evaluation(run: Run, dense: Path, tmp_path: Path) -> None:
-    for estimator, found in run(scenarios.other_settings, model=dense, out=tmp_path).expect().items():
-        assert len(found["kl"]) == 4 and len(found["eval_kl"]) == len(found["eval_loss"]) == 2, estimator
-        # The adapters start at random, so that policy and reference differ from the first step on.
-        assert min(found["kl"] + found["eval_kl"]) > 1e-4, estimator
-        assert all(math.isfinite(x) for values in found.values() for x in values), estimator
+    found = run(scenarios.other_settings, model=dense, out=tmp_path).expect()
+    assert len(found["kl"]) == 4 and len(found["eval_kl"]) == len(found["eval_loss"]) == 2
+    # The adapters start at random, so that policy and reference differ from the first step on.
+    assert min(found["kl"] + found["eval_kl"]) > 1e-4
+    assert all(math.isfinite(x) for values in found.values() for x in values)
 
 
 def test_a_coefficient_that_is_scheduled_as_in_trl_is_the_one_of_each_step(

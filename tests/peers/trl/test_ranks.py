@@ -261,7 +261,6 @@ ENDS = {
     "baseline": "baseline [",
     "spoiled baseline": "ref_logprobs[",
     "controller": "no KL",
-    "async grid": "{} ['after', 'after']",
 }
 
 

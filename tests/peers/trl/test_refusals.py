@@ -13,6 +13,7 @@ import os
 import pickle
 import textwrap
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,6 +29,7 @@ from mismatch_ext.errors import (
     ReplayError,
     RoutingError,
     RunDirectoryError,
+    SeamError,
 )
 from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
@@ -110,7 +112,7 @@ def construct(peers: Any, configure: Make) -> Make:
 
 
 # Who refuses, the block, what else is given, and words of the error, which is a ConfigError unless they name another.
-FULL = {**MASKS, "kl": {"coef": 0.1, "estimator": "full"}}
+FULL = {"kl": {"coef": 0.1, "estimator": "full"}}
 EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
 GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
@@ -144,7 +146,7 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, "vllm_mode": "server"}, ["vllm_mode='server'", "allowed: vllm_mode='colocate'"]),
     ("config", MASKS, {"top_k": 4, "use_vllm": False}, ["use_vllm=False with mismatch.sampling_mask"]),
     ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
-    ("config", FULL, {"top_k": 4}, ["sampling_mask with mismatch.kl.estimator='full'", "allowed: k1, k2 or k3"]),
+    ("config", FULL, {}, ["mismatch.kl.estimator='full'", "set it to k1, k2, k3 or abs", "mismatch_ext.kl_full"]),
     ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
     ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "greater than or equal to 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
@@ -320,11 +322,56 @@ def test_a_peer_outside_its_range_is_refused_by_the_range_before_the_model_is_lo
     assert f"trl 1.12.0 is outside the supported range {PEERS['trl'].supports}" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        (None, "no _calculate_rewards"),
+        (lambda self, prompts, inputs: None, r"_calculate_rewards\(prompts, inputs\)"),
+    ],
+)
+def test_a_trainer_without_a_method_that_ours_overrides_is_refused(
+    construct: Make, monkeypatch: pytest.MonkeyPatch, changed: Any, words: str
+) -> None:
+    from trl import GRPOTrainer
+
+    if changed is None:
+        monkeypatch.delattr(GRPOTrainer, "_calculate_rewards")
+    else:
+        monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", changed)
+    with pytest.raises(SeamError, match=f"{words}.*pip install trl=="):
+        construct(NOWHERE, {})
+
+
 def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loaded(peers: Any, configure: Make) -> None:
     from tests.peers.trl.scenarios_online import gmpo
 
     with pytest.raises(ConfigError, match="mismatch.correction with Trainer: GMPOTrainer's loss"):
         gmpo(NOWHERE, str(configure({}).output_dir), {"correction": {"preset": "token_truncate"}})
+
+
+def test_asyncgrpo_is_refused_with_what_works_instead(peers: Any, configure: Make, tmp_path: Path) -> None:
+    from mismatch_ext.adapters.trl import MismatchConfigMixin, MismatchTrainerMixin, attach
+    from trl.experimental.async_grpo import AsyncGRPOConfig, AsyncGRPOTrainer
+
+    @dataclass
+    class Config(MismatchConfigMixin, AsyncGRPOConfig):  # type: ignore[misc]  # fields of GRPO's own
+        """TRL's configuration with a block."""
+
+    class Trainer(MismatchTrainerMixin, AsyncGRPOTrainer):  # type: ignore[misc]  # methods of GRPO's own
+        """TRL's trainer with a block."""
+
+    def refused(name: str) -> Any:
+        message = (
+            rf"AsyncGRPO \({name}\): .* use MismatchGRPOTrainer, or verl's modes colocate_async and separate_async\."
+        )
+        return pytest.raises(ConfigError, match=message)
+
+    with refused("Config"):
+        Config(output_dir=str(tmp_path), use_cpu=True, bf16=False, mismatch={})
+    with refused("Trainer"):
+        Trainer(NOWHERE, args=configure({}), reward_funcs=peers.graded)
+    with refused("AsyncGRPOTrainer"):
+        attach(object.__new__(AsyncGRPOTrainer))
 
 
 # By the trainer, before it starts the engine.

@@ -272,7 +272,7 @@ def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked, *, i
     """Return TRL's own loss, weighed as a block asks for; `inside` with its terms too."""
     ids, attention, completions, mask = tokens_of("same", inputs)
     chosen = mask.bool()
-    logps, table = scored(trainer.model, ids, attention, completions)
+    logps = scored(trainer.model, ids, attention, completions)[0]
     advantages = inputs["advantages"].double()[:, None]
     rollout = inputs["sampling_per_token_logps"].double()
     old = inputs["old_per_token_logps"].double() if "old_per_token_logps" in inputs else logps.detach()
@@ -287,12 +287,7 @@ def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked, *, i
         term = term * weights_by_hand(asked.correction, inputs["old_of_trainer"].double(), rollout, chosen)
     if asked.kl is not None and inside:
         reference = inputs["ref_per_token_logps"].double()
-        if asked.kl["estimator"] == "full":
-            with torch.no_grad():
-                other = scored(trainer.ref_model, ids, attention, completions)[1]
-            term = term + asked.coef * (table.exp() * (table - other)).sum(-1)
-        else:
-            term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["kl_baseline"], asked.kl)
+        term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["kl_baseline"], asked.kl)
     term = torch.where(chosen, term, 0.0)
     accumulation = recipe.micro_batches
     if recipe.loss_type == "grpo":

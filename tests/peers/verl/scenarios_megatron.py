@@ -80,7 +80,7 @@ def built(mode: str, recompute: str = "none", block: MismatchConfig | None = Non
         with_kwargs=True,
     )
     engine: Any = object.__new__(MegatronEngineWithLMHead if block is None else megatron.MismatchMegatronEngine)
-    engine.block, engine.mismatch_routes = block, None
+    engine.block = block
     engine.engine_config = McoreEngineConfig(
         router_replay=EngineRouterReplayConfig(mode=mode), use_remove_padding=False, pad_bshd_to_minibatch_max=False
     )

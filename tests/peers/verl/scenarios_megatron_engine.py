@@ -35,8 +35,8 @@ PROMPTS, RESPONSES = (6, 5, 4, 6), (8, 7, 6, 3)
 TOKENS = [prompt + response for prompt, response in zip(PROMPTS, RESPONSES, strict=True)]
 LAYERS, EXPERTS, TOP_K = 2, 16, 4
 OFF = {"monitor": {"weight_sync": "off"}}
-R3 = {"routing": {"mode": "R3", "measured": 1.0}, **OFF}
-R2 = {"routing": {"mode": "R2", "measured": 1.0}, **OFF}
+R3 = {"routing": {"mode": "R3"}, **OFF}
+R2 = {"routing": {"mode": "R2"}, **OFF}
 LED = {"lr": {"period": 2}, **OFF}
 FLOAT32 = "actor_rollout_ref.actor.megatron.dtype=float32"
 OPTIM = "actor_rollout_ref.actor.optim"
@@ -191,16 +191,6 @@ def obeyed(seen: dict[int, list[Tensor]], routes: Tensor, passes: int = 2) -> bo
     return all(found) and len(found) == LAYERS * passes * len(TOKENS)
 
 
-def differing(one: Tensor, two: Tensor, layer: int) -> float:
-    """Return the share of rows, without each sample's last, whose sets of experts differ in a layer."""
-    pairs = zip(one.unbind(), two.unbind(), strict=True)
-    rows = [(a[:-1, layer].sort(-1).values != b[:-1, layer].sort(-1).values).any(-1) for a, b in pairs]
-    return float(torch.cat(rows).double().mean())
-
-
-# Scenarios
-
-
 def stock(model: str) -> dict[str, Any]:
     """Run verl's worker, and ours with a block that only measures; compare with the checkpoint's own model."""
     found: dict[str, Any] = {}
@@ -241,7 +231,6 @@ def float32(model: str, batches: int = 10) -> dict[str, Any]:
             ]
             expected = [logps[-count:].tolist() for logps, count in zip(expected, RESPONSES, strict=True)]
             found[name] = {"logprobs": ran["logprobs"], "expected": expected, "obeyed": obeyed(ran["seen"], given)}
-            found[name]["metrics"] = built.mismatch_metrics()
         found["rates"] = rates_of(worker(model, LED, *CONSTANT, FLOAT32), 2)
     return found
 
@@ -296,7 +285,7 @@ def replay(model: str) -> dict[str, Any]:
     found: dict[str, Any] = {"native": plain(both(worker(model), batch()))}
     built = worker(model, R2)
     ran = both(built, batch())
-    found["R2"] = {**plain(ran), "metrics": built.mismatch_metrics()}
+    found["R2"] = plain(ran)
     found["R2_report"] = built.mismatch_report()
     found["R2_lost"] = refused(update, built, scored(built, batch()).exclude("routed_experts"))
     routes = as_rollout(ran["routes"])
@@ -304,9 +293,7 @@ def replay(model: str) -> dict[str, Any]:
         built = worker(model, R3)
         ran = both(built, batch(rollout=given))
         found[name] = {**plain(ran), "obeyed": obeyed(ran["seen"], given), "own": obeyed(ran["seen"], routes)}
-        found[name] |= {"metrics": built.mismatch_metrics(), "again": built.mismatch_metrics()}
-        # What the first layer chooses does not depend on what is replayed.
-        found[name]["first_layer"] = differing(given, routes, 0)
+        found[name]["metrics"] = built.mismatch_metrics()
     found["report"] = built.mismatch_report()
     found["lost"] = {name: lost(built, routes, name) for name in ("sample", "tail", "all", "update")}
     found["outside"] = {name: outside(built, routes, name) for name in ("range", "negative", "duplicate", "wide")}
@@ -366,16 +353,10 @@ def layouts(model: str, seed: int = 5) -> dict[str, Any]:
         ),
         "recomputed": (f"{recompute}granularity=full", f"{recompute}method=uniform", f"{recompute}num_layers=1"),
     }.items():
-        rate = 1.0 if name != "dynamic" else 0.0
-        built = worker(model, {"routing": {"mode": "R3", "measured": rate}, **OFF}, *overrides)
+        built = worker(model, R3, *overrides)
         ran = both(built, batch(rollout=given))
         passes = sum(len(call) for call in ran["seen"][0]) / sum(TOKENS)
-        found[name] = {
-            **plain(ran),
-            "calls": len(ran["seen"][0]),
-            "passes": passes,
-            "metrics": built.mismatch_metrics(),
-        }
+        found[name] = {**plain(ran), "calls": len(ran["seen"][0]), "passes": passes}
         if name in ("whole", "recomputed"):
             found[name]["obeyed"] = obeyed(ran["seen"], given, len(ran["seen"][0]))
     return found

@@ -73,8 +73,6 @@ def test_in_float32_the_replay_is_transformers_replay(ran: dict[str, Any], case:
     found = ran["float32"][case]
     assert found["obeyed"]
     assert gap(found["logprobs"], found["expected"]) < 1e-5
-    agrees = found["metrics"]["routing/set_mismatch_frac"] == 0.0
-    assert agrees == (case == "recorded")
     # Other routes are another policy, which both sides agree on.
     moved = gap(found["logprobs"], ran["float32"]["own"][0]["expected"])
     assert moved < 1e-5 if case == "recorded" else moved > 0.2
@@ -94,20 +92,9 @@ def test_other_routes_are_taken_in_both_passes(ran: dict[str, Any]) -> None:
     assert other["parameters"] != ran["replay"]["native"]["parameters"]
 
 
-def test_replayed_routes_are_compared_with_the_models_own(ran: dict[str, Any]) -> None:
-    tokens = 2 * (14 + 12 + 10 + 9 - 4)  # scored, and learned from; but for each sample's last
+def test_only_passes_over_other_tokens_are_counted(ran: dict[str, Any]) -> None:
     for case in ("own", "other"):
-        found = ran["replay"][case]
-        metrics = {name.removeprefix("routing/"): value for name, value in found["metrics"].items()}
-        assert metrics["compared_tokens"] == tokens and "native_rows_frac" not in metrics
-        assert metrics["layer_0_set_mismatch"] == found["first_layer"]
-        assert set(found["again"]) == {"routing/other_passes"}  # each figure is of what ran since the last one
-    assert ran["replay"]["own"]["metrics"]["routing/token_mismatch_frac"] == 0.0
-    other = ran["replay"]["other"]["metrics"]
-    assert other["routing/layer_0_set_mismatch"] > 0.5 < other["routing/layer_1_set_mismatch"]
-    # A sample's last token was recorded here, too, and the pass that records is compared with nothing.
-    recorded = ran["replay"]["R2"]["metrics"]
-    assert recorded["routing/compared_tokens"] == 14 + 12 + 10 + 9 and recorded["routing/set_mismatch_frac"] == 0.0
+        assert ran["replay"][case]["metrics"] == {"routing/other_passes": 0.0}
 
 
 @pytest.mark.parametrize("case, words", [("sample", "has 0 rows"), ("tail", "has 8 rows"), ("update", "has 0 rows")])
@@ -159,9 +146,6 @@ def test_routes_follow_their_samples_into_micro_batches(ran: dict[str, Any]) -> 
     for name in ("one_by_one", "dynamic"):
         assert gap(layouts[name]["logprobs"], layouts["whole"]["logprobs"]) < 0.05
     assert layouts["recomputed"]["parameters"] == layouts["whole"]["parameters"]
-    # No batch is compared at a rate of 0.
-    compared = {name: "routing/compared_tokens" in found["metrics"] for name, found in layouts.items()}
-    assert compared == {"whole": True, "one_by_one": True, "dynamic": False, "recomputed": True}
 
 
 def test_the_reference_is_not_replayed(ran: dict[str, Any]) -> None:

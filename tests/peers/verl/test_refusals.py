@@ -137,7 +137,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
                 "+mismatch.precision.engine_weights=fp8_per_channel",
                 "actor_rollout_ref.rollout.quantization=fp8_per_channel",
             ),
-            "engine's own name of a format as actor_rollout_ref.rollout.engine_kwargs.vllm.quantization",
+            "rollout.quantization='fp8_per_channel'",
         ),
         (
             (
@@ -145,16 +145,12 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
                 "actor_rollout_ref.rollout.quantization=fp8",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
             ),
-            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel'",
+            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel' with a mismatch block",
         ),
         (("+mismatch.precision.engine_weights=fp8_per_channel",), "rollout.quantization=None with mismatch.precision"),
         (
-            (
-                "+mismatch.precision.engine_weights=fp8_per_channel",
-                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
-                "++actor_rollout_ref.rollout.mtp.enable_rollout=True",
-            ),
-            "rollout.mtp.enable_rollout=True",
+            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",),
+            "allowed: actor_rollout_ref.rollout.quantization",
         ),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
         *(
@@ -224,7 +220,7 @@ def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> No
         prepared_megatron("actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2")
 
 
-ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_replay.mode")
+ROUTES = re.compile("routing.reference|routing.measured|use_remove_padding|mtp.enable|router_replay.mode")
 """Of these settings, those that only replay minds."""
 
 
@@ -236,6 +232,7 @@ ROUTES = re.compile("routing.reference|use_remove_padding|mtp.enable|router_repl
         "actor_rollout_ref.model.use_fused_kernels=True",
         "+mismatch.sampling_mask={max_support:8}",
         "+mismatch.routing.reference=True",
+        "+mismatch.routing.measured=1.0",
         "actor_rollout_ref.model.use_remove_padding=False",
         "++actor_rollout_ref.model.mtp.enable=True",
         "actor_rollout_ref.actor.megatron.router_replay.mode=R2",

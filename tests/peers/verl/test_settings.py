@@ -247,10 +247,6 @@ def test_each_mode_is_given_the_trainer_of_its_name_and_workers_are_told(mode: s
     "overrides",
     [
         ("+mismatch.precision.engine_weights=fp8", "actor_rollout_ref.rollout.quantization=fp8"),
-        (
-            "+mismatch.precision.engine_weights=fp8_per_channel",
-            "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
-        ),
         ("actor_rollout_ref.actor.strategy=fsdp", "actor_rollout_ref.ref.strategy=fsdp"),
         ("actor_rollout_ref.ref.strategy=fsdp",),
         ("actor_rollout_ref.model.use_fused_kernels=True",),

@@ -20,7 +20,7 @@ def test_the_client_notes_each_request_of_an_answer_over_turns(run: Run) -> None
     # A token keeps the experts that it was sampled with, up to where a turn was given other tokens. They travel by themselves.
     assert found["routes"][0] == [4, 4, 4, 4, 5]
     assert found["routes"][1] == [4, 4, 4, 4, 5, 6, 6, 6, 6]
-    assert found["routes"][2] == [4, 4, 4, 4, 5, 6, 6, 6, 6, 8, 8] and not found["pickled"]
+    assert found["routes"][2] == [4, 4, 4, 4, 5, 6, 6, 6, 6, 8, 8] and found["travels_as"] == "list"
     (told,) = found["told"]
     assert (
         found["other"] == "object" and "the client of verl's rollout servers has class object, not verl's own" in told

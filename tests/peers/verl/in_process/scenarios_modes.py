@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.block import RunMode
-from mismatch_ext.adapters.verl.driver.steps import StepMetrics
+from mismatch_ext.adapters.verl.driver.reports import over_updates, take_ours
 from mismatch_ext.adapters.verl.driver.trainer import waiting_of
 from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
@@ -48,14 +48,17 @@ UPDATES: tuple[dict[str, float], ...] = (
 
 def added_up() -> dict[str, dict[str, float]]:
     """Add up the metrics of two local updates as verl does, and as ours."""
-    stock, ours = MetricsAggregator(), StepMetrics()
+    stock, ours = MetricsAggregator(), dict[str, list[Any]]()
     for samples, update_metrics in enumerate(UPDATES, start=1):
         metrics: dict[str, float] = {f"mismatch/{name}": value for name, value in update_metrics.items()}
         stock.add_step_metrics(metrics, sample_count=samples)
         metrics["actor/lr"] = 1.0
-        ours.take(metrics, samples)
+        take_ours(metrics, samples, ours)
         assert metrics == {"actor/lr": 1.0}
-    return {"verl": stock.get_aggregated_metrics(), "ours": ours.result()}
+    return {
+        "verl": stock.get_aggregated_metrics(),
+        "ours": {name: over_updates(name, taken) for name, taken in ours.items()},
+    }
 
 
 def waiting() -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import pickle
 from typing import Any
 from unittest import mock
 
@@ -123,7 +124,7 @@ def routed() -> dict[str, Any]:
                     "shape": list(without_digests(row["routed_experts"]).shape),
                     "tokens": len(row["input_ids"]),
                     "bytes": row["routed_experts"].nbytes - 2 * len(row["input_ids"]) * LAYERS * top_k,
-                    "extra": len(json.dumps(row["extra_fields"])),
+                    "extra": len(json.dumps(pickle.loads(pickle.dumps(row["extra_fields"])))),
                 }
     return found
 
