@@ -154,6 +154,21 @@ def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest
         behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options)
 
 
+def test_an_attribute_of_a_later_release_has_the_built_trainers_value(check: Any) -> None:
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    block = MismatchConfig.parse(ONE)
+    reads = check("return loss\n", "return loss * (2 if self.doubled else 1)\n")
+    assert "self.doubled, here None" in reads.sentence()
+    trainer = object.__new__(behavior.GRPOTrainer)
+    trainer.args = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
+    assert behavior.check_trainer(trainer, block, reads) is reads
+    trainer.doubled = False
+    assert "self.doubled, here False" in behavior.check_trainer(trainer, block, reads).sentence()
+    trainer.doubled = True
+    with pytest.raises(SeamError, match=r"mismatch.kl: .* comes to .* instead of .*self.doubled=True, which is new"):
+        behavior.check_trainer(trainer, block, reads)
+
+
 def test_an_input_under_a_name_of_ours_is_refused_with_the_section_that_it_is_of(check: Any) -> None:
     reads = (MASK, 'kept = inputs.get("sampling_mask")\n    mask = completion_mask if')
     hands = ('pixel_values=inputs.get("pixel_values")', 'sampling_mask=inputs.get("sampling_mask")')
