@@ -379,7 +379,7 @@ INSIDE = {"kl", "correction", "sampling_mask", "routing.R2", "routing.R3"}
 @pytest.mark.parametrize(
     ("name", "compat", "trains"),
     [
-        ("an option and an input that are off", "self.new_flag, here None", True),
+        ("an option and an input that are off", "reads self.new_flag, here ", True),
         pytest.param("an input that no batch has", "If a batch has 'top_p_ratio'", True, marks=pytest.mark.nightly),
         ("an input of each batch", "If a batch has 'top_p_ratio'", False),
         pytest.param("an input that it needs", None, False, marks=pytest.mark.nightly),
