@@ -227,7 +227,10 @@ def test_masks_of_trls_own_and_ours_do_not_cut_off_twice(check: Any) -> None:
     with pytest.raises(SeamError, match=r"^mismatch.sampling_mask: the batch has 'kept_tokens'"):
         mine.expect_known_inputs({"kept_tokens": torch.ones(1)})
     ours.block, ours.correction = SimpleNamespace(sampling_mask=None), object()
-    mine.expect_known_inputs({"kept_tokens": torch.ones(1)})  # the scores are TRL's, whatever they are over
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    mine.trainer = behavior._trainer(behavior.GRPOTrainer, {"loss_type": DAPO}, None, {}, {})
+    batch = {**behavior.INPUTS, **behavior.OF_GRPO, "kept_tokens": torch.ones(1)}
+    mine.expect_known_inputs(batch)  # the scores are TRL's, whatever they are over
 
 
 def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
