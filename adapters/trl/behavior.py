@@ -331,7 +331,12 @@ def compute(
 
 
 def examine(
-    kind: type[Any], loss_type: str = "", *, config: Any = None, values: bool = True
+    kind: type[Any],
+    loss_type: str = "",
+    *,
+    config: Any = None,
+    values: bool = True,
+    attributes: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, Reads]:
     """Say what TRL's own loss does that it did not in the versions that were run, or None, and what it reads beside.
 
@@ -340,9 +345,10 @@ def examine(
         loss_type: Its loss.
         config: The run's settings; None for TRL's defaults.
         values: Whether what it computes counts. If not, only its inputs do.
+        attributes: Values of attributes that are known to be new, by their name in the loss.
     """
     cases, known = ([{}], (KNOWN_RLOO,)) if kind is RLOOTrainer else (CASES, KNOWN[loss_type])
-    reads, settings = Reads(), _settings(config)
+    reads, settings = Reads(attributes=dict(attributes or {})), _settings(config)
     found = [compute(kind, {"loss_type": loss_type, **case}, reads, settings) for case in cases]
     for case, expected, (value, _) in zip(cases, known, found, strict=True):
         if isinstance(value, str) or (values and not abs(value - expected) < 1e-5):
@@ -363,7 +369,13 @@ def _difference(case: Mapping[str, Any], value: float | str, expected: float, re
     return f"with {what or 'made-up inputs'} it {seen}{beside}"
 
 
-def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str, config: Any = None) -> Reads:
+def check_loss(
+    trainer: type[Any],
+    block: MismatchConfig,
+    loss_type: str,
+    config: Any = None,
+    attributes: Mapping[str, Any] | None = None,
+) -> Reads:
     """Refuse sections inside TRL's own loss if that loss is not the one that was run, whatever its version and text.
 
     Args:
@@ -371,6 +383,7 @@ def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str, config
         block: The block, with the sections that act.
         loss_type: The run's loss.
         config: The run's settings; None for TRL's defaults.
+        attributes: Values of attributes that are known to be new, by their name in the loss.
 
     Returns:
         What the loss reads beside what is known; nothing if no section is inside of it.
@@ -382,7 +395,7 @@ def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str, config
     kind = RLOOTrainer if issubclass(trainer, RLOOTrainer) else GRPOTrainer
     if not features:
         return Reads()
-    change, reads = examine_sections(kind, features, loss_type, config)
+    change, reads = examine_sections(kind, features, loss_type, config, attributes)
     if change is not None:
         version = installed("trl")
         sections = " and ".join(dict.fromkeys(feature.partition(".")[0] for feature in features))
@@ -394,8 +407,37 @@ def check_loss(trainer: type[Any], block: MismatchConfig, loss_type: str, config
     return reads
 
 
+def check_trainer(trainer: Any, block: MismatchConfig, reads: Reads) -> Reads:
+    """Check the loss once more with a trainer's own attributes where the stand-in had none, as `check_loss` does.
+
+    Args:
+        trainer: The trainer, which has been built.
+        block: The block, with the sections that act.
+        reads: What the loss was found to read.
+    """
+    own = {path: _value_of(trainer, path) for path in reads.attributes}
+    # Numbers, words and tensors alone: a function may talk to other ranks, and an object may count its calls.
+    known = {path: value for path, value in own.items() if isinstance(value, bool | int | float | str | Tensor)}
+    if not known:
+        return reads
+    loss_type = getattr(trainer.args, "loss_type", "")
+    return check_loss(type(trainer), block, loss_type, trainer.args, reads.attributes | known)
+
+
+def _value_of(trainer: Any, path: str) -> Any:
+    """Return what a trainer has under a name in its loss, such as "self.args.new_option"; None if it has nothing."""
+    value = trainer
+    for name in path.split(".")[1:]:
+        value = getattr(value, name, None)
+    return value
+
+
 def examine_sections(
-    kind: type[Any], features: Sequence[str], loss_type: str, config: Any = None
+    kind: type[Any],
+    features: Sequence[str],
+    loss_type: str,
+    config: Any = None,
+    attributes: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, Reads]:
     """Return what `examine` finds that matters to some features of `IN_OBJECTIVE`."""
     sections = {feature.partition(".")[0] for feature in features}
@@ -405,7 +447,7 @@ def examine_sections(
         reads = Reads()
         change = f"loss_type={loss_type!r} is none of {', '.join(KNOWN)}, whose values are known" if weighed else None
     else:
-        change, reads = examine(kind, loss_type, config=config, values=weighed)
+        change, reads = examine(kind, loss_type, config=config, values=weighed, attributes=attributes)
     taken = sorted(key for key in reads.inputs | reads.handed if OURS.get(key) in sections)
     if change is None and taken:
         change = f"it reads {' and '.join(map(repr, taken))} of its inputs, where this package puts what is its own"

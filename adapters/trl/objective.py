@@ -149,19 +149,17 @@ class Objective:
         sections = self._sections_on_top()
         if not sections:
             return
-        keys = set(self.reads.inputs)
-        if self.run.block.sampling_mask is not None:
-            keys |= self.reads.handed  # TRL's own masks and this package's would cut off twice
-        for key in sorted(keys):
+        for key in sorted(self.reads.inputs | self.reads.handed):
             if output.get(key) is None:
                 continue
-            if key in self.reads.handed or depends_on(self.trainer, output, key):
+            # TRL's own masks and this package's would cut off twice, which only the model's scores would show.
+            may_mask = self.run.block.sampling_mask is not None and key in self.reads.handed
+            if may_mask or depends_on(self.trainer, output, key):
                 version = installed("trl")
                 raise SeamError(
-                    f"{' and '.join(sections)}: the batch has {key!r}, which tested versions of TRL do not read, and trl "
-                    f"{version} trains differently with it. What the two would come to together is not known. Remove these "
-                    f"sections and leave it to TRL, or install a version that was run (pip install "
-                    f"trl=={PEERS['trl'].nearest(version)})."
+                    f"{' and '.join(sections)}: the batch has {key!r}, which no tested version of TRL reads, and trl {version} "
+                    "trains differently with it. Remove these sections from the config, or install a version that was run "
+                    f"(pip install trl=={PEERS['trl'].nearest(version)})."
                 )
 
     def _sections_on_top(self) -> list[str]:

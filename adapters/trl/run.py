@@ -20,6 +20,7 @@ from mismatch_ext.adapters.transformers import vocabulary_surplus
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
     CorrectionTerm,
@@ -191,6 +192,8 @@ class TrlRun(TrainerRun):
                 self._find_engine()
         with self.verdicts.checking("precision"):
             self.audit()
+        with self.verdicts.checking("versions"):
+            self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
         if trainer.use_vllm:
             with self.verdicts.checking("engine"):

@@ -147,6 +147,7 @@ HARMLESS: dict[str, Change] = {
 """By name, what changes nothing that we depend on."""
 
 LOSS = '        mask = completion_mask if "tool_mask" not in inputs else completion_mask * inputs["tool_mask"]\n'
+SET = "        self.epsilon_low = args.epsilon\n"
 NEW_FLAG = (
     '        if self.new_flag and inputs.get("release") is not None:\n            mask = mask * inputs["release"]\n'
 )
@@ -158,7 +159,9 @@ KL_ADDED = "        if self.beta != 0.0:\n            per_token_loss = per_token
 IN_A_BATCH = OUTPUT + '            "top_p_ratio": torch.full_like(completion_mask, 0.9, dtype=torch.float32),\n'
 
 ADDITIONS: dict[str, Change] = {
-    "an option and an input that are off": replaced(TRAINER, (LOSS, LOSS + NEW_FLAG)),
+    "an option and an input that are off": replaced(
+        TRAINER, (LOSS, LOSS + NEW_FLAG), (SET, SET + "        self.new_flag = False\n")
+    ),
     "an input that no batch has": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED)),
     "an input of each batch": replaced(TRAINER, (KL_ADDED, NEW_RATIO + KL_ADDED), (OUTPUT, IN_A_BATCH)),
     "an input that it needs": replaced(TRAINER, (RATIO, RATIO + ' * inputs["top_p_ratio"]'), (OUTPUT, IN_A_BATCH)),

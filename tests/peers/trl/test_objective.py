@@ -65,7 +65,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
         return tensor
 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
-    trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None)
+    trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None, {}, {})
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
     found = objective.read_aggregation(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))

@@ -154,6 +154,21 @@ def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest
         behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options)
 
 
+def test_an_attribute_of_a_later_release_has_the_built_trainers_value(check: Any) -> None:
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    block = MismatchConfig.parse(ONE)
+    reads = check("return loss\n", "return loss * (2 if self.doubled else 1)\n")
+    assert "self.doubled, here None" in reads.sentence()
+    trainer = object.__new__(behavior.GRPOTrainer)
+    trainer.args = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
+    assert behavior.check_trainer(trainer, block, reads) is reads
+    trainer.doubled = False
+    assert "self.doubled, here False" in behavior.check_trainer(trainer, block, reads).sentence()
+    trainer.doubled = True
+    with pytest.raises(SeamError, match=r"mismatch.kl: .* comes to .* instead of .*self.doubled=True, which is new"):
+        behavior.check_trainer(trainer, block, reads)
+
+
 def test_an_input_under_a_name_of_ours_is_refused_with_the_section_that_it_is_of(check: Any) -> None:
     reads = (MASK, 'kept = inputs.get("sampling_mask")\n    mask = completion_mask if')
     hands = ('pixel_values=inputs.get("pixel_values")', 'sampling_mask=inputs.get("sampling_mask")')
@@ -212,7 +227,10 @@ def test_masks_of_trls_own_and_ours_do_not_cut_off_twice(check: Any) -> None:
     with pytest.raises(SeamError, match=r"^mismatch.sampling_mask: the batch has 'kept_tokens'"):
         mine.expect_known_inputs({"kept_tokens": torch.ones(1)})
     ours.block, ours.correction = SimpleNamespace(sampling_mask=None), object()
-    mine.expect_known_inputs({"kept_tokens": torch.ones(1)})  # the scores are TRL's, whatever they are over
+    behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
+    mine.trainer = behavior._trainer(behavior.GRPOTrainer, {"loss_type": DAPO}, None, {}, {})
+    batch = {**behavior.INPUTS, **behavior.OF_GRPO, "kept_tokens": torch.ones(1)}
+    mine.expect_known_inputs(batch)  # the scores are TRL's, whatever they are over
 
 
 def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
@@ -363,7 +381,7 @@ INSIDE = {"kl", "correction", "sampling_mask", "routing.R2", "routing.R3"}
 @pytest.mark.parametrize(
     ("name", "compat", "trains"),
     [
-        ("an option and an input that are off", "self.new_flag, here None", True),
+        ("an option and an input that are off", "reads self.new_flag, here ", True),
         pytest.param("an input that no batch has", "If a batch has 'top_p_ratio'", True, marks=pytest.mark.nightly),
         ("an input of each batch", "If a batch has 'top_p_ratio'", False),
         pytest.param("an input that it needs", None, False, marks=pytest.mark.nightly),
