@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import deque
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
 from mismatch_ext.adapters.trl.lora import layers_of
-from peft import LoraConfig
+from peft import LoraConfig, PeftModel, get_peft_model
 from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import WeightSyncError
+from mismatch_ext.report import build as build_report
 from tests.peers.trl.scenarios_training import AtStep, arguments, digest_of, graded, history, rows
 
 SYNCS = 200
@@ -92,3 +96,28 @@ def lose(trainer: Any) -> None:
     """Let no adapter be merged any more, so that the engine gets the base alone."""
     trainer.model.merge_adapter = lambda *args, **kwargs: None
     trainer.model.unmerge_adapter = lambda *args, **kwargs: None
+
+
+def loaded_to_be_read(model: str, out: str, way: str) -> dict[str, Any]:
+    """Train an adapter that peft has loaded without `is_trainable`, by our trainer or attached to TRL's own."""
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    get_peft_model(dense, LoraConfig(r=4, target_modules=["q_proj"])).save_pretrained(f"{out}/adapter")
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    policy = PeftModel.from_pretrained(base, f"{out}/adapter")
+    given = {"model": policy, "reward_funcs": graded, "train_dataset": rows()}
+    given["processing_class"] = AutoTokenizer.from_pretrained(model)
+    settings = arguments(f"{out}/run", max_steps=4, beta=0.04, gradient_checkpointing=True)
+    if way == "ours":
+        trainer: Any = MismatchGRPOTrainer(args=MismatchGRPOConfig(**settings, mismatch={}), **given)
+    else:
+        trainer = GRPOTrainer(args=GRPOConfig(**settings), **given)
+        attach(trainer)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        trainer.train()
+    (verdict,) = build_report(f"{out}/run").to_dict()["runs"].values()
+    return {
+        "warned": [str(entry.message) for entry in warned],
+        "warnings": verdict["warnings"],
+        "cause": verdict["cause"],
+    }

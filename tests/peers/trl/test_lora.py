@@ -69,3 +69,14 @@ def test_adapters_of_tied_embeddings_are_refused(dense: Path, untied: Path) -> N
                     check_tied(adapted)
             else:
                 check_tied(adapted)
+
+
+@pytest.mark.parametrize("way", ["ours", "attached"])
+def test_an_adapter_that_was_loaded_to_be_read_is_named_at_the_start_and_in_the_report(
+    way: str, run: Run, dense: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.loaded_to_be_read, model=dense, out=tmp_path, way=way).expect()
+    assert any("no parameter of the optimizer is trainable" in message for message in found["warned"])
+    assert found["warnings"][0].startswith("at step 0: no parameter of the optimizer is trainable")
+    assert any("the last 3 weight updates sent the same weights" in warning for warning in found["warnings"])
+    assert "is_trainable=True" in found["cause"]
