@@ -5,12 +5,8 @@ v is the version of the weights that sampled a token, w the version that scores 
     rollout(v) - train(w)  =  rollout(v) - train(v)  +  train(v) - train(w)
     the gap                   numerics                   drift
 
-Tokens of one version, v = w, have no drift: their gap is exactly the numerics. The sources of such tokens, in order:
-
-    batch   tokens of the batch that the scoring weights themselves sampled; they need no extra pass
-    buffer  other tokens of the scoring version, which are not trained on
-
-If no source has a token, numerics is unknown, which is not 0. The staleness of tokens does not tell how large the parts are:
+Tokens of one version, v = w, have no drift: their gap is exactly the numerics. If a batch has no such token, numerics is unknown,
+which is not 0. The staleness of tokens does not tell how large the parts are:
 regressing the gap on it gave intercepts whose error was several times the numerics.
 
 A version has two forms: that of each token `[B, T]`, int64, or the segments of a response, pairs (version, first token) in order
@@ -35,10 +31,6 @@ from mismatch_ext.sums import Sums, part, prefixed
 
 UNKNOWN = -1
 """Version of a token if nobody says which weights sampled it."""
-SOURCES = ("batch", "buffer")
-"""Where tokens of one version come from, best first; `numerics/source` is the place in this list, counted from 1."""
-ENOUGH = 256
-"""Tokens that a source needs for its figure; if no source has this many, the one with most tokens is used."""
 
 GROWTH_WINDOW = 48
 """The growth is computed from this many logs, the last ones."""
@@ -89,7 +81,6 @@ def drift_sums(
     *,
     scoring: int,
     comparable: Tensor | None = None,
-    buffered: bool = False,
 ) -> Sums:
     """Sum up the gap of rollouts that older weights may have sampled, separately for its parts.
 
@@ -101,7 +92,6 @@ def drift_sums(
         scoring: Version of the trainer's weights.
         comparable: True at tokens whose gap is numerics only, if their version is `scoring` `[B, T]`; for replayed routes
             `of_one_version` returns it. None means every token.
-        buffered: Whether these tokens are not trained on, but were sampled by the scoring version for comparison.
 
     Returns:
         Sums with the same names for every batch; see `mismatch_ext.sums`.
@@ -110,22 +100,17 @@ def drift_sums(
         RecordError: A token's version is one that the trainer has not reached yet, or shapes differ.
     """
     mask = mask.bool()
-    nothing = torch.zeros_like(mask)
-    counted, same = (nothing, mask) if buffered else (mask, mask & (versions == scoring))
-    staleness = (scoring - versions)[counted & (versions != UNKNOWN)]
+    same = mask & (versions == scoring)
+    staleness = (scoring - versions)[mask & (versions != UNKNOWN)]
     if bool((staleness < 0).any()):
         raise RecordError(
             f"a token was sampled by weights of version {scoring - int(staleness.min())}, and the batch is scored by those of "
             f"version {scoring}: the versions of engine and trainer do not count the same."
         )
     numerics = same if comparable is None else same & comparable
-    masks = {
-        "stale": counted & ~same,
-        "batch": nothing if buffered else numerics,
-        "buffer": same if buffered else nothing,
-    }
+    masks = {"stale": mask & ~same, "numerics": numerics}
     counts: dict[str, Any] = {
-        "tokens": counted.sum(),
+        "tokens": mask.sum(),
         "known": len(staleness),
         "staleness": staleness.sum(),
         "mixed": (same & ~numerics).sum(),
@@ -139,17 +124,7 @@ def drift_sums(
     return sums
 
 
-def numerics_metrics(
-    sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH
-) -> tuple[str, dict[str, float]] | None:
-    """Return the source of numerics, the first with enough tokens or that with most, and its metrics; None if unknown."""
-    counts = {source: float(sums[f"{source}/tokens"]) for source in SOURCES}
-    source = next((name for name in SOURCES if counts[name] >= enough), max(SOURCES, key=counts.__getitem__))
-    metrics = gap_metrics(part(sums, source), support_truncated=support_truncated)
-    return (source, metrics) if metrics else None
-
-
-def drift_metrics(sums: Sums, *, support_truncated: bool = False, enough: int = ENOUGH) -> dict[str, float]:
+def drift_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, float]:
     """Return the metrics of stale rollouts by name; docs/metrics.md has the formula and unit of each.
 
     With rollouts of version v and a trainer of version w, rollout(v) - train(w) is numerics, rollout(v) - train(v), and drift,
@@ -158,7 +133,6 @@ def drift_metrics(sums: Sums, *, support_truncated: bool = False, enough: int = 
     Args:
         sums: Sums from `drift_sums`, or several of them merged.
         support_truncated: As in `gap_metrics`.
-        enough: Tokens that a source of numerics needs.
 
     Returns:
         Metrics without prefix; values that are unknown are left out.
@@ -168,19 +142,13 @@ def drift_metrics(sums: Sums, *, support_truncated: bool = False, enough: int = 
     metrics["staleness_max"] = float(sums["max:staleness"])
     if tokens:
         mixed = float(sums["mixed"])
-        metrics["same_version_frac"] = (float(sums["batch/tokens"]) + mixed) / tokens
+        metrics["same_version_frac"] = (float(sums["numerics/tokens"]) + mixed) / tokens
         metrics["mixed_routes_frac"] = mixed / tokens
         metrics["unknown_version_frac"] = (tokens - known) / tokens
-    stale = gap_metrics(part(sums, "stale"), support_truncated=support_truncated)
-    metrics |= {f"stale/{name}": value for name, value in stale.items()}
-    for source in SOURCES:
-        metrics[f"numerics/{source}/tokens"] = float(sums[f"{source}/tokens"])
-        if of_source := gap_metrics(part(sums, source)):
-            metrics |= {f"numerics/{source}/{name}": of_source[name] for name in ("logp_abs_diff_mean", "k3_kl")}
-    if (numerics := numerics_metrics(sums, support_truncated=support_truncated, enough=enough)) is not None:
-        source, of_gap = numerics
-        metrics |= {f"numerics/{name}": value for name, value in of_gap.items()}
-        metrics["numerics/source"] = float(1 + SOURCES.index(source))
+    metrics["numerics/tokens"] = float(sums["numerics/tokens"])
+    for name in ("stale", "numerics"):
+        gap = gap_metrics(part(sums, name), support_truncated=support_truncated)
+        metrics |= {f"{name}/{key}": value for key, value in gap.items()}
     return metrics
 
 

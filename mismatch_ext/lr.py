@@ -28,11 +28,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from mismatch_ext.config import LrConfig, Trigger
-from mismatch_ext.drift import numerics_metrics
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.gap import gap_sums
+from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.states import from_json, state, to_json
-from mismatch_ext.sums import Sums
+from mismatch_ext.sums import Sums, part
 
 logger = logging.getLogger(__name__)
 
@@ -479,10 +478,9 @@ def gap_statistics(sums: Sums) -> dict[str, float]:
 
 def numerics_statistics(sums: Sums) -> dict[str, float]:
     """Return the statistics of `drift_sums`, of the numerics alone because drift is not mismatch; no measurement if unknown."""
-    numerics = numerics_metrics(sums)
-    if numerics is None:
+    metrics = gap_metrics(part(sums, "numerics"))
+    if not metrics:
         return {"responses": 0.0}
-    _, metrics = numerics
     return {"mismatch_kl": metrics["k3_kl"], "f_tau": metrics[F_TAU]}
 
 

@@ -21,13 +21,12 @@ from mismatch_ext.names import PARTS_OF_STALE, PREFIX, Role
 
 NATIVE = "native/"
 NUMERICS = "numerics/"
-KINDS = (NATIVE, *(f"{PARTS_OF_STALE[0]}{source}/" for source in ("batch", "buffer")), *PARTS_OF_STALE)
+KINDS = (NATIVE, *PARTS_OF_STALE)
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 # Metric -> the count that weights it; tokens by default. None means a plain mean over steps: ESS describes one batch.
 ROUTING_WEIGHT = "routing/compared_tokens"
 WEIGHTS = {
     "seq_kl": "sequences", "seq_k3_kl": "sequences", "masked_seq_frac": "sequences", "ess_token": None, "ess_seq": None,
-    "source": None,
 }  # fmt: skip
 
 ABS_DIFF_MEAN = "logp_abs_diff_mean"

@@ -16,7 +16,6 @@ from mismatch_ext.drift import (
     UNKNOWN,
     drift_metrics,
     drift_sums,
-    numerics_metrics,
     of_one_version,
     token_versions,
 )
@@ -44,11 +43,8 @@ class Stream:
     def sums(self) -> Sums:
         return drift_sums(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
 
-    def buffered(self) -> Sums:
-        return drift_sums(self.own, self.rollout, self.mask, self.versions, scoring=self.scoring, buffered=True)
-
     def metrics(self) -> dict[str, float]:
-        return drift_metrics(self.sums(), enough=1)
+        return drift_metrics(self.sums())
 
 
 def stream(*, numerics: float, drift: float, seed: int = 0, fresh: bool = True) -> Stream:
@@ -81,8 +77,8 @@ def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     truth = float((given.rollout - given.own)[given.mask].abs().mean())
     same = given.mask & (given.versions == 3)
     low, high = interval(given.rollout - given.own, same)
-    assert low < truth < high and low < found["numerics/batch/logp_abs_diff_mean"] < high
-    assert found["numerics/batch/tokens"] == int(same.sum()) > 50
+    assert low < truth < high and low < found["numerics/logp_abs_diff_mean"] < high
+    assert found["numerics/tokens"] == int(same.sum()) > 50
     assert found["numerics/logp_abs_diff_mean"] == pytest.approx(
         float((given.rollout - given.own)[same].abs().mean()), rel=1e-12
     )
@@ -110,21 +106,9 @@ def test_drift_raises_the_gap_of_stale_tokens_alone() -> None:
 def test_what_is_unknown_has_no_figure() -> None:
     sums = stream(numerics=2e-3, drift=5e-2, fresh=False).sums()
     found = drift_metrics(sums)
-    assert numerics_metrics(sums) is None
-    named = {name for name in found if name.startswith("numerics/")}
-    assert named == {f"numerics/{source}/tokens" for source in ("batch", "buffer")}
-    assert all(found[name] == 0 for name in named) and found["same_version_frac"] == 0
+    assert {name for name in found if name.startswith("numerics/")} == {"numerics/tokens"}
+    assert found["numerics/tokens"] == found["same_version_frac"] == 0
     assert found["stale/logp_abs_diff_mean"] > 0
-
-
-def test_the_first_source_with_enough_tokens_speaks() -> None:
-    given = stream(numerics=2e-3, drift=5e-2)
-    both = merged(given.sums(), given.buffered())
-    for enough, source in ((10_000, "buffer"), (1, "batch")):  # where none has enough, the one with most
-        numerics = numerics_metrics(both, enough=enough)
-        assert numerics is not None and numerics[0] == source
-    stale = stream(numerics=2e-3, drift=5e-2, fresh=False)
-    assert drift_metrics(merged(stale.sums(), stale.buffered()))["numerics/source"] == 2
 
 
 def test_parts_merge_as_if_they_were_one() -> None:
@@ -133,7 +117,7 @@ def test_parts_merge_as_if_they_were_one() -> None:
     for rows in (slice(0, 20), slice(20, ROWS)):
         part = {k: getattr(given, k)[rows] for k in ("rollout", "own", "old", "mask", "versions")}
         parts.append(replace(given, **part).sums())
-    one, two = given.metrics(), drift_metrics(merged(*parts), enough=1)
+    one, two = given.metrics(), drift_metrics(merged(*parts))
     assert one.keys() == two.keys()
     np.testing.assert_allclose(list(two.values()), list(one.values()), rtol=1e-12)
 
@@ -214,5 +198,5 @@ def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_r
     rollout = torch.full(mask.shape, -1.0)
     old = torch.where(whole, rollout, rollout - 3)
     found = drift_metrics(drift_sums(old, rollout, mask, versions, scoring=7, comparable=whole))
-    assert found["numerics/batch/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
+    assert found["numerics/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
     assert found["same_version_frac"] == pytest.approx(4 / 7) and found["mixed_routes_frac"] == pytest.approx(1 / 7)

@@ -487,7 +487,7 @@ def stale_run(folder: Path, name: str, *, numerics: float | None, total: float =
             "staleness_mean": 1.5,
         }
         if numerics is not None and step > 1:
-            logged |= {"numerics/tokens": 40.0, "numerics/source": 1.0, "numerics/k3_kl": numerics**2}
+            logged |= {"numerics/tokens": 40.0, "numerics/k3_kl": numerics**2}
             logged |= {"numerics/logp_abs_diff_mean": numerics}
             logged |= {"stale/tokens": 60.0, "stale/logp_abs_diff_mean": total}
         stream.step(step, {f"mismatch/{key}": value for key, value in logged.items()})

@@ -68,13 +68,13 @@ def check_sections(run: VerlRun, work: Path, host: str) -> None:
     # Of the tokens that the scoring weights have sampled the gap is rounding, and no route differs; older ones have drifted a
     # hundred times as far, and more.
     for step in steps:
-        if step["mismatch/numerics/batch/tokens"]:
+        if step["mismatch/numerics/tokens"]:
             assert 0 <= step["mismatch/numerics/k3_kl"] <= FLOAT32_K3
             assert step["mismatch/numerics/logp_abs_diff_mean"] <= 1e-5
         else:
             assert "mismatch/numerics/k3_kl" not in step
     stale = [step["mismatch/stale/logp_abs_diff_mean"] for step in steps if "mismatch/stale/logp_abs_diff_mean" in step]
-    assert steps[0]["mismatch/numerics/batch/tokens"] and stale and min(stale) > 1e-3
+    assert steps[0]["mismatch/numerics/tokens"] and stale and min(stale) > 1e-3
     compared = [step for step in steps if step.get("mismatch/routing/compared_tokens")]
     assert compared and all(step["mismatch/routing/set_mismatch_frac"] == 0 for step in compared)
     # Each server has each update's weights.

@@ -62,13 +62,13 @@ def test_each_token_is_measured_by_its_version(run: Run) -> None:
     assert found["outputs"] == [[[6, 0]], [[7, 0]]]
     assert found["of_routes"] == [[6, 7], [7, 7], None]
     of_batch = found["batch"]
-    assert of_batch["numerics/batch/tokens"] == 5 and of_batch["staleness_max"] == 1
+    assert of_batch["numerics/tokens"] == 5 and of_batch["staleness_max"] == 1
     assert of_batch["numerics/logp_abs_diff_mean"] == pytest.approx((2 * 1.0 + 3 * 0.5) / 5)
     assert of_batch["unknown_version_frac"] == pytest.approx(2 / 9)
     assert (of_batch["same_version_frac"], of_batch["mixed_routes_frac"]) == (pytest.approx(5 / 9), 0)
     # The first response's end is of this version, and what is before it was routed by older weights.
     replayed = found["replayed"]
-    assert replayed["numerics/batch/tokens"] == 3 and replayed["numerics/logp_abs_diff_mean"] == pytest.approx(0.5)
+    assert replayed["numerics/tokens"] == 3 and replayed["numerics/logp_abs_diff_mean"] == pytest.approx(0.5)
     assert (replayed["same_version_frac"], replayed["mixed_routes_frac"]) == (
         pytest.approx(5 / 9),
         pytest.approx(2 / 9),
