@@ -20,7 +20,7 @@ from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
-from tests.torch_rollout import VOCABULARY, Recurrent
+from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 from tests.unit.loops import (
     KL,
     NOISE,
@@ -214,6 +214,21 @@ def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="stale"), Run(None, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
     assert [event.name for event in read_run(tmp_path / "mismatch").events if event.level == "error"] == ["weight_sync"]
+
+
+def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return what an engine makes of tokens that computes another function of the same weights."""
+    return recurrent_logits(model, tokens, attention_mask) / 2
+
+
+def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_update_did_it(tmp_path: Path) -> None:
+    trainer, _ = sides()
+    rollout = TorchRollout(trainer.model, halved_logits)
+    with pytest.raises(WeightSyncError) as raised, Run(None, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+    message = str(raised.value)
+    assert "apart before any update, and differ token by token as they did then" in message
+    assert "garbled" not in message and "Weights arrived" not in message
 
 
 def test_a_step_past_the_run_is_refused_when_the_weights_are_sent(tmp_path: Path) -> None:
