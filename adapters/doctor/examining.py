@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
-from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
@@ -78,6 +78,9 @@ def examine(
     with Progress("doctor") as rung:
         rung("engine")
         engine = sides.start(shape)
+        notes: tuple[str, ...] = ()
+        if isinstance(engine, ReadBack):
+            sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
         try:
             sample = engine.sample(asked)
             rung("engine again")
@@ -90,6 +93,7 @@ def examine(
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *notes))
         if isinstance(engine, ServedEngine):
             diagnosis = replace(diagnosis, notes=(*engine.notes(sides.model, sample), *diagnosis.notes))
             if diagnosis.verdict in ("partly", "unexplained"):

@@ -18,7 +18,7 @@ from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
-from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from torch import Tensor, nn
 
 from mismatch_ext.cli import folder
@@ -130,6 +130,9 @@ def gated(
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
     engine = cast("TakesWeights", sides.start(routing_shape(model)))
+    notes: tuple[str, ...] = ()
+    if isinstance(engine, ReadBack):
+        sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
     samples = []
     try:
         for number in range(batches):
@@ -160,6 +163,7 @@ def gated(
         f"{len(sample.row):,} sampled tokens, {batches} batches",
         f"weights: sent {batches} times to an engine that started with {'made-up ones' if made_up else 'its own'}",
         f"seconds: {perf_counter() - began:.0f}",
+        *notes,
     ]
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
