@@ -156,7 +156,13 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             logged, notes = of_nearest(
                 logged,
                 sample,
-                trainer_logprobs(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature),
+                trainer_logprobs(
+                    model,
+                    sample,
+                    dtype=sides.trainer_dtype,
+                    temperature=sides.temperature,
+                    attention=sides.attention,
+                ),
             )
             sample = logged.sample(shape)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
@@ -211,6 +217,7 @@ def _diagnosed(
         replays=sides.replays,
         layout="right" if left_out else sides.layout,
         head=sides.head,
+        attention=sides.attention,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
@@ -247,10 +254,21 @@ def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, 
             "and ask again, or give --engine in the place of --server"
         )
         return replace(diagnosis, notes=(*diagnosis.notes, note))
+    taken = [key for family in families for key in MENDED.get(family, ())]
+    mended = sides.mended(taken)
+    if families & set(MENDED) and mended == sides:
+        keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
+        note = (
+            f"{keys}: no start of the engine can confirm or refute it, because the engine already serves --model's own folder "
+            "without a setting to take out. The weights or the code of one side do it"
+        )
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
+        families -= set(MENDED)
+        if not families:
+            return diagnosis
     rung("remedy")
     if families & set(MENDED):
-        taken = [key for family in families for key in MENDED.get(family, ())]
-        engine = sides.mended(taken).start(scorer.shape)
+        engine = mended.start(scorer.shape)
         try:
             again = engine.score(sample)
         finally:

@@ -19,6 +19,7 @@ from mismatch_ext.precision.dtypes import ALIASES, canonical
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")
+ATTENTIONS = ("eager", "sdpa")
 THRESHOLD = 1e-4
 # Settings of requests by which a grammar takes tokens out, of vLLM and SGLang.
 GRAMMARS = {"structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf", "structural_tag"}
@@ -68,6 +69,8 @@ def configure_sides(parser: argparse.ArgumentParser, *, epilog: str) -> None:
                          help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
     trainer.add_argument("--trainer-head", choices=("float32",),
                          help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
+    trainer.add_argument("--trainer-attention", choices=ATTENTIONS,
+                         help="its attn_implementation (default: the run's, else the one that transformers takes)")  # fmt: skip
     trainer.add_argument(
         "--temperature",
         metavar="T",
@@ -210,6 +213,8 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         fields["layout"] = arguments.trainer_layout
     if arguments.trainer_head is not None:
         fields["head"] = arguments.trainer_head
+    if arguments.trainer_attention is not None:
+        fields["attention"] = arguments.trainer_attention
     return fields
 
 
@@ -220,7 +225,9 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
             raise ConfigError(
                 "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
             )
-        for option in ("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "temperature"):
+        for option in (
+            *("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "trainer_attention", "temperature"),
+        ):
             if getattr(arguments, option):
                 raise ConfigError(f"--{option.replace('_', '-')} needs --model: without it only the log is read.")
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:

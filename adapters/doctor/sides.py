@@ -59,6 +59,7 @@ class Run:
         server: A server to ask; None starts an engine instead.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
         head: Compute dtype of the trainer's head if it differs from the rest: float32; "" if it does not.
+        attention: Name of the trainer's attention implementation; "" for the one that transformers takes.
     """
 
     model: str
@@ -76,6 +77,7 @@ class Run:
     server: Address | None = None
     layout: str = "right"
     head: str = ""
+    attention: str = ""
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
         """Start the engine of this run, or connect to its server.

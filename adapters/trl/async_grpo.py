@@ -482,6 +482,8 @@ class AsyncRun(TrainerRun):
         for name, message in (("server", unchecked(self.remote)), (READINESS, self.readiness)):
             if message is not None:
                 self.warn(name, message)
+        with self.verdicts.checking("attention"):
+            self.warn_of_attention(trainer.processing_class)
         if self.block.monitor.weight_sync != "off":
             self.verifier = self.verifier_of(
                 self.remote, plain_vocabulary(trainer.processing_class, trainer.accelerator.device)

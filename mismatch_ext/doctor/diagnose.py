@@ -71,8 +71,8 @@ TELLING = 1e-3
 HEATS = (OTHER_HEAT, BEFORE_HEAT)
 
 # Parts of the gap, besides the named causes.
-ENGINES, ROUTES, TRAINERS, LAYOUT, DECODED = (
-    "engine's arithmetic", "routes", "trainer's arithmetic", "layout", "decode_path",
+ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
+    "engine's arithmetic", "routes", "trainer's arithmetic", "attention", "layout", "decode_path",
 )  # fmt: skip
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
@@ -142,6 +142,11 @@ class Scores:
     exchanged: tuple[int, int, int, float] | None = None
     straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
     layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
+    # The trainer's pass with an attention that computes all of the model, and the same without its soft cap; None if the
+    # trainer has that attention.
+    attended: Floats | None = None
+    capless: Floats | None = None
+    attention: str = ""  # the trainer's attention implementation, where `attended` has another
     rungs: tuple[Rung, ...] = ()
     temperature: float = 1.0  # that the trainer divides logits by
     end_tokens: tuple[int, ...] = ()
@@ -400,12 +405,14 @@ def diagnose(
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
 
-    straight = scores.trainer if scores.straight is None else scores.straight
+    straight = _straight(scores)
+    attended = straight if scores.attended is None else scores.attended
     native = table.logprob if scores.native is None else scores.native
     terms = {} if prefill is None else {DECODED: sample.engine - prefill}
     terms |= {fit.cause.key: fit.finite for fit in explained.named} | {ENGINES: explained.rest}
     terms |= {} if scores.native is None else {ROUTES: table.logprob - native}
-    terms |= {TRAINERS: native - straight} | ({} if scores.straight is None else {LAYOUT: straight - scores.trainer})
+    terms |= {TRAINERS: native - attended} | ({} if scores.attended is None else {ATTENTION: attended - straight})
+    terms |= {} if scores.straight is None else {LAYOUT: straight - scores.trainer}
     parts = {part.name: part for part in split(terms, sample.row, rng)}
 
     engines_noise = _engines_noise(explained, sample, scores, noise)
@@ -426,6 +433,9 @@ def diagnose(
             noise.ratio(errors) for errors in (explained.rest, terms[TRAINERS], scores.headed - table.logprob)
         )
         named += _by_head(sample, scores, engines, trainers, headed, parts)
+    attention_drops = scores.attended is not None and noise.size(terms[ATTENTION]) > COARSER
+    if attention_drops and parts[ATTENTION].mean > FLOAT32:
+        named.append(_by_attention(sample, scores, noise.size(terms[ATTENTION]), parts[ATTENTION]))
     if scores.straight is not None:
         named += _by_layout(scores, noise.size(terms[LAYOUT]), parts[LAYOUT])
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
@@ -763,6 +773,36 @@ def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
         (name for word, name in (("packed", "packed"), ("padded on the left", "layout")) if word in scores.layout), ""
     )
     return [replace(_measured("layout", "trainer", sentence, ratio, part), remedy=remedy(name))]
+
+
+def _straight(scores: Scores) -> Floats:
+    """Return the log-probabilities of the trainer's plain pass, which pads on the right."""
+    return scores.trainer if scores.straight is None else scores.straight
+
+
+def judge_attention(sample: Sample, scores: Scores) -> tuple[str, bool]:
+    """Say what the trainer's attention leaves out, and tell whether a pass with all of it is nearer to the engine."""
+    assert scores.attended is not None
+    straight = _straight(scores)
+    moved = float(np.abs(scores.attended - straight).mean())
+    before = float(np.abs(sample.engine - straight).mean())
+    after = float(np.abs(sample.engine - scores.attended).mean())
+    what = "computes otherwise than eager"
+    # It computes as eager does once the cap is taken out there, too.
+    if scores.capless is not None and float(np.abs(scores.capless - straight).mean()) < moved / 2:
+        what = "has no soft cap"
+    sentence = (
+        f"the trainer's attention ({scores.attention}) {what}: with eager the gap is {after:.1e} nats per token, "
+        f"not {before:.1e}"
+    )
+    return sentence, after <= (1 - LEAST_PART) * before
+
+
+def _by_attention(sample: Sample, scores: Scores, ratio: float, part: Part) -> NamedCause:
+    """Return the cause that the trainer's attention shows, with a remedy if that brought the sides nearer."""
+    sentence, helps = judge_attention(sample, scores)
+    cause = _measured("attention", "trainer", sentence, ratio, part)
+    return replace(cause, remedy=remedy("attention" if helps else ""))
 
 
 def _by_head(

@@ -16,8 +16,8 @@ VERDICTS = {
     "partly": "Partly explained: {unexplained:.1e} nats per token are neither the causes above nor rounding.",
     "unexplained": "Unexplained: {unexplained:.1e} nats per token are not rounding, and no cause on the list fits.",
     "other_trainer": "Not judged: --model scores {unexplained:.1e} nats per token apart from the log's trainer_logprobs, more "
-    "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
-    "the checkpoint that scored them.",
+    "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout, --trainer-attention or "
+    "--trainer-dtype, or the checkpoint that scored them.",
 }
 # A choice: the share of the gap from which on replay is named beside a clean verdict.
 WORTH_REPLAY = 0.1

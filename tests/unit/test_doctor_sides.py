@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mismatch_ext.adapters.doctor.command import as_logged, hosts_of_log
+from mismatch_ext.adapters.doctor.examining import _confirmed
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.sides import Run, in_live_dtype
 
+from mismatch_ext.doctor import diagnose, report
 from mismatch_ext.errors import ConfigError
 from tests.unit.synthetic_runs import write_run
+from tests.unit.test_doctor import drawn
 
 
 def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of_the_remedy() -> None:
@@ -168,3 +173,20 @@ def test_a_trainer_is_scored_at_the_temperature_that_was_given_or_the_runs_or_th
 def test_what_to_change_is_said_of_the_engine_that_a_log_names(stated: dict[str, str], hosts: tuple[str, ...]) -> None:
     assert hosts_of_log(Run(model="x"), parsed("--model", "x"), stated) == hosts
     assert hosts_of_log(Run(model="x"), parsed("--trl", "run.yaml"), stated) == ("trl", "vllm")
+
+
+def test_a_start_of_the_very_same_engine_neither_confirms_nor_refutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, scores = drawn(lambda z: 23 * torch.tanh(z / 23))
+    found = diagnose(sample, scores)
+    (cause,) = found.causes
+    assert (cause.key, cause.family, cause.status) == ("softcap", "config", "fits")
+
+    def start(run: Run, shape: object) -> None:
+        raise AssertionError("the same engine was started again")
+
+    monkeypatch.setattr(Run, "start", start)
+    rungs: list[str] = []
+    judged = _confirmed(found, Run(model="m"), sample, sample, SimpleNamespace(shape=None), rungs.append)  # type: ignore[arg-type]
+    assert judged.causes == found.causes and judged.verdict == found.verdict and rungs == []
+    assert "softcap: no start of the engine can confirm or refute it" in judged.notes[-1]
+    assert "refuted" not in report(judged).replace("confirm or refute it", "")

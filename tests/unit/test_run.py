@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import torch
+from mismatch_ext.adapters.transformers.side import TrainedModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
+from tests.models import tiny_gemma2
 from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 from tests.unit.loops import (
     KL,
@@ -229,6 +231,24 @@ def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_up
     message = str(raised.value)
     assert "apart before any update, and differ token by token as they did then" in message
     assert "garbled" not in message and "Weights arrived" not in message
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_trainer_whose_attention_drops_the_soft_cap_is_warned_of_at_the_start(attention: str, tmp_path: Path) -> None:
+    folder = tiny_gemma2(tmp_path / "model")
+    model, served = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
+        for name in (attention, "eager")
+    )
+    trainer = TrainedModel(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Run(None, trainer, TorchRollout(served), tmp_path / "run").start().end()
+    said = [str(warning.message) for warning in caught if "soft cap" in str(warning.message)]
+    events = [event.message for event in read_run(tmp_path / "run/mismatch").events if event.name == "attention"]
+    assert said == events and len(said) == (attention == "sdpa")
+    assert all("(sdpa) has no soft cap" in message and "attn_implementation: eager" in message for message in said)
+    assert model.config._attn_implementation == attention
 
 
 def test_a_step_past_the_run_is_refused_when_the_weights_are_sent(tmp_path: Path) -> None:
