@@ -64,6 +64,9 @@ APART = 3.0
 # Nats. The distance is 0.08 for the shipped models with weights rounded to 3 bits, 0.02 for 4 bits, and 0.56 or 0.72 when one
 # shipped model is taken for the other, although both were trained on the same task.
 ANOTHER = 0.25
+# Two parts cancel if one has this share of the gap or more, and others together have the rest with the other sign. Shares then
+# say nothing: the gap is a small difference of large parts.
+CANCELS = 1.5
 # If a token is almost certain (spread below this), its log-probability says nothing about the logits.
 TELLING = 1e-3
 
@@ -257,6 +260,8 @@ class Diagnosis:
     rungs: tuple[Rung, ...] = ()  # of each side
     largest: Largest | None = None
     blocks: tuple[Block, ...] = ()  # empty if that was not asked for, or not possible
+    # Why parts that cancel have no shares: "reference" if they are beyond rounding, "rounding" if not, "" if none cancel.
+    cancels: Literal["", "reference", "rounding"] = ""
     hosts: tuple[str, ...] = HOSTS  # whose lines to change are said
     seconds: Mapping[str, float] = field(default_factory=dict)  # duration of each of the doctor's rungs, by name
     # Predictions of the named causes, and the rounding by which they are judged; neither is in `data`.
@@ -413,7 +418,8 @@ def diagnose(
     terms |= {} if scores.native is None else {ROUTES: table.logprob - native}
     terms |= {TRAINERS: native - attended} | ({} if scores.attended is None else {ATTENTION: attended - straight})
     terms |= {} if scores.straight is None else {LAYOUT: straight - scores.trainer}
-    parts = {part.name: part for part in split(terms, sample.row, rng)}
+    cancels, split_parts = without_cancelling(split(terms, sample.row, rng), terms, noise)
+    parts = {part.name: part for part in split_parts}
 
     engines_noise = _engines_noise(explained, sample, scores, noise)
     complete = engines_noise.is_rounding(explained.rest)
@@ -517,6 +523,7 @@ def diagnose(
             for rung in (*scores.rungs, *(() if engine is None else engine.rungs))
         ),
         largest=_largest(sample, terms),
+        cancels=cancels,
         explained=explained if explained.named else None,
         noise=noise,
     )
@@ -686,6 +693,19 @@ def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) 
             )
         )
     return parts
+
+
+def without_cancelling(
+    parts: list[Part], terms: Mapping[str, Floats], noise: Noise
+) -> tuple[Literal["", "reference", "rounding"], list[Part]]:
+    """Return the parts without shares if some cancel, and why they do: `Diagnosis.cancels`."""
+    shares = {part.name: part.share for part in parts if part.share is not None}
+    if max(shares.values(), default=0.0) <= CANCELS or min(shares.values()) >= 1 - CANCELS:
+        return "", parts
+    two = [max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)]
+    beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > FLOAT32 for name in two)
+    bare = [replace(part, share=None, low=None, high=None, share_k3=None) for part in parts]
+    return "reference" if beyond else "rounding", bare
 
 
 def _ensure_finite(sample: Sample, scores: Scores) -> None:
