@@ -200,6 +200,7 @@ def _diagnosed(
     quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
+    from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
@@ -223,8 +224,14 @@ def _diagnosed(
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
     diagnosis = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
-    note = "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
-    return replace(diagnosis, notes=(*diagnosis.notes, note)) if left_out else diagnosis, scorer
+    notes = list(diagnosis.notes)
+    if left_out:
+        notes.append(
+            "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
+        )
+    if not quick and not attends_by_torch(model):
+        notes.append("not tried, because this model needs eager attention: another scale of attention, an fp8 KV cache")
+    return replace(diagnosis, notes=tuple(notes)), scorer
 
 
 def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:

@@ -94,13 +94,13 @@ def test_the_oracle_attends_by_all_of_the_model_and_the_trainer_by_what_the_run_
     assert complete_implementation(dense) == "eager"
 
 
-def drawn(folder: Path, rows: int = 64) -> Sample:
+def drawn(folder: Path, rows: int = 24) -> Sample:
     """Return responses that an engine with the soft cap samples, and their log-probabilities."""
     model: Any = load_model(folder)
     model.set_attn_implementation("eager")
     torch.manual_seed(0)
     whole = model.generate(
-        torch.tensor([PROMPT] * rows), do_sample=True, top_k=0, max_new_tokens=40, eos_token_id=EOS_ID, pad_token_id=PAD_ID
+        torch.tensor([PROMPT] * rows), do_sample=True, top_k=0, max_new_tokens=24, eos_token_id=EOS_ID, pad_token_id=PAD_ID
     )  # fmt: skip
     responses = []
     for row in whole[:, len(PROMPT) :].tolist():
