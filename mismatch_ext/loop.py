@@ -157,7 +157,7 @@ class Run:
         return self
 
     def _begin(self, state: dict[str, Any] | None) -> None:
-        readiness = surplus = None
+        readiness = surplus = attention = None
         with self._together():
             if self.trainer.device.type == "mps":
                 raise ConfigError(
@@ -185,15 +185,19 @@ class Run:
         with self._together():
             with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
                 surplus = self.trainer.surplus()
+            with self._verdicts.checking("attention"):
+                attention = self.trainer.dropped_attention()
             bias = self.rollout.sampling.ratio_bias(renormalized=self.rollout.reading().renormalizes)
             groups = self.trainer.optimizer.param_groups
             nothing = untrained(parameter for group in groups for parameter in group["params"])
-            for name, message in (
-                ("readiness", readiness),
-                ("vocabulary", surplus),
-                ("ratio_bias", bias),
-                (UNTRAINED_EVENT, nothing),
-            ):
+            warnings_by_name = {
+                "readiness": readiness,
+                "vocabulary": surplus,
+                "attention": attention,
+                "ratio_bias": bias,
+                UNTRAINED_EVENT: nothing,
+            }
+            for name, message in warnings_by_name.items():
                 if message is not None and self.ranks.rank == 0:
                     self._warn(name, str(message))
             self._log.announce()

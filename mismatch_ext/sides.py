@@ -114,6 +114,9 @@ class LoopTrainer(TrainerSide, Protocol):
     def surplus(self) -> Any:
         """Return an object whose `str` warns of tokens that can be sampled and not decoded; None if there are none."""
 
+    def dropped_attention(self) -> Any:
+        """Return an object whose `str` warns that the model's attention leaves out a part of the model; None if it does not."""
+
 
 @runtime_checkable
 class LoopRollout(RolloutSide, Protocol):

@@ -24,6 +24,9 @@ tokens.
    logits, so the baseline grows with the spread of the reference. The baseline of decode is at most that of prefill:
    two passes of one engine differ by no more than two engines do, and a decode that was wrong from the start must not
    be its own measure.
+6. A gap beyond rule 5's limit is "apart", not garbled, if the baseline is at least half of it, and engine and trainer
+   differ token by token as they did before the first update: since the look before, the difference has changed by less
+   than half the gap, or by less than the reference has moved. This rule holds until the sides have agreed once.
 
 The trainer is compared with prefill, which computes each sequence anew. If captured graphs, packed copies of weights or
 a prefix cache are stale, prefill is still right, and only decode is wrong. Gaps are means without the largest hundredth
@@ -64,7 +67,7 @@ from mismatch_ext.states import from_json, state, to_json
 
 NamedTensors = Iterable[tuple[str, Tensor]]
 Rows = list[list[float]]
-Status = Literal["in_sync", "unchanged", "stale", "garbled", "stale_decode"]
+Status = Literal["in_sync", "unchanged", "stale", "garbled", "apart", "stale_decode"]
 
 FACTOR = 10.0
 FLOOR = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 8e-3}
@@ -105,6 +108,8 @@ REMEDIES = {
     "reset.",
     "garbled": "Weights arrived, but wrong: check names and layouts (fused, packed or expert weights that the engine must repack "
     "after an update), casts on the way, and truncated transfers.",
+    "apart": "Check that the trainer's model is the checkpoint that the engine loaded, and that both sides have the same model "
+    "configuration and attention; `mismatch-ext doctor` names the cause.",
     "stale_decode": "The engine's decode path does not compute with the weights that its prefill has. Captured graphs and packed "
     "copies of weights have to be made again after each update, and the prefix cache to be reset: let it run without captured "
     "graphs (enforce_eager), and check that whatever updates its weights resets the cache.",
@@ -140,7 +145,8 @@ class SyncVerdict:
     """Judgment of one weight update; gaps are means over the probes, nats per token, infinite if a score is not finite.
 
     A gap above `threshold` counts as garbled; `baseline` is that between two sides with the same weights. `movement` is the mean
-    change of the trainer's probes since the engine's last changed. "stale_decode" is a prefill in sync, and a decode that is not.
+    change of the trainer's probes since the engine's last changed. "apart" are sides that differ as they did before any update.
+    "stale_decode" is a prefill in sync, and a decode that is not.
     """
 
     status: Status
@@ -169,6 +175,18 @@ class Version:
 
 
 @state
+class Apart:
+    """Two sides that have not agreed since before the first update."""
+
+    gap: float
+    """Mean gap before the first update."""
+    engine: Rows
+    """The engine's scores at the latest look."""
+    reference: Rows
+    """The reference's."""
+
+
+@state
 class History:
     """What a check remembers of earlier updates."""
 
@@ -181,6 +199,8 @@ class History:
     """The reference when the engine's scores last changed."""
     versions: tuple[Version, ...] = ()
     """The first reference, which an engine that never got an update stays near, and the latest few."""
+    apart: Apart | None = None
+    """The gap before the first update, until one look is within the limits; None if there was no look before it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,7 +274,10 @@ def with_baseline(history: History, now: Look) -> History:
 
 def began(history: History, now: Look) -> History:
     """Take a look before the first update, when the engine holds the weights that training starts from."""
-    history = replace(with_baseline(history, now), engine=None, since=None, versions=())
+    apart = None
+    if math.isfinite(now.gap):
+        apart = Apart(gap=now.gap, engine=now.engine.tolist(), reference=now.reference.tolist())
+    history = replace(with_baseline(history, now), engine=None, since=None, versions=(), apart=apart)
     return remembered(history, now, frozen=False, new=math.isfinite(now.gap))
 
 
@@ -308,9 +331,9 @@ def judge_prefill(
     if not history.updates or history.baseline is None:
         history = with_baseline(history, now)
     seen = evidence_of(history, now, dtype)
-    status, why = _prefill_status(now, seen, changed, comparisons)
+    status, why = _prefill_status(history, now, seen, changed, comparisons)
     history = remembered(history, now, frozen=seen.frozen, new=changed or not history.versions)
-    history = replace(history, updates=history.updates + 1)
+    history = replace(history, updates=history.updates + 1, apart=_still_apart(history.apart, now, seen))
     remedy = OUTPUT_HEAD if only_the_head_differs(comparisons) else status
     message = (
         f"weight update {history.updates}: {status}. {why} Mean gap on the probes {seen.gap:.3g}, largest {now.largest:.3g}; "
@@ -322,6 +345,24 @@ def judge_prefill(
 def only_the_head_differs(comparisons: Sequence[TensorComparison]) -> bool:
     """Tell whether the output head computes with other weights than it holds, while all compared tensors are the trainer's."""
     return [comparison.name for comparison in comparisons if not comparison.equal] == [OUTPUT_HEAD]
+
+
+def _differ_as_before(apart: Apart | None, now: Look, seen: Evidence) -> bool:
+    """Apply rule 6 to sides that have not agreed so far; False if nobody looked before the first update."""
+    if apart is None or math.isinf(seen.gap) or seen.baseline < seen.gap / 2:
+        return False
+    reference_change = now.reference - torch.tensor(apart.reference, dtype=torch.float64)
+    engine_change = now.engine - torch.tensor(apart.engine, dtype=torch.float64)
+    return now.mean(engine_change - reference_change) < max(seen.gap / 2, now.mean(reference_change))
+
+
+def _still_apart(apart: Apart | None, now: Look, seen: Evidence) -> Apart | None:
+    """Return what a history keeps of sides that were apart before the first update; None once they have agreed."""
+    if apart is None or seen.gap <= seen.threshold:
+        return None
+    if not _differ_as_before(apart, now, seen):
+        return apart
+    return replace(apart, engine=now.engine.tolist(), reference=now.reference.tolist())
 
 
 def _verdict(status: Status, now: Look, seen: Evidence, message: str) -> SyncVerdict:
@@ -337,7 +378,7 @@ def _verdict(status: Status, now: Look, seen: Evidence, message: str) -> SyncVer
 
 
 def _prefill_status(
-    now: Look, seen: Evidence, changed: bool, comparisons: Sequence[TensorComparison]
+    history: History, now: Look, seen: Evidence, changed: bool, comparisons: Sequence[TensorComparison]
 ) -> tuple[Status, str]:
     """Apply the rules at the top of the file in their order."""
     if not math.isfinite(seen.gap):
@@ -367,14 +408,24 @@ def _prefill_status(
         return "stale" if stale else "garbled", f"{text} {stale}".rstrip()
     if seen.moved or seen.older is not None:
         return "stale", stale
+    exact = f", {len(tensors)} tensors are equal bit by bit" if tensors else ""
     if seen.gap > seen.threshold:
-        return (
-            ("stale", stale) if stale else ("garbled", "The weights are neither the trainer's nor an older version's.")
-        )
+        if stale:
+            return "stale", stale
+        if history.apart is not None and _differ_as_before(history.apart, now, seen):
+            before = f"The sides were {history.apart.gap:.3g} apart before any update"
+            return "apart", f"{before}, and differ token by token as they did then{exact}."
+        return "garbled", f"The weights are neither the trainer's nor an older version's{exact}.{_unseen(history)}"
     if not changed:
         return "unchanged", "The trainer's weights are those of the previous update."
-    exact = f", {len(tensors)} tensors are equal bit by bit" if tensors else ""
     return "in_sync", f"The gap of prefill is within numerics{exact}."
+
+
+def _unseen(history: History) -> str:
+    """Say that nobody looked before the first update, if that is so: sides that never agreed then look garbled."""
+    if history.updates or history.versions:
+        return ""
+    return " Nobody compared the sides before this first update, so they may also have differed from the start."
 
 
 # Decode.

@@ -6,9 +6,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig
 
 from examples.arithmetic.recipe import RECIPES, build_model
-from examples.arithmetic.tokenizer import make_tokenizer
+from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
 
 
 def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: int = 0, tied: bool = True) -> Path:
@@ -44,6 +45,40 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: i
     if kind == "dense" and tied:
         model.config.tie_word_embeddings = True
         model.tie_weights()
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def tiny_gemma2(directory: Path, *, cap: float | None = 5.0) -> Path:
+    """Save a two-layer Gemma-2 whose attention scores reach far beyond the soft cap, with its tokenizer.
+
+    Args:
+        directory: Folder to write; created when missing.
+        cap: Soft cap of attention's scores; None for none.
+    """
+    config = Gemma2Config(
+        vocab_size=len(VOCABULARY),
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        sliding_window=32,
+        query_pre_attn_scalar=32,
+        attn_logit_softcapping=cap,
+        final_logit_softcapping=3.0,
+        initializer_range=0.2,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Gemma2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)
     return directory

@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
-from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
@@ -78,6 +78,9 @@ def examine(
     with Progress("doctor") as rung:
         rung("engine")
         engine = sides.start(shape)
+        notes: tuple[str, ...] = ()
+        if isinstance(engine, ReadBack):
+            sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
         try:
             sample = engine.sample(asked)
             rung("engine again")
@@ -90,6 +93,7 @@ def examine(
             engine.shutdown()
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *notes))
         if isinstance(engine, ServedEngine):
             diagnosis = replace(diagnosis, notes=(*engine.notes(sides.model, sample), *diagnosis.notes))
             if diagnosis.verdict in ("partly", "unexplained"):
@@ -152,7 +156,13 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             logged, notes = of_nearest(
                 logged,
                 sample,
-                trainer_logprobs(model, sample, dtype=sides.trainer_dtype, temperature=sides.temperature),
+                trainer_logprobs(
+                    model,
+                    sample,
+                    dtype=sides.trainer_dtype,
+                    temperature=sides.temperature,
+                    attention=sides.attention,
+                ),
             )
             sample = logged.sample(shape)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
@@ -190,6 +200,7 @@ def _diagnosed(
     quick: bool,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
+    from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
@@ -207,13 +218,20 @@ def _diagnosed(
         replays=sides.replays,
         layout="right" if left_out else sides.layout,
         head=sides.head,
+        attention=sides.attention,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
     asked = sides.sampling.get("temperature")
     diagnosis = diagnose(sample, scorer.scores, causes, engine=engine, asked=asked, seed=seed, progress=rung)
-    note = "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
-    return replace(diagnosis, notes=(*diagnosis.notes, note)) if left_out else diagnosis, scorer
+    notes = list(diagnosis.notes)
+    if left_out:
+        notes.append(
+            "packed rows were not rebuilt: this model lets a sequence see the one before it, unless the host gives the boundaries"
+        )
+    if not quick and not attends_by_torch(model):
+        notes.append("not tried, because this model needs eager attention: another scale of attention, an fp8 KV cache")
+    return replace(diagnosis, notes=tuple(notes)), scorer
 
 
 def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
@@ -243,10 +261,21 @@ def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, 
             "and ask again, or give --engine in the place of --server"
         )
         return replace(diagnosis, notes=(*diagnosis.notes, note))
+    taken = [key for family in families for key in MENDED.get(family, ())]
+    mended = sides.mended(taken)
+    if families & set(MENDED) and mended == sides:
+        keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
+        note = (
+            f"{keys}: no start of the engine can confirm or refute it, because the engine already serves --model's own folder "
+            "without a setting to take out. The weights or the code of one side do it"
+        )
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
+        families -= set(MENDED)
+        if not families:
+            return diagnosis
     rung("remedy")
     if families & set(MENDED):
-        taken = [key for family in families for key in MENDED.get(family, ())]
-        engine = sides.mended(taken).start(scorer.shape)
+        engine = mended.start(scorer.shape)
         try:
             again = engine.score(sample)
         finally:

@@ -18,7 +18,7 @@ from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
-from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
+from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from torch import Tensor, nn
 
 from mismatch_ext.cli import folder
@@ -130,6 +130,9 @@ def gated(
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
     engine = cast("TakesWeights", sides.start(routing_shape(model)))
+    notes: tuple[str, ...] = ()
+    if isinstance(engine, ReadBack):
+        sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
     samples = []
     try:
         for number in range(batches):
@@ -151,7 +154,8 @@ def gated(
     rung("float32 oracle")
     scorer = Scorer(
         model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature,
-        trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, computed=trainer.astype(np.float64),
+        trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, attention=sides.attention,
+        computed=trainer.astype(np.float64),
     )  # fmt: skip
     lengths = [len(response) for response in sample.responses]
     made_up = sides.arguments["load_format"] == "dummy"
@@ -160,6 +164,7 @@ def gated(
         f"{len(sample.row):,} sampled tokens, {batches} batches",
         f"weights: sent {batches} times to an engine that started with {'made-up ones' if made_up else 'its own'}",
         f"seconds: {perf_counter() - began:.0f}",
+        *notes,
     ]
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
@@ -182,14 +187,16 @@ def gated(
 
 def _trainers(model: nn.Module, sides: Run, sample: Sample) -> Floats:
     """Return the trainer's log-probabilities `[N]` by float32's log-softmax, as trainers and engines compute it: bits count."""
+    from mismatch_ext.adapters.transformers.attention import trainer_implementation
     from mismatch_ext.adapters.transformers.doctor.models import routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import as_trainer, head_of, passes, round_weights
 
     weights_dtype, shape = torch_dtype(sides.trainer_weights), routing_shape(model)
+    head, attention = head_of(model) if sides.head else None, trainer_implementation(model, sides.attention)
     round_weights(model, weights_dtype)
     routes = sample.routes if sides.replays and shape is not None else None
     row_logprobs: dict[int, Tensor] = {}
-    with as_trainer(model, torch_dtype(sides.trainer_dtype), weights_dtype, head_of(model) if sides.head else None):
+    with as_trainer(model, torch_dtype(sides.trainer_dtype), weights_dtype, head, attention):
         for row, logits in passes(model, sample, routes, shape=shape, layout=sides.layout):
             ids = torch.tensor(sample.responses[row], device=logits.device)[:, None]
             logprobs = (logits.float() / sides.temperature).log_softmax(-1).gather(-1, ids)[:, 0]

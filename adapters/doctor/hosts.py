@@ -8,6 +8,10 @@ from typing import Any
 
 from mismatch_ext.errors import ConfigError
 
+# Why an attention implementation of a host's run is left out.
+OTHER_KERNELS = (
+    "the doctor's trainer takes an attention of transformers that computes the same in float32, without its kernels"
+)
 # Responses are cut at this length unless --max-tokens says otherwise, because the logits of all tokens are kept.
 LONGEST = 128
 

@@ -15,9 +15,11 @@ from mismatch_ext.adapters.doctor.sides import Run
 
 from mismatch_ext.cli import folder
 from mismatch_ext.errors import ConfigError, suggestion
+from mismatch_ext.precision.dtypes import ALIASES, canonical
 
 DTYPES = ("float32", "float16", "bfloat16")
 LAYOUTS = ("right", "left", "left-positions", "packed")
+ATTENTIONS = ("eager", "sdpa")
 THRESHOLD = 1e-4
 # Settings of requests by which a grammar takes tokens out, of vLLM and SGLang.
 GRAMMARS = {"structured_outputs", "guided_decoding", "json_schema", "regex", "ebnf", "structural_tag"}
@@ -67,6 +69,8 @@ def configure_sides(parser: argparse.ArgumentParser, *, epilog: str) -> None:
                          help="how it pads; left, without position_ids, is TRL's (default: right)")  # fmt: skip
     trainer.add_argument("--trainer-head", choices=("float32",),
                          help="its head's dtype, if another: TRL's cast_lm_head_to_fp32")  # fmt: skip
+    trainer.add_argument("--trainer-attention", choices=ATTENTIONS,
+                         help="its attn_implementation (default: the run's, else the one that transformers takes)")  # fmt: skip
     trainer.add_argument(
         "--temperature",
         metavar="T",
@@ -134,12 +138,18 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     """
     _ensure_allowed(arguments, host)
     given = _given(arguments)
+    origin_of_given = {name: f"--{name.replace('_', '-')}" for name in given}
+    engine_arguments = _pairs("--engine-arg", arguments.engine_arg)
+    if "dtype" in engine_arguments:
+        # The engine's dtype is also what rounding is judged in, so there is only one.
+        given["dtype"] = _engine_dtype(engine_arguments.pop("dtype"), given.get("dtype"))
+        origin_of_given.setdefault("dtype", "--engine-arg")
     asked = (
         Run(**{"model": "", "sampling": {"temperature": 1.0}} | given)
         if host is None
         else Run(**{**host.sides, **given})
     )
-    if host is None and arguments.dtype is not None and arguments.trainer_dtype is None:
+    if host is None and "dtype" in given and arguments.trainer_dtype is None:
         asked = replace(asked, trainer_dtype=asked.dtype)
     if host is not None and asked.engine != host.sides.get("engine", "vllm") and arguments.server is None:
         raise ConfigError(
@@ -149,7 +159,6 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
     # The name of the seed depends on the kind of server, which is not known before it is asked.
     seed = {} if arguments.server is not None else {SEEDS[asked.engine]: arguments.seed}
-    engine_arguments = _pairs("--engine-arg", arguments.engine_arg)
     asked = replace(
         asked,
         sampling={**asked.sampling, **heat, **seed, **sampling},
@@ -165,7 +174,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
         # The server was started with arguments of its own.
         asked = replace(asked, arguments={})
         origin = {name: where for name, where in origin.items() if not name.startswith("arguments.")}
-    origin |= {name: f"--{name.replace('_', '-')}" for name in given}
+    origin |= origin_of_given
     origin |= {"sampling.temperature": "--temperature"} if heat else {}
     origin |= {f"sampling.{name}": "--sampling" for name in sampling} | {
         f"arguments.{name}": "--engine-arg" for name in engine_arguments
@@ -204,6 +213,8 @@ def _given(arguments: argparse.Namespace) -> dict[str, Any]:
         fields["layout"] = arguments.trainer_layout
     if arguments.trainer_head is not None:
         fields["head"] = arguments.trainer_head
+    if arguments.trainer_attention is not None:
+        fields["attention"] = arguments.trainer_attention
     return fields
 
 
@@ -214,7 +225,9 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
             raise ConfigError(
                 "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
             )
-        for option in ("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "temperature"):
+        for option in (
+            *("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "trainer_attention", "temperature"),
+        ):
             if getattr(arguments, option):
                 raise ConfigError(f"--{option.replace('_', '-')} needs --model: without it only the log is read.")
     if arguments.prompts is None and arguments.rollouts is None and arguments.dataset is None:
@@ -262,6 +275,22 @@ def _dtype(name: str, value: str) -> str:
     if value not in DTYPES:
         raise ConfigError(f"{name}: {value!r} is not allowed; allowed: {', '.join(DTYPES)}.{suggestion(value, DTYPES)}")
     return value
+
+
+def _engine_dtype(value: Any, stated: str | None) -> str:
+    """Return the dtype that an argument of the engine names, which must not contradict `--dtype`."""
+    if not isinstance(value, str) or value not in ALIASES:
+        raise ConfigError(
+            f"--engine-arg dtype: {value!r} is not allowed; allowed: {', '.join(DTYPES)}. Give the dtype that the engine is to "
+            "compute in."
+        )
+    dtype = canonical(value)
+    if stated not in (None, dtype):
+        raise ConfigError(
+            f"--dtype says {stated} and --engine-arg dtype={value}: an engine has one dtype. Leave one of them out, and give the "
+            "trainer's by --trainer-dtype if it is another."
+        )
+    return dtype
 
 
 def _pairs(name: str, given: Sequence[str]) -> dict[str, Any]:

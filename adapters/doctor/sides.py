@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.doctor.asking import ToSample
     from mismatch_ext.adapters.doctor.server import Address
 
     from mismatch_ext.doctor import Sample
+    from mismatch_ext.precision.audit import EngineReading
     from mismatch_ext.routing import RoutingShape
 
 
@@ -29,6 +30,13 @@ class DoctorsEngine(Protocol):
 
     def shutdown(self) -> None:
         """End all processes that were started for the engine."""
+
+
+@runtime_checkable
+class ReadBack(Protocol):
+    """An engine whose dtypes are read back from it after its start."""
+
+    reading: EngineReading
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +59,7 @@ class Run:
         server: A server to ask; None starts an engine instead.
         layout: How the trainer lays sequences into a batch: right, left, left-positions or packed.
         head: Compute dtype of the trainer's head if it differs from the rest: float32; "" if it does not.
+        attention: Name of the trainer's attention implementation; "" for the one that transformers takes.
     """
 
     model: str
@@ -68,6 +77,7 @@ class Run:
     server: Address | None = None
     layout: str = "right"
     head: str = ""
+    attention: str = ""
 
     def start(self, shape: RoutingShape | None) -> DoctorsEngine:
         """Start the engine of this run, or connect to its server.
@@ -101,3 +111,16 @@ class Run:
         """
         arguments = {key: value for key, value in self.arguments.items() if key not in settings}
         return replace(self, engine_model=None, arguments=arguments)
+
+
+def in_live_dtype(sides: Run, live: str) -> tuple[Run, tuple[str, ...]]:
+    """Return a run with the dtype that its engine computes in, and a note if another one was asked for.
+
+    Args:
+        sides: The run.
+        live: The engine's dtype, read back from it.
+    """
+    if live == sides.dtype:
+        return sides, ()
+    note = f"the engine computes in {live}, and {sides.dtype} was asked for: it is judged in {live}"
+    return replace(sides, dtype=live), (note,)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.transformers import routing
+from mismatch_ext.adapters.transformers.attention import DroppedCap, dropped_cap
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
@@ -20,7 +21,7 @@ from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.rollout import Batch
-from mismatch_ext.weights import fingerprint
+from mismatch_ext.weights import draw_probes, fingerprint
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -179,6 +180,10 @@ class TrainedModel:
         with torch.no_grad(), evaluating(self.model), self.autocast():
             logits = self._logits(self.model, tokens, torch.ones_like(tokens))
         return surplus_of(logits, len(self.tokenizer))
+
+    def dropped_attention(self) -> DroppedCap | None:
+        """Return what the model's attention leaves out of the model, measured on probe tokens; None if nothing."""
+        return dropped_cap(self.model, lambda: self.score(draw_probes(self.vocabulary())))
 
     @property
     def routing(self) -> Any:

@@ -94,6 +94,8 @@ class Attached(TrainerRun):
             self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.sampling)
         self.audit()
+        with self.verdicts.checking("attention"), together(self.ranks):
+            self.warn_of_attention(trainer._tokenizer)
         if not self.proves:
             self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
         self.checked = Updates(self, vocabulary=plain_vocabulary(trainer._tokenizer, trainer.accelerator.device))

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.doctor.hosts import Dataset, HostRun, not_started
+from mismatch_ext.adapters.doctor.hosts import OTHER_KERNELS, Dataset, HostRun, not_started
+from mismatch_ext.adapters.transformers.attention import PORTABLE
 from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 from mismatch_ext.adapters.transformers.peft_adapters import whole
 
@@ -74,6 +75,7 @@ def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False)
         "replays": (routing is not None and routing.mode == "R3", f"{where}: mismatch.routing.mode"),
         "layout": ("left", "TRL's own: prompts padded on the left, no position_ids"),
         "head": ("float32" if args.cast_lm_head_to_fp32 else "", f"{where}: cast_lm_head_to_fp32"),
+        "attention": (_attention(args, model), f"{where}: attn_implementation"),
         "temperature": (args.temperature, f"{where}: temperature"),
     }
     values = {key: value for key, (value, _) in sides.items()}
@@ -168,6 +170,11 @@ def _weights_dtype(given: Any, model: str) -> str:
     return "float32" if found is None else canonical(found)
 
 
+def _attention(args: Any, model: Any) -> str:
+    """Return the trainer's attention implementation; "" if TRL leaves the choice to transformers."""
+    return str((args.model_init_kwargs or {}).get("attn_implementation", model.attn_implementation) or "")
+
+
 def _dataset(script: Any, args: Any) -> Dataset | None:
     if not script.dataset_name:
         return None
@@ -182,11 +189,11 @@ def _dataset(script: Any, args: Any) -> Dataset | None:
 
 def _left_out(args: Any, model: Any, unknown: dict[str, str]) -> dict[str, str]:
     """Return what is no setting of the engine's arithmetic, or has no meaning in the doctor's process, and why."""
-    attention = (args.model_init_kwargs or {}).get("attn_implementation", model.attn_implementation)
+    attention = _attention(args, model)
     rows = (
         ("seed", True, "the doctor's own, by --seed"),
         ("vllm_enable_sleep_mode", args.vllm_enable_sleep_mode, "the doctor's engine never sleeps"),
-        ("attn_implementation", attention, "the doctor's trainer takes transformers' default, in float32 too"),
+        ("attn_implementation", attention not in ("", *PORTABLE), OTHER_KERNELS),
         ("use_peft", model.use_peft, "adapters begin at zero; give the adapter of a later step by --model"),
     )
     return {name: why for name, given, why in rows if given} | unknown

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from mismatch_ext.adapters.placeholders import placeholders_of
+from mismatch_ext.adapters.transformers.attention import implementation_of
 from mismatch_ext.adapters.transformers.doctor.in_run import (
     Computing,
     Rows,
@@ -71,6 +72,7 @@ class Examiner:
             temperature=self.run.temperature,
             replays=routing is not None and routing.mode == "R3",
             head="float32" if getattr(self.trainer.args, "cast_lm_head_to_fp32", False) else "",
+            attention=implementation_of(policy),
         )
         rows = rows_of(output, gap, records, EXAMINED_TOKENS, placeholders_of(policy.config.to_dict()))
         weights = {**buffers_of(policy), **sent.take()}

@@ -20,9 +20,11 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded,
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.attention import dropped_cap
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
+from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import ratio_bias, step_of_checkpoint
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.refusals import check_device
@@ -205,6 +207,18 @@ class TrainerRun:
         """Warn, and keep the warning in the run's metrics file."""
         warnings.warn(message, stacklevel=3)
         self.log.event("warning", name, message, data)
+
+    def warn_of_attention(self, tokenizer: Any) -> None:
+        """Warn if the trainer's attention leaves out a part of the model, measured on probe tokens if the model can run now."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+
+        def score() -> Tensor:
+            vocabulary = plain_vocabulary(tokenizer, self.trainer.accelerator.device)
+            return self.score(draw_probes(vocabulary))
+
+        dropped = dropped_cap(model, score if self.prepared else None)
+        if dropped is not None:
+            self.warn("attention", str(dropped))
 
     # Weight updates.
 

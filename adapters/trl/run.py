@@ -195,6 +195,8 @@ class TrlRun(TrainerRun):
         with self.verdicts.checking("versions"):
             self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
+        with self.verdicts.checking("attention"), together(self.ranks):
+            self.warn_of_attention(trainer._tokenizer)
         if trainer.use_vllm:
             with self.verdicts.checking("engine"):
                 with together(self.ranks):

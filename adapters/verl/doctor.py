@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from mismatch_ext.adapters.doctor.hosts import Dataset, HostRun, not_started
+from mismatch_ext.adapters.doctor.hosts import OTHER_KERNELS, Dataset, HostRun, not_started
+from mismatch_ext.adapters.transformers.attention import PORTABLE
 from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 
 from mismatch_ext.config import MismatchConfig
@@ -22,13 +23,14 @@ PASSED = {
         *("enforce_eager", "gpu_memory_utilization", "scheduling_policy", "quantization"),
     )
 } | {"tensor_model_parallel_size": "tensor_parallel_size"}
+VERLS_ATTENTION = "flash_attention_2"
 # What verl sets for its own worker processes.
 _VERLS_OWN = ("worker_extension_cls", "distributed_executor_backend", "load_format", "seed")
 LEFT_OUT = {
     "load_format": "the doctor's engine loads the checkpoint, and no trainer sends it weights",
     "seed": "the doctor's own, by --seed",
     "data_parallel_size": "the doctor starts one replica",
-    "attn_implementation": "the doctor's trainer takes transformers' default, in float32 too",
+    "attn_implementation": OTHER_KERNELS,
     "lora_rank": "adapters begin at zero; give the adapter of a later step by --model",
     "strategy": "the doctor's trainer is transformers, in this engine's dtypes but without its kernels",
     "quantization": "vLLM's own quantization in the place of verl's block-wise one",
@@ -71,6 +73,7 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
         ),
         "replays": (routing is not None and routing.mode == "R3", "mismatch.routing.mode"),
         "layout": ("packed" if model["use_remove_padding"] else "left-positions", _MODEL + "use_remove_padding"),
+        "attention": (_attention(model), f"{_MODEL}override_config.attn_implementation, or verl's own choice"),
         "temperature": (float(rollout["temperature"]), _ROLLOUT + "temperature"),
         "engine": (engine, _ROLLOUT + "name"),
     }
@@ -161,10 +164,20 @@ def _sampling(rollout: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def _overridden(model: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of the trainer's model configuration that the run overrides."""
+    given: dict[str, Any] = model.get("override_config") or {}
+    overridden: dict[str, Any] = given.get("model_config", given)
+    return overridden
+
+
+def _attention(model: dict[str, Any]) -> str:
+    """Return the trainer's attention implementation, which is flash attention unless the run says otherwise."""
+    return str(_overridden(model).get("attn_implementation", VERLS_ATTENTION))
+
+
 def _trainer_config(model: dict[str, Any]) -> dict[str, Any]:
-    given = model.get("override_config") or {}
-    given = given.get("model_config", given)
-    return {key: value for key, value in given.items() if key != "attn_implementation"}
+    return {key: value for key, value in _overridden(model).items() if key != "attn_implementation"}
 
 
 def _dataset(data: Any, rollout: dict[str, Any], model: dict[str, Any]) -> Dataset | None:
@@ -185,7 +198,7 @@ def _left_out(rollout: dict[str, Any], actor: dict[str, Any], model: dict[str, A
     present = {
         "load_format": True,
         "seed": True,
-        "attn_implementation": True,
+        "attn_implementation": _attention(model) not in PORTABLE,
         "data_parallel_size": rollout["data_parallel_size"] > 1,
         "lora_rank": model.get("lora_rank") or (model.get("lora") or {}).get("rank"),
         "strategy": actor["strategy"] not in ("fsdp", "fsdp2"),

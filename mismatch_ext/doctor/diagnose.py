@@ -65,6 +65,9 @@ APART = 3.0
 # Nats. The distance is 0.08 for the shipped models with weights rounded to 3 bits, 0.02 for 4 bits, and 0.56 or 0.72 when one
 # shipped model is taken for the other, although both were trained on the same task.
 ANOTHER = 0.25
+# Two parts cancel if one has this share of the gap or more, and others together have the rest with the other sign. Shares then
+# say nothing: the gap is a small difference of large parts.
+CANCELS = 1.5
 # If a token is almost certain (spread below this), its log-probability says nothing about the logits.
 TELLING = 1e-3
 
@@ -72,8 +75,8 @@ TELLING = 1e-3
 HEATS = (OTHER_HEAT, BEFORE_HEAT)
 
 # Parts of the gap, besides the named causes.
-ENGINES, ROUTES, TRAINERS, LAYOUT, DECODED = (
-    "engine's arithmetic", "routes", "trainer's arithmetic", "layout", "decode_path",
+ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
+    "engine's arithmetic", "routes", "trainer's arithmetic", "attention", "layout", "decode_path",
 )  # fmt: skip
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
@@ -143,6 +146,11 @@ class Scores:
     most_flips: tuple[int, float] | None = None
     straight: Floats | None = None  # `trainer` with right padding, which shifts no position; None if that is the same
     layout: str = ""  # how the run lays out its batches, in words; "" if it pads on the right
+    # The trainer's pass with an attention that computes all of the model, and the same without its soft cap; None if the
+    # trainer has that attention.
+    attended: Floats | None = None
+    capless: Floats | None = None
+    attention: str = ""  # the trainer's attention implementation, where `attended` has another
     rungs: tuple[Rung, ...] = ()
     temperature: float = 1.0  # that the trainer divides logits by
     end_tokens: tuple[int, ...] = ()
@@ -259,6 +267,8 @@ class Diagnosis:
     rungs: tuple[Rung, ...] = ()  # of each side
     largest: Largest | None = None
     blocks: tuple[Block, ...] = ()  # empty if that was not asked for, or not possible
+    # Why parts that cancel have no shares: "reference" if they are beyond rounding, "rounding" if not, "" if none cancel.
+    cancels: Literal["", "reference", "rounding"] = ""
     hosts: tuple[str, ...] = HOSTS  # whose lines to change are said
     seconds: Mapping[str, float] = field(default_factory=dict)  # duration of each of the doctor's rungs, by name
     # Predictions of the named causes, and the rounding by which they are judged; neither is in `data`.
@@ -407,13 +417,16 @@ def diagnose(
             hints = [f"{fit.cause.sentence(fit.x)} (explains {fit.share:.0%})" for fit in explained.named]
             explained = replace(explained, named=(), rest=explained.error)
 
-    straight = scores.trainer if scores.straight is None else scores.straight
+    straight = _straight(scores)
+    attended = straight if scores.attended is None else scores.attended
     native = table.logprob if scores.native is None else scores.native
     terms = {} if prefill is None else {DECODED: sample.engine - prefill}
     terms |= {fit.cause.key: fit.finite for fit in explained.named} | {ENGINES: explained.rest}
     terms |= {} if scores.native is None else {ROUTES: table.logprob - native}
-    terms |= {TRAINERS: native - straight} | ({} if scores.straight is None else {LAYOUT: straight - scores.trainer})
-    parts = {part.name: part for part in split(terms, sample.row, rng)}
+    terms |= {TRAINERS: native - attended} | ({} if scores.attended is None else {ATTENTION: attended - straight})
+    terms |= {} if scores.straight is None else {LAYOUT: straight - scores.trainer}
+    cancels, split_parts = without_cancelling(split(terms, sample.row, rng), terms, noise)
+    parts = {part.name: part for part in split_parts}
 
     engines_noise = _engines_noise(explained, sample, scores, noise)
     complete = engines_noise.is_rounding(explained.rest)
@@ -433,6 +446,9 @@ def diagnose(
             noise.ratio(errors) for errors in (explained.rest, terms[TRAINERS], scores.headed - table.logprob)
         )
         named += _by_head(sample, scores, engines, trainers, headed, parts)
+    attention_drops = scores.attended is not None and noise.size(terms[ATTENTION]) > COARSER
+    if attention_drops and parts[ATTENTION].mean > FLOAT32:
+        named.append(_by_attention(sample, scores, noise.size(terms[ATTENTION]), parts[ATTENTION]))
     if scores.straight is not None:
         named += _by_layout(scores, noise.size(terms[LAYOUT]), parts[LAYOUT])
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
@@ -515,6 +531,7 @@ def diagnose(
             for rung in (*scores.rungs, *(() if engine is None else engine.rungs))
         ),
         largest=_largest(sample, terms),
+        cancels=cancels,
         explained=explained if explained.named else None,
         noise=noise,
     )
@@ -686,6 +703,19 @@ def split(terms: Mapping[str, Floats], row: Integers, rng: np.random.Generator) 
     return parts
 
 
+def without_cancelling(
+    parts: list[Part], terms: Mapping[str, Floats], noise: Noise
+) -> tuple[Literal["", "reference", "rounding"], list[Part]]:
+    """Return the parts without shares if some cancel, and why they do: `Diagnosis.cancels`."""
+    shares = {part.name: part.share for part in parts if part.share is not None}
+    if max(shares.values(), default=0.0) <= CANCELS or min(shares.values()) >= 1 - CANCELS:
+        return "", parts
+    two = [max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)]
+    beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > FLOAT32 for name in two)
+    bare = [replace(part, share=None, low=None, high=None, share_k3=None) for part in parts]
+    return "reference" if beyond else "rounding", bare
+
+
 def _ensure_finite(sample: Sample, scores: Scores) -> None:
     for side, values in (
         ("trainer's", scores.trainer),
@@ -771,6 +801,36 @@ def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
         (name for word, name in (("packed", "packed"), ("padded on the left", "layout")) if word in scores.layout), ""
     )
     return [replace(_measured("layout", "trainer", sentence, ratio, part), remedy=remedy(name))]
+
+
+def _straight(scores: Scores) -> Floats:
+    """Return the log-probabilities of the trainer's plain pass, which pads on the right."""
+    return scores.trainer if scores.straight is None else scores.straight
+
+
+def judge_attention(sample: Sample, scores: Scores) -> tuple[str, bool]:
+    """Say what the trainer's attention leaves out, and tell whether a pass with all of it is nearer to the engine."""
+    assert scores.attended is not None
+    straight = _straight(scores)
+    moved = float(np.abs(scores.attended - straight).mean())
+    before = float(np.abs(sample.engine - straight).mean())
+    after = float(np.abs(sample.engine - scores.attended).mean())
+    what = "computes otherwise than eager"
+    # It computes as eager does once the cap is taken out there, too.
+    if scores.capless is not None and float(np.abs(scores.capless - straight).mean()) < moved / 2:
+        what = "has no soft cap"
+    sentence = (
+        f"the trainer's attention ({scores.attention}) {what}: with eager the gap is {after:.1e} nats per token, "
+        f"not {before:.1e}"
+    )
+    return sentence, after <= (1 - LEAST_PART) * before
+
+
+def _by_attention(sample: Sample, scores: Scores, ratio: float, part: Part) -> NamedCause:
+    """Return the cause that the trainer's attention shows, with a remedy if that brought the sides nearer."""
+    sentence, helps = judge_attention(sample, scores)
+    cause = _measured("attention", "trainer", sentence, ratio, part)
+    return replace(cause, remedy=remedy("attention" if helps else ""))
 
 
 def _by_head(

@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from mismatch_ext.doctor.diagnose import FEW_FLIPS, FLIPS, STANDS_OUT, TRAINER_ROUNDING, Block, Scores
+from mismatch_ext.doctor.diagnose import (
+    FEW_FLIPS,
+    FLIPS,
+    STANDS_OUT,
+    TRAINER_ROUNDING,
+    Block,
+    Scores,
+    judge_attention,
+)
 from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, Noise
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
@@ -22,6 +30,7 @@ from mismatch_ext.gap import k3
 PRIME_RL, NEMO_RL = 0.015, 1.05
 # Stretches of a response that are shown apart.
 STRETCHES = 4
+ENGINES_ERROR, TRAINERS_ERROR = "error of the engine", "error of the trainer"
 # Most batches on the page.
 SHOWN = 12
 
@@ -123,8 +132,17 @@ def measured(
         stretches=tuple(
             _stretch(f"tokens {sample.place[at].min()} to {sample.place[at].max()}", gap, equal, at) for at in stretches
         ),
-        looked=(*looked, f"first block that differs: {first_block}"),
+        looked=(*looked, f"first block that differs: {first_block}", *_attention(sample, scores, figures)),
     )
+
+
+def _attention(sample: Sample, scores: Scores, figures: Sequence[Figure]) -> list[str]:
+    """Return a sentence about a trainer's attention that leaves out a part of the model, if the trainer failed."""
+    failed = [figure for figure in figures if not figure.passes and figure.name.startswith(TRAINERS_ERROR)]
+    if not failed or scores.attended is None:
+        return []
+    sentence, helps = judge_attention(sample, scores)
+    return [f"{sentence}; set attn_implementation: eager" if helps else sentence]
 
 
 def _sizes(gap: Floats) -> list[Figure]:
@@ -143,12 +161,12 @@ def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     native = table.logprob if scores.native is None else scores.native
     figures = []
     for side, error, limit in (
-        ("engine", sample.engine - table.logprob, ROUNDING),
-        ("trainer", native - scores.trainer, TRAINER_ROUNDING),
+        (ENGINES_ERROR, sample.engine - table.logprob, ROUNDING),
+        (TRAINERS_ERROR, native - scores.trainer, TRAINER_ROUNDING),
     ):
         mean = float(np.abs(error).mean())
-        small = Figure(name=f"error of the {side} (nats per token)", value=mean, limit=FLOAT32)
-        large = Figure(name=f"error of the {side} in units of rounding", value=noise.size(error), limit=limit)
+        small = Figure(name=f"{side} (nats per token)", value=mean, limit=FLOAT32)
+        large = Figure(name=f"{side} in units of rounding", value=noise.size(error), limit=limit)
         figures.append(small if mean <= FLOAT32 else large)
     return figures
 

@@ -25,11 +25,18 @@ VERDICTS = {
     "partly": "Partly explained: {unexplained:.1e} nats per token are neither the causes above nor rounding.",
     "unexplained": "Unexplained: {unexplained:.1e} nats per token are not rounding, and no cause on the list fits.",
     "other_trainer": "Not judged: --model scores {unexplained:.1e} nats per token apart from the log's trainer_logprobs, more "
-    "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout or --trainer-dtype, or "
-    "the checkpoint that scored them.",
+    "than its rounding, so it is not the run's trainer: give the run's --temperature, --trainer-layout, --trainer-attention or "
+    "--trainer-dtype, or the checkpoint that scored them.",
 }
+# Parts of the largest gap are given in nats if one is more than so many times the gap.
+SHOWN_SHARE = 1.5
 # A choice: the share of the gap from which on replay is named beside a clean verdict.
 WORTH_REPLAY = 0.1
+CANCELS = {
+    "reference": "no shares: the two parts cancel: the reference itself is off. Engine and trainer agree, and the float32 oracle "
+    "of --model agrees with neither",
+    "rounding": "no shares: the two parts cancel, because both sides round alike",
+}
 TOO_FEW = f"no shares below {LEAST_TOKENS:,} tokens: they would be wider than half of the gap"
 CANNOT = (
     "not on the list: tensor parallelism, speculative decoding. A cause of the trainer's model looks like the engine's here; an "
@@ -53,6 +60,8 @@ def _lines(diagnosis: Diagnosis) -> Iterator[str]:
     )
     if diagnosis.tokens < LEAST_TOKENS:
         yield TOO_FEW
+    if diagnosis.cancels:
+        yield CANCELS[diagnosis.cancels]
     yield from ("", f"{'part of the gap':58} {'share':>14}  evidence")
     named = {cause.key: cause for cause in diagnosis.causes}
     for part in diagnosis.parts:
@@ -135,6 +144,8 @@ def _changes(lines: Remedy, hosts: Sequence[str]) -> list[str]:
 
 def _largest(largest: Largest) -> str:
     parts = [f"{name} {term / largest.gap:.0%}" for name, term in largest.parts.items()] if largest.gap else []
+    if any(abs(term) > SHOWN_SHARE * abs(largest.gap) for term in largest.parts.values()):
+        parts = [f"{name} {term:+.2e}" for name, term in largest.parts.items()]
     place = f"response {largest.response}, token {largest.token}"
     return f"largest gap, {largest.gap:+.2e} nats at {place}: {', '.join(parts) or 'none'}"
 

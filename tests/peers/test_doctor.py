@@ -56,6 +56,11 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     stale = found["stale_decode"]
     assert [cause["key"] for cause in stale["causes"]] == ["decode_path"], stale["printed"]
     assert stale["status"] == 1 and stale["causes"][0]["status"] == "measured" and "--enforce-eager" in stale["printed"]
+    # One dtype, whichever option gave it: rounding is judged in the dtype that the engine computes in.
+    live = found["live_dtype"]
+    assert live["verdict"] == "clean" and live["gap"]["logp_abs_diff_mean"] < 1e-5, live["printed"]
+    run_dtypes = live["run"]["dtype"], live["run"]["trainer_dtype"], live["engine_dtype"]
+    assert run_dtypes == ("float32", "float32", "float32") and "dtype" not in live["run"]["arguments"]
     # Nor does what each block says of the engine's own input.
     assert len(clean["blocks"]) == 8 and "no block stands out" in clean["printed"], clean["printed"]
     wrong = found["wrong_layer"]

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from mismatch_ext.adapters.doctor.command import as_logged, hosts_of_log
+from mismatch_ext.adapters.doctor.examining import _confirmed
 from mismatch_ext.adapters.doctor.hosts import HostRun
 from mismatch_ext.adapters.doctor.options import asked_of, configure
 from mismatch_ext.adapters.doctor.run_folder import unlike
-from mismatch_ext.adapters.doctor.sides import Run
+from mismatch_ext.adapters.doctor.sides import Run, in_live_dtype
 
+from mismatch_ext.doctor import diagnose, report
 from mismatch_ext.errors import ConfigError
 from tests.unit.synthetic_runs import write_run
+from tests.unit.test_doctor import drawn
 
 
 def test_a_mended_run_serves_the_trainers_own_checkpoint_without_the_settings_of_the_remedy() -> None:
@@ -48,6 +53,62 @@ def test_options_come_before_the_hosts_settings_and_say_so() -> None:
     assert given.max_tokens == 500 and given.origin["max_tokens"] == "--max-tokens"
     assert given.origin["dtype"] == "--dtype" and given.origin["sampling.top_p"] == "c"
     assert asked_of(parsed("--model", "m", "--dtype", "float16"), None).run.trainer_dtype == "float16"
+
+
+def engine_parsed(*arguments: str) -> argparse.Namespace:
+    """Parse a call that starts an engine."""
+    parser = argparse.ArgumentParser()
+    configure(parser)
+    return parser.parse_args([*arguments, "--prompts", "x", "--out", "y"])
+
+
+@pytest.mark.parametrize(
+    ("given", "trainer"),
+    [
+        (("--engine-arg", "dtype=float32"), "float32"),
+        (("--engine-arg", "dtype=float"), "float32"),
+        (("--engine-arg", "dtype=float32", "--dtype", "float32"), "float32"),
+        (("--engine-arg", "dtype=float32", "--trainer-dtype", "float16"), "float16"),
+    ],
+)
+def test_a_dtype_among_the_engines_arguments_is_the_dtype_that_is_judged(given: tuple[str, ...], trainer: str) -> None:
+    asked = asked_of(engine_parsed("--model", "m", "--engine-arg", "max_model_len=64", *given), None)
+    assert (asked.run.dtype, asked.run.trainer_dtype) == ("float32", trainer)
+    assert asked.run.arguments == {"max_model_len": 64}
+    assert asked.origin["dtype"] == ("--dtype" if "--dtype" in given else "--engine-arg")
+    host = HostRun(
+        sides={"model": "run", "dtype": "bfloat16", "trainer_dtype": "bfloat16"},
+        max_tokens=9, dataset=None, origin={"dtype": "vLLM's own"}, left_out={},
+    )  # fmt: skip
+    hosted = asked_of(engine_parsed(*given), host)
+    assert hosted.run.dtype == "float32" and "dtype" not in hosted.run.arguments
+    assert hosted.run.trainer_dtype == (trainer if "--trainer-dtype" in given else "bfloat16")
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (
+            ("--engine-arg", "dtype=float32", "--dtype", "bfloat16"),
+            "--dtype says bfloat16 and --engine-arg dtype=float32",
+        ),
+        (
+            ("--engine-arg", "dtype=auto"),
+            "--engine-arg dtype: 'auto' is not allowed; allowed: float32, float16, bfloat16",
+        ),
+    ],
+)
+def test_two_dtypes_and_one_that_is_not_known_are_refused(given: tuple[str, ...], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        asked_of(engine_parsed("--model", "m", *given), None)
+
+
+def test_a_running_engine_is_judged_in_the_dtype_that_it_computes_in() -> None:
+    run = Run(model="m", dtype="bfloat16", trainer_dtype="bfloat16")
+    assert in_live_dtype(run, "bfloat16") == (run, ())
+    live, notes = in_live_dtype(run, "float32")
+    assert (live.dtype, live.trainer_dtype) == ("float32", "bfloat16")
+    assert notes == ("the engine computes in float32, and bfloat16 was asked for: it is judged in float32",)
 
 
 @pytest.mark.parametrize("sampling", [{"structured_outputs": {"json": {}}}, {"regex": "[0-9]+"}])
@@ -112,3 +173,20 @@ def test_a_trainer_is_scored_at_the_temperature_that_was_given_or_the_runs_or_th
 def test_what_to_change_is_said_of_the_engine_that_a_log_names(stated: dict[str, str], hosts: tuple[str, ...]) -> None:
     assert hosts_of_log(Run(model="x"), parsed("--model", "x"), stated) == hosts
     assert hosts_of_log(Run(model="x"), parsed("--trl", "run.yaml"), stated) == ("trl", "vllm")
+
+
+def test_a_start_of_the_very_same_engine_neither_confirms_nor_refutes(monkeypatch: pytest.MonkeyPatch) -> None:
+    sample, scores = drawn(lambda z: 23 * torch.tanh(z / 23))
+    found = diagnose(sample, scores)
+    (cause,) = found.causes
+    assert (cause.key, cause.family, cause.status) == ("softcap", "config", "fits")
+
+    def start(run: Run, shape: object) -> None:
+        raise AssertionError("the same engine was started again")
+
+    monkeypatch.setattr(Run, "start", start)
+    rungs: list[str] = []
+    judged = _confirmed(found, Run(model="m"), sample, sample, SimpleNamespace(shape=None), rungs.append)  # type: ignore[arg-type]
+    assert judged.causes == found.causes and judged.verdict == found.verdict and rungs == []
+    assert "softcap: no start of the engine can confirm or refute it" in judged.notes[-1]
+    assert "refuted" not in report(judged).replace("confirm or refute it", "")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -302,3 +303,19 @@ def test_the_tokens_reassure_no_one_above_their_own_significance(z: float, words
     found = diagnose(*drawn())
     text = report(replace(found, tokens_test=replace(found.tokens_test, z=z, temperature=None)))
     assert words in text and ("verdict below is of log-probabilities alone" in text) == (z > 3)
+
+
+def test_parts_that_cancel_have_no_shares() -> None:
+    sample, scores = drawn(lambda z: drift(z, 0.3))
+    alike = sample.engine + 1e-6 * np.random.default_rng(0).normal(size=len(sample.engine))
+    found = diagnose(sample, replace(scores, trainer=alike))
+    page = report(found)
+    assert found.cancels == "reference" and "the two parts cancel: the reference itself is off" in page, page
+    assert all(part.share is None and part.low is None for part in found.parts)
+    assert not re.search(r"\d{4,} ?%", page), page
+    # Two sides that round alike are a clean pair.
+    sample, scores = drawn()
+    found = diagnose(sample, replace(scores, trainer=sample.engine + 0.01 * (scores.trainer - sample.engine)))
+    assert found.verdict == "clean" and found.cancels == "rounding", report(found)
+    assert "both sides round alike" in report(found) and "reference itself" not in report(found)
+    assert diagnose(*drawn()).cancels == ""

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from mismatch_ext.adapters.transformers.side import TrainedModel
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from torch import Tensor, nn
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mismatch_ext import Run
 from mismatch_ext.correction import correct
@@ -21,7 +22,8 @@ from mismatch_ext.errors import ConfigError, LoopError, MismatchError, Precision
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, closing_lines, judge, load_runs, summarize
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
-from tests.torch_rollout import VOCABULARY, Recurrent
+from tests.models import tiny_gemma2
+from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits
 from tests.unit.loops import (
     KL,
     NOISE,
@@ -215,6 +217,39 @@ def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightSyncError, match="stale"), Run(None, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
     assert [event.name for event in read_run(tmp_path / "mismatch").events if event.level == "error"] == ["weight_sync"]
+
+
+def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:
+    """Return what an engine makes of tokens that computes another function of the same weights."""
+    return recurrent_logits(model, tokens, attention_mask) / 2
+
+
+def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_update_did_it(tmp_path: Path) -> None:
+    trainer, _ = sides()
+    rollout = TorchRollout(trainer.model, halved_logits)
+    with pytest.raises(WeightSyncError) as raised, Run(None, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+    message = str(raised.value)
+    assert "apart before any update, and differ token by token as they did then" in message
+    assert "garbled" not in message and "Weights arrived" not in message
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_a_trainer_whose_attention_drops_the_soft_cap_is_warned_of_at_the_start(attention: str, tmp_path: Path) -> None:
+    folder = tiny_gemma2(tmp_path / "model")
+    model, served = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation=name)
+        for name in (attention, "eager")
+    )
+    trainer = TrainedModel(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Run(None, trainer, TorchRollout(served), tmp_path / "run").start().end()
+    said = [str(warning.message) for warning in caught if "soft cap" in str(warning.message)]
+    events = [event.message for event in read_run(tmp_path / "run/mismatch").events if event.name == "attention"]
+    assert said == events and len(said) == (attention == "sdpa")
+    assert all("(sdpa) has no soft cap" in message and "attn_implementation: eager" in message for message in said)
+    assert model.config._attn_implementation == attention
 
 
 def test_a_step_past_the_run_is_refused_when_the_weights_are_sent(tmp_path: Path) -> None:

@@ -41,6 +41,14 @@ DTYPES = ("float32", "float16", "bfloat16")
 NUMERICS = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.5e-2}
 
 
+SAME = TensorComparison(name="embed.weight", equal=True, max_abs_diff=0.0)
+OLD = TensorComparison(name="norm.weight", equal=False, max_abs_diff=1e-3, matches_previous=True)
+OTHER = TensorComparison(name="lm_head.weight", equal=False, max_abs_diff=0.7, matches_previous=False)
+NAN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=float("nan"))
+HEAD = TensorComparison(name=OUTPUT_HEAD, equal=False, max_abs_diff=0.4)
+UNKNOWN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=None)
+
+
 def probes(seed: int, spread: float = 1.0) -> Tensor:
     """Log-probabilities [8, 32] of some trainer version."""
     return -10 + spread * torch.randn(8, 32, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
@@ -165,6 +173,53 @@ def test_the_smaller_gap_before_or_after_the_first_update_is_the_baseline() -> N
         assert check.judge(noisy(probes(seed), 0.3), probes(seed), changed=bool(seed)).status == "garbled"
 
 
+def systematic(trainer: Tensor, gap: float) -> Tensor:
+    """Return the scores of an engine that computes another function: its error depends on the tokens, not on chance."""
+    return noisy(trainer, gap, 31)
+
+
+def test_sides_that_were_apart_before_any_update_are_not_garbled_by_one() -> None:
+    # Gemma-2 under an attention without its soft cap: 0.383 nats in float32, before the first update and after it.
+    check, trainer = Prefill("float32"), probes(0)
+    check.begin(systematic(trainer, 0.383), trainer)
+    first = check.judge(systematic(trainer, 0.383), trainer, changed=False)
+    assert first.status == "apart" and not first.ok
+    assert "The sides were 0.383 apart before any update" in first.message
+    assert not any(word in first.message for word in ("garbled", "names and layouts", "arrived", "did not reach"))
+    for step in range(1, 6):  # the weights move, and so does what the engine makes of them
+        trainer = noisy(trainer, 0.05, step)
+        check.history = from_json(History, json.loads(json.dumps(to_json(check.history))), "weight_sync")
+        later = check.judge(systematic(trainer, 0.383) + 0.1 * step * (trainer + 10), trainer, SAME)
+        assert later.status == "apart" and "1 tensors are equal bit by bit" in later.message, later.message
+
+
+def test_an_update_that_garbles_sides_which_were_apart_before_is_named() -> None:
+    check, trainer = Prefill("float32"), probes(0)
+    check.begin(systematic(trainer, 0.383), trainer)
+    assert check.judge(systematic(trainer, 0.383), trainer, changed=False).status == "apart"
+    moved = noisy(trainer, 0.05, 5)
+    again = copy.deepcopy(check)
+    assert check.judge(noisy(moved, 0.383, 6), moved).status == "garbled"
+    assert again.judge(systematic(moved, 0.383), moved, OTHER).status == "garbled"
+
+
+def test_sides_that_have_agreed_once_are_garbled_and_not_apart() -> None:
+    # The engine starts with other weights than the trainer, gets them, and then falls back to what it was.
+    check, trainer = Prefill("float32"), probes(0)
+    check.begin(systematic(trainer, 0.383), trainer)
+    assert check.judge(noisy(trainer, 1e-6), trainer, changed=False).status == "unchanged"
+    assert check.judge(systematic(trainer, 0.383), trainer, changed=False).status == "garbled"
+
+
+def test_a_first_update_that_nobody_looked_before_does_not_say_that_it_garbled_alone() -> None:
+    # An engine that starts with made-up weights, as verl's does, is first looked at after an update.
+    check, trainer = Prefill("float32"), probes(0)
+    verdict = check.judge(systematic(trainer, 0.383), trainer, changed=False)
+    assert verdict.status == "garbled" and "may also have differed from the start" in verdict.message
+    later = check.judge(noisy(trainer, 0.383), trainer)
+    assert "may also have differed" not in later.message
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_floor_and_ceiling(dtype: str) -> None:
     for factor, status in ((1.1, "garbled"), (0.9, "in_sync")):
@@ -194,14 +249,6 @@ def test_log_probabilities_that_are_not_finite_are_garbled_and_not_remembered() 
     assert verdict.status == "garbled" and "2 of 256 engine log-probabilities are not finite" in verdict.message
     json.dumps(to_json(check.history), allow_nan=False)
     assert check.judge(noisy(trainer, 1e-3), trainer, changed=False).ok
-
-
-SAME = TensorComparison(name="embed.weight", equal=True, max_abs_diff=0.0)
-OLD = TensorComparison(name="norm.weight", equal=False, max_abs_diff=1e-3, matches_previous=True)
-OTHER = TensorComparison(name="lm_head.weight", equal=False, max_abs_diff=0.7, matches_previous=False)
-NAN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=float("nan"))
-HEAD = TensorComparison(name=OUTPUT_HEAD, equal=False, max_abs_diff=0.4)
-UNKNOWN = TensorComparison(name="embed.weight", equal=False, max_abs_diff=None)
 
 
 @pytest.mark.parametrize(

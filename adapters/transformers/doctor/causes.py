@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from mismatch_ext.adapters.transformers.attention import soft_caps, without_caps
 from mismatch_ext.adapters.transformers.doctor.changes import (
     FP8,
     Attending,
@@ -135,6 +136,8 @@ def _of_arithmetic(scorer: Scorer, windows: Sequence[int]) -> list[Cause]:
               lambda x: Attending(scaled(x)), grid=ATTENTION, neutral=1.0, steps=6, needs=torchs),
         cause("attention_softcap", "config", "model", "the engine caps attention's scores softly at {x}",
               lambda x: Attending(capped(x)), grid=CAPS, steps=4, needs=torchs),
+        cause("attention_softcap", "config", "model", "the engine's attention has no soft cap, the trainer's model has one",
+              lambda _: without_caps(model), needs=bool(soft_caps(model))),
         cause("kv_fp8", "cache", "cache", "the engine's KV cache is fp8 {x}",
               lambda x: Attending(rounding_cache(cached(formats[int(x)]))), grid=kinds, names=tuple(FP8), needs=torchs),
         cause("kv_fp8_truncated", "cache", "cache", "the engine's KV cache is fp8 {x}, rounded towards zero",

@@ -10,6 +10,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.transformers.attention import (
+    REFERENCE,
+    attending_by,
+    complete_implementation,
+    implementation_of,
+    trainer_implementation,
+    without_caps,
+)
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, routing_shape
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating, logits_width
@@ -62,6 +70,8 @@ class Scorer:
         replays: Whether the trainer replays the engine's routes.
         layout: How the trainer lays out sequences in a batch, a key of `LAYOUTS`.
         head: "float32" if the trainer's head computes in it and the rest of the model does not; otherwise "".
+        attention: The trainer's attention implementation; "" for the model's own. The oracle has the one that computes all of
+            the model's attention.
         computed: The log-probabilities that a run's trainer itself computed `[N]`. Then the trainer's layout is not tried, and
             its own noise is not measured. None computes them with the model.
 
@@ -81,6 +91,7 @@ class Scorer:
         replays: bool = False,
         layout: str = "right",
         head: str = "",
+        attention: str = "",
         computed: Floats | None = None,
     ) -> None:
         self.model, self.sample, self.temperature = model, sample, temperature
@@ -93,10 +104,20 @@ class Scorer:
         if head and self._head is None:
             raise ConfigError(f"--trainer-head: {type(model).__name__} has no linear head; leave the option out.")
         self._trainer = (torch_dtype(trainer_dtype), weights_dtype, self._head if head else None)
+        self._attention = trainer_implementation(model, attention)
+        self._complete = complete_implementation(model)
+        if implementation_of(model) != self._complete:
+            model.set_attn_implementation(self._complete)  # type: ignore[operator]
         round_weights(model, weights_dtype)
         replayed = replays and self.shape is not None and sample.routes is not None
         with self.as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
+        attended = capless = None
+        if self._leaves_out:
+            with self.as_trainer(complete=True):
+                attended = self._scored(sample.routes if replayed else None)
+                with without_caps(model):
+                    capless = self._scored(sample.routes if replayed else None)
         trainer, laid_out = straight, "" if layout == "right" else LAYOUTS[layout]
         if computed is not None:
             trainer, laid_out = computed, COMPUTED
@@ -114,6 +135,9 @@ class Scorer:
             **self._flips(),
             straight=straight if laid_out else None,
             layout=laid_out,
+            attended=attended,
+            capless=capless,
+            attention=self._attention if attended is not None else "",
             rungs=rungs,
             temperature=temperature,
             end_tokens=end_tokens(model),
@@ -168,9 +192,14 @@ class Scorer:
             ]
         return self._joined(row_logprobs)
 
-    def as_trainer(self) -> AbstractContextManager[None]:
-        """Compute as the run's trainer does."""
-        return as_trainer(self.model, *self._trainer)
+    def as_trainer(self, *, complete: bool = False) -> AbstractContextManager[None]:
+        """Compute as the run's trainer does; with `complete`, by an attention that computes all of the model."""
+        return as_trainer(self.model, *self._trainer, self._complete if complete else self._attention)
+
+    @property
+    def _leaves_out(self) -> bool:
+        """Whether the trainer's attention may leave out a part of the model that the oracle's computes."""
+        return self._complete == REFERENCE and self._attention != REFERENCE
 
     @property
     def _device(self) -> torch.device:
@@ -253,9 +282,11 @@ def picked(logits: Tensor, sample: Sample, row: int, temperature: float) -> Floa
     return logp[torch.tensor(sample.masks[row])].cpu().numpy()
 
 
-def trainer_logprobs(model: nn.Module, sample: Sample, *, dtype: str, temperature: float) -> Floats:
+def trainer_logprobs(
+    model: nn.Module, sample: Sample, *, dtype: str, temperature: float, attention: str = ""
+) -> Floats:
     """Return the log-probabilities of a sample's tokens `[N]` in one pass, as a trainer of this dtype computes them."""
-    with as_trainer(model, torch_dtype(dtype), torch.float32, None):
+    with as_trainer(model, torch_dtype(dtype), torch.float32, None, trainer_implementation(model, attention)):
         scored = passes(model, sample, None, shape=routing_shape(model))
         of_row = {row: picked(logits, sample, row, temperature) for row, logits in scored}
     return np.concatenate([of_row[row] for row in sorted(of_row)])
@@ -282,12 +313,16 @@ def held_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
 
 @contextmanager
 def as_trainer(
-    model: nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, head: nn.Linear | None
+    model: nn.Module, dtype: torch.dtype, weights_dtype: torch.dtype, head: nn.Linear | None, attention: str
 ) -> Iterator[None]:
-    """Compute as a trainer does: under autocast to its dtype, with weights in the dtype that it keeps, and with an exact head."""
+    """Compute as a trainer does: under autocast to its dtype, with weights in the dtype that it keeps, and with an exact head.
+
+    `attention` is the name of its attention implementation.
+    """
     device = next(model.parameters()).device
     cast = nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype)
-    with cast, nullcontext() if weights_dtype == torch.float32 else held_in(model, weights_dtype), in_float32(head):
+    weights = nullcontext() if weights_dtype == torch.float32 else held_in(model, weights_dtype)
+    with attending_by(model, attention), cast, weights, in_float32(head):
         yield
 
 

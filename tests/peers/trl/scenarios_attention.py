@@ -1,0 +1,105 @@
+"""Gemma-2 in TRL with real vLLM: under transformers' own attention, which drops the soft cap, and under the one that has it."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+
+import json
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from typing import Any
+
+import torch
+from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.trl import attach
+
+from mismatch_ext.errors import WeightSyncError
+from mismatch_ext.log_reading import read_run
+from tests.peers.trl import scenarios_attach
+from tests.peers.trl.scenarios_training import build, digest_of
+
+FILE = """
+model_name_or_path: {model}
+output_dir: {out}
+use_cpu: true
+bf16: false
+dtype: float32
+report_to: none
+use_vllm: true
+vllm_mode: colocate
+vllm_max_model_length: 96
+vllm_gpu_memory_utilization: 0.05
+per_device_train_batch_size: 32
+num_generations: 8
+max_completion_length: 40
+"""
+
+
+def float32(attention: str) -> dict[str, Any]:
+    """Return arguments of a trainer in float32 with an attention; "" for transformers' own choice."""
+    chosen = {"attn_implementation": attention} if attention else {}
+    return {"bf16": False, "model_init_kwargs": {"dtype": "float32", **chosen}}
+
+
+@contextmanager
+def cap_warnings() -> Iterator[list[str]]:
+    """Yield a list that has the warnings of a missing soft cap once the context ends."""
+    said: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        yield said
+    said += [text for warning in caught if "soft cap" in (text := str(warning.message))]
+
+
+def trained(model: str, out: str) -> dict[str, Any]:
+    """Return what runs with a block say of both attentions, and what `attach` says and leaves of a stock trainer."""
+    block: dict[str, Any] = {"precision": {"dtype": "float32"}}
+    found: dict[str, Any] = {"refused": ""}
+    with cap_warnings() as faulty:
+        trainer = build(model, f"{out}/faulty", block, max_steps=1, **float32(""))
+        try:
+            trainer.train()
+        except WeightSyncError as error:
+            found["refused"] = str(error)
+    found["faulty"] = faulty
+    found["events"] = [event.message for event in read_run(Path(out) / "faulty/mismatch").events]
+
+    examined = block | {"monitor": {"doctor": "first_batch"}}
+    with cap_warnings() as healthy:
+        trainer = build(
+            model, f"{out}/healthy", examined, max_steps=1, per_device_train_batch_size=32, **float32("eager")
+        )
+        trainer.train()
+    found["healthy"] = healthy
+    found["diagnosis"] = json.loads((Path(out) / "healthy/mismatch/doctor_step_0/doctor.json").read_text("utf-8"))
+
+    stock = scenarios_attach.build(model, f"{out}/attached", max_steps=1, **float32(""))
+    before, random = digest_of(stock.model), torch.get_rng_state()
+    with cap_warnings() as attached:
+        attach(stock)
+    found["attached"] = attached
+    found["untouched"] = digest_of(stock.model) == before and torch.equal(torch.get_rng_state(), random)
+    found["attention"] = stock.model.config._attn_implementation
+    return found
+
+
+def examined_files(model: str, out: str) -> dict[str, Any]:
+    """Return what the doctor says of a run's file that names eager attention, and of one that names none."""
+    prompts = Path(out) / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{n}+{n + 1}="}) + "\n" for n in range(64)), encoding="utf-8")
+    found = {}
+    for name, line in (("healthy", "attn_implementation: eager\n"), ("faulty", "")):
+        file, log = Path(out) / f"{name}.yaml", Path(out) / f"{name}.txt"
+        file.write_text(FILE.format(model=model, out=out) + line, encoding="utf-8")
+        asked = ["doctor", "--trl", str(file), "--dtype", "float32", "--prompts", str(prompts), "--quick"]
+        with log.open("w", encoding="utf-8") as printed, redirect_stdout(printed):
+            status = cli.main([*asked, "--responses", "64", "--out", str(Path(out) / name)])
+        data = json.loads((Path(out) / name / "doctor.json").read_text(encoding="utf-8"))
+        found[name] = {"status": status, "printed": log.read_text(encoding="utf-8"), **data}
+    return found
