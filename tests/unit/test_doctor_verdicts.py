@@ -231,7 +231,7 @@ def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     hinted = against_logged(replace(whole, hints=("a hint",)), sample, scores, scores.trainer + 0.3)
     assert not hinted.hints
     assert not found.causes and "like temperature, not judged" in report(found) and "fits" not in report(found)
-    why = why_of(found.data(), "doctor", Path())
+    why = why_of(json.loads(json.dumps(found.data())), "doctor", Path())
     assert why.advice is None and why.rounding is None and why_of(whole.data(), "doctor", Path()).rounding is not None
 
 
