@@ -232,7 +232,11 @@ def test_what_fits_a_gap_to_another_trainer_is_no_cause() -> None:
     assert not hinted.hints
     assert not found.causes and "like temperature, not judged" in report(found) and "fits" not in report(found)
     why = why_of(json.loads(json.dumps(found.data())), "doctor", Path())
-    assert why.advice is None and why.rounding is None and why_of(whole.data(), "doctor", Path()).rounding is not None
+    assert (
+        why.advice is None
+        and why.rounding is None
+        and why_of(json.loads(json.dumps(whole.data())), "doctor", Path()).rounding is not None
+    )
 
 
 def test_a_trainer_of_later_weights_than_those_that_sampled_takes_no_verdict_away() -> None:
