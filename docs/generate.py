@@ -54,8 +54,8 @@ def fields(body: list[ast.stmt]) -> Iterator[tuple[str, str, str, str]]:
         if isinstance(statement, ast.AnnAssign) and isinstance(following, ast.Expr):
             assert isinstance(following.value, ast.Constant)
             default = "required" if statement.value is None else ast.unparse(statement.value)
-            default = "from preset" if "FROM_PRESET" in default else default
-            default = "{}" if default.startswith("field(") else default
+            default = "{}" if default.startswith("field(default_factory") else default
+            default = "the preset's" if "FROM_PRESET" in default else f"`{default}`"
             yield ast.unparse(statement.target), kind(statement.annotation), default, str(following.value.value)
 
 
@@ -86,7 +86,7 @@ def keys() -> list[str]:
         lines += [f"## `{path}`", "", str(ast.get_docstring(classes[name])), ""]
         lines += table("key", "type", "default", "meaning")
         for key, annotation, default, meaning in fields(classes[name].body):
-            lines.append(f"| `{key}` | `{cell(annotation)}` | `{default}` | {' '.join(meaning.split())} |")
+            lines.append(f"| `{key}` | `{cell(annotation)}` | {default} | {' '.join(meaning.split())} |")
         lines.append("")
     return lines[:-1]
 

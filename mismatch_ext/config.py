@@ -103,19 +103,19 @@ def _bounds(value: Any) -> float | tuple[float, float]:
 class CorrectionConfig:
     """Importance weights and rejection for the gap between rollout and trainer policy.
 
-    A key that you leave out has its preset's value. `null` switches the key off: `{preset: slime_mis, veto: null}` drops no
-    sequence. With `level: none` the bounds of a preset's weight are off too.
+    A key that you leave out has its preset's value. `null` switches a key off, except `mode`, `loss` and `bound`:
+    `{preset: slime_mis, veto: null}` drops no sequence. With `level: none` the bounds of a preset's weight are off too.
     """
 
     preset: Text | None = None
     """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`). The other keys override it."""
-    mode: Annotated[Literal["decoupled", "bypass"] | None, _INHERITED] = FROM_PRESET
+    mode: Annotated[Literal["decoupled", "bypass"], _INHERITED] = FROM_PRESET
     """`decoupled` weighs by pi_old/mu in addition to the trainer's own ratio; `bypass` takes mu as the old policy."""
-    loss: Annotated[Literal["ppo_clip", "reinforce"] | None, _INHERITED] = FROM_PRESET
+    loss: Annotated[Literal["ppo_clip", "reinforce"], _INHERITED] = FROM_PRESET
     """Policy loss of `bypass`: the trainer's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
     level: Annotated[Literal["none", "token", "sequence", "geometric"] | None, _INHERITED] = FROM_PRESET
     """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
-    bound: Annotated[Literal["truncate", "mask", "clip", "icepop"] | None, _INHERITED] = FROM_PRESET
+    bound: Annotated[Literal["truncate", "mask", "clip", "icepop"], _INHERITED] = FROM_PRESET
     """What happens beyond the bounds: `truncate` min(w, upper), `clip` to [lower, upper], `mask`/`icepop` weight 0."""
     upper: Annotated[Positive | None, _INHERITED] = FROM_PRESET
     """Upper bound of the weight."""

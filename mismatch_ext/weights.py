@@ -9,9 +9,9 @@ tokens.
 2. Prefill only: tensors that both sides hold under one name and layout (embeddings, norms) are compared bit by bit
    after rounding to the engine's dtype. A tensor that differs but equals the trainer's previous version is stale,
    because that does not happen by chance. Any other difference is stale if rule 3 or 4 holds, or if the engine's scores
-   have not changed in a bit although the trainer's weights have; otherwise it is garbled. If these tensors are equal, and
-   the output head does not compute with the weights that it holds, the message names the head: a packed or converted copy
-   of it was not made again, as happens to heads that are tied to the embeddings.
+   have not changed in a bit although the trainer's weights have; otherwise it is garbled. The same holds if these tensors
+   are equal, and the output head does not compute with the weights that it holds; the message then names the head. A packed
+   copy of it was not made again, as happens to heads that are tied to the embeddings.
 3. The engine's scores have not changed in a bit while the reference moved by more than the movement floor: stale.
    Movement is counted from when the engine's scores last changed, so that small steps add up.
 4. The engine's scores are nearer than half the gap to an older reference that lies beyond the movement floor: stale.
@@ -84,8 +84,11 @@ COMPARABLE = 0.25
 PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
 EVENT = "weight_sync"
 """Name of the event that says that an update went wrong."""
-STILL, STILL_EVENT = 3, "weights_still"
-"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
+STILL, STILL_EVENT, MOVING_EVENT = 3, "weights_still", "weights_moving"
+"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps.
+
+A later event says that the weights move again.
+"""
 UNTRAINED_EVENT = "nothing_trained"
 """Name of the event that says at the start of a run that the optimizer has nothing to train."""
 UNTRAINED = (
@@ -95,8 +98,10 @@ UNTRAINED = (
 
 
 def untrained(parameters: Iterable[Tensor]) -> str | None:
-    """Return `UNTRAINED` if none of an optimizer's parameters is trainable; None if one is."""
-    return None if any(parameter.requires_grad for parameter in parameters) else UNTRAINED
+    """Return `UNTRAINED` if none of an optimizer's parameters is trainable; None if one is, or if it holds none at the moment."""
+    trainable = [parameter.requires_grad for parameter in parameters]
+    # DeepSpeed's ZeRO-3 takes the parameters out of its optimizer between steps.
+    return UNTRAINED if trainable and not any(trainable) else None
 
 
 OUTPUT_HEAD = "output head"
@@ -114,8 +119,8 @@ REMEDIES = {
     "copies of weights have to be made again after each update, and the prefix cache to be reset: let it run without captured "
     "graphs (enforce_eager), and check that whatever updates its weights resets the cache.",
     OUTPUT_HEAD: "The engine keeps a packed or converted copy of its output head, which has to be made again after each update. "
-    "A head that is tied to the embeddings has no tensor of its own in an update, so that this is easily missed. In vLLM, call "
-    "lm_head.quant_method.process_weights_after_loading(lm_head); mismatch_ext.adapters.vllm.update_weights does.",
+    "A head that is tied to the embeddings has no tensor of its own in an update, so this is easy to miss. In vLLM on a CPU, "
+    "call lm_head.quant_method.process_weights_after_loading(lm_head), as mismatch_ext.adapters.vllm.update_weights does.",
     "decodes_nan": "Its prefill's are: an engine that has computed with NaN may still read it from its KV cache. Start the run "
     "again, or the engine.",
 }
@@ -654,6 +659,8 @@ class WeightVerifier:
                 self._event("error", EVENT, f"{self._name}: {verdict.message}" if self._name else verdict.message)
             if self.monitor.weight_sync == "error":
                 raise WeightSyncError(verdict.message)
+        if verdict.status != "unchanged" and self._still >= STILL and self._event is not None:
+            self._event("info", MOVING_EVENT, "weight updates send other weights again.")
         self._still = self._still + stepped if verdict.status == "unchanged" else 0
         if stepped and self._still == STILL and self._event is not None:
             message = (

@@ -267,7 +267,7 @@ def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, 
         keys = ", ".join(cause.key for cause in diagnosis.mendable if cause.family in MENDED)
         note = (
             f"{keys}: no start of the engine can confirm or refute it, because the engine already serves --model's own folder "
-            "without a setting to take out. The weights or the code of one side do it"
+            "without a setting to take out. The weights or the code of one side cause it"
         )
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, note))
         families -= set(MENDED)

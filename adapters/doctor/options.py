@@ -226,7 +226,13 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
                 "--model is missing: give the checkpoint that the trainer holds, or the run by --trl or --verl."
             )
         for option in (
-            *("older", "dtype", "trainer_dtype", "trainer_layout", "trainer_head", "trainer_attention", "temperature"),
+            "older",
+            "dtype",
+            "trainer_dtype",
+            "trainer_layout",
+            "trainer_head",
+            "trainer_attention",
+            "temperature",
         ):
             if getattr(arguments, option):
                 raise ConfigError(f"--{option.replace('_', '-')} needs --model: without it only the log is read.")

@@ -24,9 +24,14 @@ REFERENCE = "eager"
 PORTABLE = ("eager", "sdpa")
 
 
+def _text_config(model: nn.Module) -> Any:
+    config: Any = getattr(model, "config", None)
+    return getattr(config, "get_text_config", lambda: config)()
+
+
 def implementation_of(model: nn.Module) -> str:
-    """Return the name of a model's attention implementation; "" for a model that is not of transformers."""
-    return str(getattr(getattr(model, "config", None), "_attn_implementation", None) or "")
+    """Return the attention implementation of a model's text part; "" for a model that is not of transformers."""
+    return str(getattr(_text_config(model), "_attn_implementation", None) or "")
 
 
 def complete_implementation(model: nn.Module) -> str:
@@ -34,8 +39,7 @@ def complete_implementation(model: nn.Module) -> str:
 
     It is `eager` if the configuration has a soft cap or sinks, and otherwise the one that the model has.
     """
-    config: Any = getattr(model, "config", None)
-    text = getattr(config, "get_text_config", lambda: config)()
+    text = _text_config(model)
     if any(getattr(text, name, None) for name in (*CAPS, *SINKS)):
         return REFERENCE
     return implementation_of(model)
@@ -67,10 +71,15 @@ def trainer_implementation(model: nn.Module, asked: str) -> str:
 @contextmanager
 def attending_by(model: Any, implementation: str) -> Iterator[None]:
     """Let a model attend by another implementation, and afterwards by its own again."""
-    before = implementation_of(model)
-    if implementation == before:
+    if implementation == implementation_of(model):
         yield
         return
+    # A model with several parts, such as vision and text, has one for each, and setting one name sets all.
+    before = {"": model.config._attn_implementation}
+    for name in model.config.sub_configs:
+        part = getattr(model.config, name, None)
+        if part is not None:
+            before[name] = part._attn_implementation
     model.set_attn_implementation(implementation)
     try:
         yield
@@ -118,7 +127,10 @@ class DroppedCap:
             f"{self.cap:g}: an engine that applies it computes another policy"
         )
         if self.moved is None:
-            return f"{missing}. This was not measured, because the weights are sharded. Set attn_implementation: eager."
+            return (
+                f"{missing}. This was not measured, because the model cannot be run before training begins. Set "
+                "attn_implementation: eager."
+            )
         return (
             f"{missing}. With attn_implementation: eager, log-probabilities move by {self.moved:.2g} nats per token "
             f"({self.tokens} probe tokens). Set it."

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from mismatch_ext.errors import ConfigError
@@ -183,7 +184,8 @@ class TrainedModel:
 
     def dropped_attention(self) -> DroppedCap | None:
         """Return what the model's attention leaves out of the model, measured on probe tokens; None if nothing."""
-        return dropped_cap(self.model, lambda: self.score(draw_probes(self.vocabulary())))
+        plain = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        return dropped_cap(plain, lambda: self.score(draw_probes(self.vocabulary())))
 
     @property
     def routing(self) -> Any:

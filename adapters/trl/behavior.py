@@ -187,6 +187,9 @@ class _Passing:
     def __bool__(self) -> bool:
         return False
 
+    def __repr__(self) -> str:
+        return "a function that changes nothing"
+
     def __call__(self, value: Any = None, *_: Any, **__: Any) -> Any:
         return value
 
@@ -208,11 +211,11 @@ class Reads:
     def sentence(self) -> str | None:
         """Say what is new and what follows from it; None if nothing is."""
         names = [f"inputs[{key!r}]" for key in sorted(self.inputs | self.handed)]
-        names += [f"{name}, here {value!r}," for name, value in sorted(self.attributes.items())]
+        names += [f"{name} ({value!r})" for name, value in sorted(self.attributes.items())]
         if not names:
             return None
         found = (
-            f"The loss of trl {installed('trl')} reads {' and '.join(names).rstrip(',')}, which no tested version does. With "
+            f"The loss of trl {installed('trl')} reads {' and '.join(names)}, which no tested version does. With "
             "known inputs it still computes what they compute."
         )
         if self.inputs:

@@ -40,18 +40,20 @@ def check_base(model: nn.Module) -> None:
 
 
 def check_tied(model: Any) -> None:
-    """Refuse adapters of embeddings that are tied to the output head: merged for the engine, they would change its head too."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
+    """Refuse adapters on one of two tied layers, the embeddings and the output head, for which an engine has one tensor."""
+    from peft.tuners.lora import LoraLayer
+    from peft.utils import ModulesToSaveWrapper
 
-    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
-    if not isinstance(embeddings, BaseTunerLayer) or head is None:
+    config: Any = model.config
+    if not config.get_text_config().tie_word_embeddings:
         return
-    if getattr(head, "weight", None) is embeddings.get_base_layer().weight:
-        raise ConfigError(
-            "the adapters change embeddings that are tied to the model's output head. The trainer's head does not have the "
-            "adapters, and the engine's would have them, because TRL merges them into the shared weights. Remove 'embed_tokens' "
-            "from target_modules."
-        )
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if isinstance(layer, LoraLayer | ModulesToSaveWrapper):
+            raise ConfigError(
+                "the adapters change the embeddings or the output head of a model that ties the two. The trainer then has two "
+                "different tensors, and the engine has one for both. Remove 'embed_tokens' and 'lm_head' from target_modules and "
+                "modules_to_save."
+            )
 
 
 class Base:

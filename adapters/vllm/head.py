@@ -36,13 +36,13 @@ def repack_tied_heads(model: nn.Module) -> None:
 
 
 def compare_head(model: nn.Module) -> TensorComparison | None:
-    """Compare what an engine's output head computes with the product of its input and the weights that it holds.
+    """Compare what a CPU engine's output head computes with the product of its input and the weights that it holds.
 
-    Engines may keep a packed or converted copy of the head. A copy that an update has missed is wrong at every token, while all
-    tensors are right. The bound is ten times the rounding of the same product in the same dtype on this device.
+    The engine keeps a packed copy of the head. A copy that an update has missed is wrong at every token, while all tensors are
+    right. The bound is ten times the rounding of the same product in the same dtype.
 
     Args:
-        model: The engine's model.
+        model: The engine's model, on a CPU. Elsewhere the head has no copy, and kernels of less precision would look like one.
 
     Returns:
         The comparison, with the largest difference of a logit; None if the model has no plain head of its own.
@@ -55,8 +55,8 @@ def compare_head(model: nn.Module) -> TensorComparison | None:
     rows = head.weight.detach()[::stride]
     exact = linear(hidden.double(), rows.double())
     rounding = (linear(hidden, rows).double() - exact).abs().mean()
-    # A product of a few numbers may be exact; a logit is still rounded to its dtype.
-    least = torch.finfo(rows.dtype).eps * float(exact.abs().mean())
+    # A product of a few numbers may be exact; a logit is still rounded to its dtype, by an eighth of a unit or more on average.
+    least = torch.finfo(rows.dtype).eps / 8 * float(exact.abs().mean())
     difference = (logits[:, ::stride].double() - exact).abs()
     is_equal = bool(difference.mean() <= FACTOR * rounding.clamp(min=least))
     return TensorComparison(
@@ -82,9 +82,11 @@ def compute_logits(head: Any) -> tuple[Tensor, Tensor]:
 
 
 def plain_head(model: nn.Module) -> Any | None:
-    """Return the engine's output head if it holds plain weights here; None if it has none of its own, or a quantized one."""
+    """Return the engine's output head; None if it has none of its own here, a quantized one, or computes in another dtype."""
+    dtypes = {getattr(module, "head_dtype", None) for module in model.modules()} - {None}
     for head in _plain_heads(model):
-        if not head.weight.is_meta and head.weight.numel():
+        is_here = not head.weight.is_meta and head.weight.numel() > 0
+        if is_here and dtypes <= {head.weight.dtype}:
             return head
     return None
 

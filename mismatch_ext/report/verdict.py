@@ -20,10 +20,10 @@ A mean over all steps hides what happened at some of them. So a built-in alarm t
 `FAR_ABOVE` times that of the steps before, and a check that failed are named with their first step. After one of them no gap
 counts as small. The step of a rise is that from which on the median of three logs is above `RISEN` times the steps before.
 
-One step can lift the mean over all of them. At most one step in fifty whose gap is more than `OUTLIER` times the median is named
-as an outlier step, and the level is that of the other steps. A small gap does not mean that all is well: importance weights of
-whole responses can leave little of the update, which is named below a mean weight of `LITTLE_LEFT`, and so is a run that
-trains nothing.
+One step can lift the mean over all of them. At most one step in fifty, or one of fewer, whose gap is more than `OUTLIER` times
+the median is named as an outlier step if later steps are usual again, and the level is that of the other steps. A small gap
+does not mean that all is well: importance weights of whole responses can leave little of the update, which is named below a
+mean weight of `LITTLE_LEFT`, and so is a run that trains nothing.
 
 The weight check scores probe tokens on both sides, at temperature 1 and without sampling. Their gap is what dtypes and kernels
 explain. If that is less than half of the run's gap, no dtype is blamed for it.
@@ -57,7 +57,7 @@ from mismatch_ext.report.summary import (
     quantity,
     replay_k3,
 )
-from mismatch_ext.weights import STILL_EVENT, UNTRAINED_EVENT
+from mismatch_ext.weights import MOVING_EVENT, STILL_EVENT, UNTRAINED_EVENT
 
 SAME_ABS_DIFF = 1e-4
 HEALTHY_ABS_DIFF = 0.02
@@ -331,7 +331,9 @@ def _outliers(run: RunData) -> _Outliers | None:
         usual = median(value for _, value in known)
         limit = max(least, usual * OUTLIER**power)
         beyond = {step: value for step, value in known if value > limit}
-        if 0 < len(beyond) <= max(1, len(known) // STEPS_PER_OUTLIER):
+        # What lasts to the end of the log may be the beginning of a collapse.
+        has_ended = all(value <= limit for _, value in known[-PATIENCE:])
+        if has_ended and 0 < len(beyond) <= max(1, len(known) // STEPS_PER_OUTLIER):
             return _Outliers(steps=tuple(beyond), figure=figure, largest=max(beyond.values()), median=usual)
     return None
 
@@ -379,7 +381,7 @@ def _little_left(run: RunData) -> _Warning | None:
 
 def _by_token(run: RunData, name: str) -> str:
     """Return the setting of whoever weighs in this run, given the name under which it logs the mean weight."""
-    if _corrected(run):
+    if _corrected(run) or name.startswith(PREFIX):
         return "mismatch.correction.preset: token_truncate"
     if name == CORRECTION_MEASURES["rollout_is_mean"].verl:
         return "algorithm.rollout_correction.rollout_is: token"
@@ -387,11 +389,14 @@ def _by_token(run: RunData, name: str) -> str:
 
 
 def _nothing_learned(run: RunData) -> list[_Warning]:
-    """Return the warnings that the run itself gave of an optimizer that changes nothing, each once."""
+    """Return the warnings that the run itself gave of an optimizer that changes nothing, unless it went on to change weights."""
     found = []
+    moving = kept_events(run, MOVING_EVENT)
     for name, advice in UNTRAINED.items():
         if events := kept_events(run, name):
-            first = events[0]
+            first, last = events[0], events[-1]
+            if any(event.step > last.step for event in moving):
+                continue
             said = f"at step {first.step}: {first.message.rstrip('.')}"
             found.append(_Warning(step=first.step, said=said, advice=advice, about_gap=False, leads=True))
     return found
@@ -420,7 +425,9 @@ def _warnings(run: RunData, level: str, worst: Row | None, outliers: _Outliers |
     ]
     if outliers is not None:
         found.append(_of_outliers(outliers))
-    size = _size(worst)
+    known = parts(run)
+    # Weights also correct for staleness, so that the whole gap counts.
+    size = _size(worst) if known is None else known.total
     weighed = _little_left(run) if size is not None and size < HEALTHY_ABS_DIFF else None
     if weighed is not None:
         found.insert(0, weighed)

@@ -117,6 +117,12 @@ def test_no_section_derives_one_key_from_another_when_it_is_made(path: str) -> N
         assert getattr(made, key.name) == default, key.name
 
 
+@pytest.mark.parametrize("name", ["mode", "loss", "bound"])
+def test_a_choice_of_a_preset_cannot_be_switched_off(name: str) -> None:
+    with pytest.raises(ConfigError, match=rf"mismatch\.correction\.{name}"):
+        parsed({"correction": {"preset": "bypass_pg_is", name: None}})
+
+
 FORMS: list[Callable[[dict[str, Any]], MismatchConfig]] = [
     lambda keys: parsed({"correction": keys}),
     lambda keys: parsed(json.dumps({"correction": keys})),
@@ -133,10 +139,9 @@ FORMS: list[Callable[[dict[str, Any]], MismatchConfig]] = [
         ({"preset": "slime_mis"}, {"level": "token", "upper": 2.0, "normalize": True, "veto": 1e-4}),
         ({"preset": "slime_mis", "veto": None}, {"level": "token", "upper": 2.0, "normalize": True}),
         ({"preset": "slime_mis", "veto": None, "normalize": None}, {"level": "token", "upper": 2.0}),
-        ({"preset": "icepop", "bound": None, "lower": None}, {"level": "token", "upper": 5.0}),
+        ({"preset": "icepop", "bound": "truncate", "lower": None}, {"level": "token", "upper": 5.0}),
         ({"preset": "decoupled_seq_is_rs", "reject": None}, {"level": "sequence", "upper": 2.0}),
         ({"preset": "opsm", "off_policy_threshold": None, "veto": 0.1}, {"veto": 0.1}),
-        ({"preset": "bypass_pg_is", "mode": None, "loss": None}, {"level": "sequence", "upper": 2.0}),
         # The bounds of a preset's weight go with the weight.
         ({"preset": "tis", "level": "none"}, {}),
         ({"preset": "slime_mis", "level": None}, {"veto": 1e-4}),

@@ -492,6 +492,7 @@ def test_one_step_far_above_all_others_is_an_outlier_and_not_the_level_of_the_ru
         dict.fromkeys(range(40, 80), 1.9),  # a third of the run
         dict.fromkeys(range(1, 121, 12), 1.9),  # every twelfth step
         dict.fromkeys(range(116, 121), 1.9),  # the run has changed for good
+        {120: 1.9},  # it may be about to
     ],
 )
 def test_steps_that_are_no_exception_keep_their_level(at: dict[int, float], tmp_path: Path) -> None:

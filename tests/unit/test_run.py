@@ -557,3 +557,18 @@ def test_weights_that_stand_still_are_in_the_report_and_the_closing_lines(tmp_pa
     assert "look at the learning rate" in built["verdict"] and "keep watching it" not in built["verdict"]
     (data,) = load_runs(tmp_path).values()
     assert any(line.startswith("  warning    at step 3: the last 3 weight updates") for line in closing_lines(data))
+
+
+def test_weights_that_stood_still_for_a_while_do_not_label_the_whole_run(tmp_path: Path) -> None:
+    trainer, rollout = sides(rate=0.0)
+    with pytest.warns(UserWarning, match="the last 3 weight updates sent the same weights"):
+        run = Run({}, trainer, rollout, tmp_path).start()
+        learn(run, 4)
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = 0.1
+        learn(run, 2)
+    run.end()
+    (verdict,) = build(tmp_path).to_dict()["runs"].values()
+    assert not any("sent the same weights" in warning for warning in verdict["warnings"])
+    (data,) = load_runs(tmp_path).values()
+    assert any("the last 3 weight updates" in line for line in closing_lines(data))

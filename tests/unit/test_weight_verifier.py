@@ -136,9 +136,10 @@ def test_weights_that_stand_still_are_said_once() -> None:
     )
     trainer.train()
     verifier.verify(engine.receive(trainer.model))
+    assert said[1][:2] == ("info", "weights_moving")
     for _ in range(3):
         verifier.verify(engine.sample())
-    assert len(said) == 2
+    assert [event for _, event, _ in said] == ["weights_still", "weights_moving", "weights_still"]
 
 
 def test_a_good_update_is_in_sync_and_says_nothing() -> None:

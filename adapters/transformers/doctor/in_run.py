@@ -116,7 +116,7 @@ def copy_of(weights: Mapping[str, Tensor], kind: type[Any], config: Any, device:
     if is_deepspeed_zero3_enabled():
         # It would build the model by collectives of all ranks, but only the main process is here, so they would wait forever.
         raise RecordError(f"{SHARDED}.")
-    # Attention and other kernels are chosen anew, because not all of them support float32; `Computing` keeps the run's attention.
+    # Attention and other kernels are chosen again, because not all support float32; `Computing` keeps the run's attention.
     plain = type(config).from_dict(config.to_dict())
     with forked_rng(device):
         model, loaded = kind.from_pretrained(

@@ -39,9 +39,8 @@ class Conversation:
         # Each request's version, and the number of tokens before the first that it sampled.
         self.segments: list[tuple[int | None, int]] = []
         self.asked = False  # whether the servers have a turn of the conversation; it has one at a time
-        self.masks: tuple[
-            TokenSupport | str, ...
-        ] = ()  # of the present answer, a piece for each request that sampled of it
+        # Of the present answer, a piece for each request that sampled of it.
+        self.masks: tuple[TokenSupport | str, ...] = ()
         self.tokens: Sequence[int] = ()  # of all turns so far
         # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
         self.routes: Any = None

@@ -27,7 +27,15 @@ from mismatch_ext.adapters.transformers.doctor.in_run import Computing, Rows, co
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.scoring import score_tokens
-from transformers import AutoConfig, GptOssConfig, GptOssForCausalLM
+from transformers import (
+    AutoConfig,
+    AutoModelForImageTextToText,
+    Gemma2Config,
+    GptOssConfig,
+    GptOssForCausalLM,
+    PaliGemmaConfig,
+    SiglipVisionConfig,
+)
 
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID
 from mismatch_ext.doctor import Sample, diagnose, report
@@ -186,3 +194,22 @@ def test_a_batch_of_a_run_is_scored_by_the_runs_attention(attention: str, named:
     assert found.verdict == ("explained" if named else "clean"), report(found)
     largest = max(abs(part.share or 0.0) for part in found.parts)
     assert math.isfinite(largest) and np.isfinite(found.ratio)
+
+
+def test_a_model_of_several_parts_keeps_the_implementation_of_each() -> None:
+    small: dict[str, Any] = {
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    text = Gemma2Config(num_key_value_heads=1, head_dim=16, vocab_size=64, attn_logit_softcapping=5.0, **small)
+    vision = SiglipVisionConfig(image_size=28, patch_size=14, **small)
+    config = PaliGemmaConfig(text_config=text.to_dict(), vision_config=vision.to_dict())
+    asked = {"text_config": "eager", "vision_config": "sdpa"}
+    model = AutoModelForImageTextToText.from_config(config, attn_implementation=asked)
+    assert implementation_of(model) == "eager" and dropped_cap(model, lambda: pytest.fail("scored")) is None
+    with attending_by(model, "sdpa"):
+        assert implementation_of(model) == "sdpa"
+    found = {name: getattr(model.config, name)._attn_implementation for name in asked}
+    assert found == asked and model.config._attn_implementation == "sdpa"

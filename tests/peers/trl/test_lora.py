@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
 from mismatch_ext.adapters.trl.lora import check_base, check_tied
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from mismatch_ext.errors import ConfigError
@@ -59,16 +59,28 @@ def test_a_quantized_base_is_refused(dense: Path) -> None:
         check_base(adapted)
 
 
-def test_adapters_of_tied_embeddings_are_refused(dense: Path, untied: Path) -> None:
-    for modules in (["q_proj"], ["q_proj", "embed_tokens"]):
-        for folder in (dense, untied):
-            model = AutoModelForCausalLM.from_pretrained(folder)
-            adapted = get_peft_model(model, LoraConfig(r=2, target_modules=modules))
-            if folder == dense and "embed_tokens" in modules:
-                with pytest.raises(ConfigError, match="Remove 'embed_tokens' from target_modules"):
-                    check_tied(adapted)
-            else:
-                check_tied(adapted)
+ADAPTERS: dict[str, tuple[Any, bool]] = {
+    "layers": (LoraConfig(r=2, target_modules=["q_proj"]), True),
+    "rows of both": (TrainableTokensConfig(token_indices=[1, 2]), True),
+    "embeddings": (LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"]), False),
+    "head": (LoraConfig(r=2, target_modules=["q_proj", "lm_head"]), False),
+    "a head of its own": (LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["lm_head"]), False),
+    "embeddings of their own": (LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens"]), False),
+}
+
+
+@pytest.mark.parametrize("name", ADAPTERS)
+def test_adapters_on_one_of_two_tied_layers_are_refused(dense: Path, untied: Path, name: str) -> None:
+    config, fits_tied = ADAPTERS[name]
+    check_tied(get_peft_model(AutoModelForCausalLM.from_pretrained(untied), config))
+    tied = get_peft_model(AutoModelForCausalLM.from_pretrained(dense), config)
+    if fits_tied:
+        check_tied(tied)
+    else:
+        with pytest.raises(
+            ConfigError, match="Remove 'embed_tokens' and 'lm_head' from target_modules and modules_to_save"
+        ):
+            check_tied(tied)
 
 
 @pytest.mark.parametrize("way", ["ours", "attached"])
