@@ -97,9 +97,7 @@ def unpack(layers: int | None = None, out: Path | None = None) -> Path:
 def main() -> None:
     """Unpack the model, and say where it is."""
     assert __doc__ is not None
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.smollm2", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, metavar="N", help="keep the first N of 30 layers")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write it (default: a folder of runs/models)"

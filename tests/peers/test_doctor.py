@@ -62,7 +62,8 @@ def test_a_clean_run_names_nothing_and_a_fault_is_named_confirmed_and_mended(run
     run_dtypes = live["run"]["dtype"], live["run"]["trainer_dtype"], live["engine_dtype"]
     assert run_dtypes == ("float32", "float32", "float32") and "dtype" not in live["run"]["arguments"]
     # Nor does what each block says of the engine's own input.
-    assert len(clean["blocks"]) == 8 and "no block stands out" in clean["printed"], clean["printed"]
+    # Attention and MLP of each of the four layers, and the head.
+    assert len(clean["blocks"]) == 9 and "no block stands out" in clean["printed"], clean["printed"]
     wrong = found["wrong_layer"]
     most = max(wrong["blocks"], key=lambda block: block["error"] / block["own"])
     assert (most["layer"], most["kind"]) == (2, "mlp") and not stale["causes"][1:], wrong["printed"]

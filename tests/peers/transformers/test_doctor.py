@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from mismatch_ext.adapters import cli
-from mismatch_ext.adapters.doctor.blocks import compared
+from mismatch_ext.adapters.doctor.blocks import HiddenStates, compared
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
@@ -51,14 +51,14 @@ def sample(responses: int = 12) -> Sample:
 
 @pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str, tmp_path: Path) -> None:
-    model = load_model(tiny_model(kind, tmp_path / "model"))
+    model = load_model(tiny_model(kind, tmp_path / "model", tied=False))
     # An end, which may stand before a prompt as a template's extra token.
     model.generation_config.eos_token_id = EOS_ID
     scorer = Scorer(model, sample(), trainer_dtype="float32", engine_dtype="bfloat16")
     oracle = torch.log_softmax(scorer.scores.logits.double(), -1)
     picked = oracle.gather(-1, torch.from_numpy(scorer.sample.tokens)[:, None])[:, 0].numpy()
     assert scorer.logprobs() == pytest.approx(picked, abs=1e-6)
-    older = tiny_model(kind, tmp_path / "older", seed=1)
+    older = tiny_model(kind, tmp_path / "older", seed=1, tied=False)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     causes = of_model(scorer, [older])
     assert len({cause.key for cause in causes}) >= (23 if kind == "dense" else 25)
@@ -383,10 +383,10 @@ def test_a_block_that_computes_otherwise_is_found_on_its_own_input(kind: str, tm
             found.append({at: (x[0], y.reshape(-1, y.shape[-1])) for at, (x, y) in held.items()})
         return found
 
-    blocks = compared(scorer, rows, seen())
+    blocks = compared(scorer, HiddenStates(rows=rows, blocks=seen()))
     assert len(blocks) == 4 and max(block.ratio for block in blocks) < 1.2, blocks
     engine.model.layers[0].mlp.register_forward_hook(lambda module, inputs, output: output * 1.1)
-    blocks = compared(scorer, rows, seen())
+    blocks = compared(scorer, HiddenStates(rows=rows, blocks=seen()))
     (out,) = [block for block in blocks if block.ratio > STANDS_OUT]
     assert (out.layer, out.kind) == (0, "mlp") and out.error == pytest.approx(0.1, rel=0.1)
 

@@ -19,9 +19,8 @@ FLOAT32 = {"precision": {"dtype": "float32"}}
 KL = {"kl": {"estimator": "k3"}}
 CORRECTION = {"correction": {"preset": "token_truncate"}}
 RATE = {"lr": {"period": 2, "warmup_steps": 0}}
-R2, R3 = ({"routing": {"mode": mode}} for mode in ("R2", "R3"))
+R3 = {"routing": {"mode": "R3"}}
 SHORT = {"max_steps": 1, "bf16": False, "beta": 0.05, "max_completion_length": 8}
-ALONE = {**SHORT, "use_vllm": False, "model_init_kwargs": {"dtype": "float32"}}
 
 
 # Package, planted change, blocks that are refused, with an engine to be started, with what their message begins with and names,
@@ -42,21 +41,6 @@ DRIFTS: dict[str, tuple[str, Edits, list[tuple[Any, str, str]], Any, dict[str, A
         ],
         {**FLOAT32, **KL},
         SHORT,
-    ),
-    "changed-signature": (
-        "trl",
-        {
-            "trainer/grpo_trainer.py": [
-                ("def _generate(self, prompts: list):", "def _generate(self, seed: int = 0, *, prompts: list):"),
-                ("self._generate(prompts)", "self._generate(prompts=prompts)"),
-            ]
-        },
-        [
-            (R2, "mismatch.routing.mode='R2': trl ", "._generate takes (seed, prompts), not prompts."),
-            ({**KL, "lr": {}}, "mismatch.kl: trl ", "._generate takes (seed, prompts), not prompts."),
-        ],
-        RATE,
-        ALONE,
     ),
 }
 

@@ -64,8 +64,8 @@ def test_a_multiplier_of_one_is_stock_bit_for_bit(run: Run, dense: Path, tmp_pat
     assert ours["applied"] == stock["applied"] and ours["logged"] == stock["logged"]
 
 
-def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(run: Run, dense: Path, tmp_path: Path) -> None:
-    given = {"model": dense, "lr": SURGE, "grow_at": 3, "max_steps": 8}
+def test_a_surge_of_lengths_finds_the_period_and_survives_kill_9(run: Run, untied: Path, tmp_path: Path) -> None:
+    given = {"model": untied, "lr": SURGE, "grow_at": 3, "max_steps": 8}
     given |= {"save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "constant"}
     whole = run(scenarios.train, out=tmp_path / "whole", **given).expect()
     assert max(whole["lengths"][:3]) <= 4 < 8 < min(whole["lengths"][3:])

@@ -73,8 +73,8 @@ def faulty(run: Run, moe: Path) -> Result:
 
 
 @pytest.fixture(scope="module")
-def scaled(run: Run, dense: Path, host: dict[str, str]) -> Result:
-    return run(training.scaler, model=dense, env=host).expect()
+def scaled(run: Run, untied: Path, host: dict[str, str]) -> Result:
+    return run(training.scaler, model=untied, env=host).expect()
 
 
 @pytest.fixture(scope="module")
@@ -524,8 +524,8 @@ def test_ranks_that_share_a_sequence_replay_as_one_does(
     ]
 
 
-def test_what_a_fused_head_cannot_do_is_refused(run: Run, dense: Path) -> None:
-    found = run(fusing.refusals, dense=dense).expect()
+def test_what_a_fused_head_cannot_do_is_refused(run: Run, untied: Path) -> None:
+    found = run(fusing.refusals, dense=untied).expect()
     # verl 0.9.1 shards an output layer that is not the embeddings' by itself, and its fused head then fails by itself.
     assert "mixed torch.Tensor and DTensor" in found["untied"]
     assert "log-probabilities in float16; allowed: float32" in found["rounded"]
