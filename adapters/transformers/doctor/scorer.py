@@ -55,6 +55,8 @@ LAYOUTS = {
 }
 # Most responses that each rung is measured on, and responses of a batch, as in a trainer.
 ROWS, BATCH = 32, 8
+# Responses that are computed in float64, and the most parameters of a model that is.
+FLOAT64_ROWS, FLOAT64_PARAMETERS = 4, 2**31
 
 
 class Scorer:
@@ -258,6 +260,21 @@ class Scorer:
         with self.cast(self.engine_dtype), in_float32(exact):
             row_logprobs = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(row_logprobs)
+
+    def float32_error(self) -> float:
+        """Return the mean |float32 - float64| of a few responses' log-probabilities, nats per token: the model's own rounding.
+
+        0 if it is not measured: the model is large, or has experts, which float64 may choose otherwise.
+        """
+        size = sum(parameter.numel() for parameter in self.model.parameters())
+        if size > FLOAT64_PARAMETERS or self.shape is not None:
+            return 0.0
+        rows = np.linspace(0, len(self.sample.responses) - 1, FLOAT64_ROWS).astype(int).tolist()
+        few = list(dict.fromkeys(rows))
+        plain = dict(self._picked(row, logits) for row, logits in self._passes(self.sample, None, only=few))
+        with self.cast(torch.float64):
+            exact = dict(self._picked(row, logits) for row, logits in self._passes(self.sample, None, only=few))
+        return float(np.abs(np.concatenate([plain[row] - exact[row] for row in few])).mean())
 
     def cast(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Hold the weights in another dtype; buffers keep their dtype, as in a trainer."""

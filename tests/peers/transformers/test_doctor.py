@@ -405,3 +405,13 @@ def test_another_sample_is_scored_by_its_own_tokens(tmp_path: Path) -> None:
     oracle = torch.log_softmax(torch.as_tensor(found.logits[:]).double(), -1)
     picked = oracle.gather(-1, torch.from_numpy(long.tokens)[:, None])[:, 0].numpy()
     assert found.own == pytest.approx(picked, abs=1e-5)
+
+
+def test_float32s_own_error_is_measured_and_the_weights_are_as_before(tmp_path: Path) -> None:
+    model = load_model(tiny_model("dense", tmp_path / "dense"))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    scorer = Scorer(model, sample(), trainer_dtype="float32", engine_dtype="float32")
+    assert 1e-9 < scorer.float32_error() < 1e-5
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    experts = load_model(tiny_model("moe", tmp_path / "moe"))
+    assert Scorer(experts, sample(), trainer_dtype="float32", engine_dtype="float32").float32_error() == 0.0
