@@ -98,7 +98,7 @@ def main() -> None:
     """Unpack the model, and say where it is."""
     assert __doc__ is not None
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--layers", type=int, metavar="N", help="keep the first N of 30 layers")
+    parser.add_argument("--layers", type=int, choices=range(1, 31), metavar="N", help="keep the first N of 30 layers")
     parser.add_argument(
         "--out", type=Path, metavar="FOLDER", help="where to write it (default: a folder of runs/models)"
     )

@@ -134,7 +134,8 @@ class MismatchConfigMixin(_Host):
         with self._verdicts.checking("trainer"):
             raise ConfigError(
                 f"mismatch={self.mismatch!r} was given to a trainer that does not know it, and would train without it. Use "
-                "MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class."
+                "MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class. attach(trainer) measures a "
+                "stock trainer without a config."
             )
 
     def _check_settled(self, block: MismatchConfig) -> None:

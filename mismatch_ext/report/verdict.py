@@ -87,8 +87,8 @@ WORDS = {
     SMALL: ("small gap", "has a small gap", "have a small gap"),
     WARNED: (
         "small gap, with warnings",
-        "has a small gap over all its steps, with warnings",
-        "have a small gap over all their steps, with warnings",
+        "has a small gap, with warnings",
+        "have a small gap, with warnings",
     ),
     ELEVATED: (
         "elevated gap",
@@ -173,7 +173,8 @@ def level_of(abs_diff_mean: float | None, k3: float | None) -> str:
 def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) -> RunVerdict:
     """Judge one run by its worst split and what the doctor found of it; stale rollouts are judged only by their numerics."""
     outliers = _outliers(run)
-    usual = run if outliers is None else _without(run, outliers.steps)
+    left_out = () if outliers is None or outliers.at_the_end else outliers.steps
+    usual = _without(run, left_out) if left_out else run
     known = parts(usual)
     rows = [row for row in summary.rows if row.run == name]
     if outliers is not None:
@@ -220,7 +221,7 @@ def judge(name: str, run: RunData, summary: Summary, why: Sequence[Why] = ()) ->
         rounding=None if found is None else found.rounding,
         warnings=tuple(warning.said for warning in warnings),
         corrected=_corrected(run),
-        outliers=() if outliers is None else outliers.steps,
+        outliers=left_out,
         other_experts=pooled(run, FLIPS, split),
         k3_without_replay=k3_without_replay,
         k3_with_replay=k3_with_replay,
@@ -316,6 +317,7 @@ class _Outliers:
     figure: str
     largest: float
     median: float
+    at_the_end: bool  # whether no usual steps follow, so that it may be the beginning of a collapse
 
 
 def _outliers(run: RunData) -> _Outliers | None:
@@ -331,16 +333,22 @@ def _outliers(run: RunData) -> _Outliers | None:
         usual = median(value for _, value in known)
         limit = max(least, usual * OUTLIER**power)
         beyond = {step: value for step, value in known if value > limit}
-        # What lasts to the end of the log may be the beginning of a collapse.
-        has_ended = all(value <= limit for _, value in known[-PATIENCE:])
-        if has_ended and 0 < len(beyond) <= max(1, len(known) // STEPS_PER_OUTLIER):
-            return _Outliers(steps=tuple(beyond), figure=figure, largest=max(beyond.values()), median=usual)
+        if 0 < len(beyond) <= max(1, len(known) // STEPS_PER_OUTLIER):
+            return _Outliers(
+                steps=tuple(beyond),
+                figure=figure,
+                largest=max(beyond.values()),
+                median=usual,
+                at_the_end=any(step in beyond for step, _ in known[-PATIENCE:]),
+            )
     return None
 
 
 def _of_outliers(found: _Outliers) -> _Warning:
     steps, size = _steps(found.steps), f"{found.figure} {quantity(found.largest, 2)}"
-    if len(found.steps) == 1:
+    if found.at_the_end:
+        what = f"{steps}, at the end of the log, may be where the run breaks: {size}"
+    elif len(found.steps) == 1:
         what = f"{steps} is an outlier step: {size}"
     else:
         what = f"{steps} are outlier steps: up to {size}"

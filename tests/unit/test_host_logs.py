@@ -498,3 +498,9 @@ def test_one_step_far_above_all_others_is_an_outlier_and_not_the_level_of_the_ru
 def test_steps_that_are_no_exception_keep_their_level(at: dict[int, float], tmp_path: Path) -> None:
     said, run = verdict_of(with_outliers(tmp_path / "exp.jsonl", at))
     assert run["level"] == "large" and "outlier" not in said
+
+
+def test_a_last_step_far_above_all_others_may_be_where_the_run_breaks(tmp_path: Path) -> None:
+    said, run = verdict_of(with_outliers(tmp_path / "exp.jsonl", {60: 0.1}, steps=60))
+    assert run["outliers"] == () and run["level"] != "small" and "keep watching it" not in said
+    assert any("step 60, at the end of the log, may be where the run breaks" in warning for warning in run["warnings"])
