@@ -146,7 +146,7 @@ def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest
     monkeypatch.setattr(behavior.GRPOTrainer, "_compute_loss", space["_compute_loss"])
     options = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
     assert (
-        "self.args.sync_ref_model, here False"
+        "self.args.sync_ref_model (False)"
         in behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options).sentence()
     )
     options.sync_ref_model = True
@@ -158,12 +158,12 @@ def test_an_attribute_of_a_later_release_has_the_built_trainers_value(check: Any
     behavior = importlib.import_module("mismatch_ext.adapters.trl.behavior")
     block = MismatchConfig.parse(ONE)
     reads = check("return loss\n", "return loss * (2 if self.doubled else 1)\n")
-    assert "self.doubled, here None" in reads.sentence()
+    assert "self.doubled (None)" in reads.sentence()
     trainer = object.__new__(behavior.GRPOTrainer)
     trainer.args = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
     assert behavior.check_trainer(trainer, block, reads) is reads
     trainer.doubled = False
-    assert "self.doubled, here False" in behavior.check_trainer(trainer, block, reads).sentence()
+    assert "self.doubled (False)" in behavior.check_trainer(trainer, block, reads).sentence()
     trainer.doubled = True
     with pytest.raises(SeamError, match=r"mismatch.kl: .* comes to .* instead of .*self.doubled=True, which is new"):
         behavior.check_trainer(trainer, block, reads)
@@ -381,7 +381,7 @@ INSIDE = {"kl", "correction", "sampling_mask", "routing.R2", "routing.R3"}
 @pytest.mark.parametrize(
     ("name", "compat", "trains"),
     [
-        ("an option and an input that are off", "reads self.new_flag, here ", True),
+        ("an option and an input that are off", "reads self.new_flag (", True),
         pytest.param("an input that no batch has", "If a batch has 'top_p_ratio'", True, marks=pytest.mark.nightly),
         ("an input of each batch", "If a batch has 'top_p_ratio'", False),
         pytest.param("an input that it needs", None, False, marks=pytest.mark.nightly),
