@@ -146,8 +146,7 @@ def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest
     monkeypatch.setattr(behavior.GRPOTrainer, "_compute_loss", space["_compute_loss"])
     options = behavior.GRPOConfig(output_dir="nowhere", bf16=False, use_cpu=True)
     assert (
-        "self.args.sync_ref_model (False)"
-        in behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options).sentence()
+        "self.args.sync_ref_model (False)" in behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options).sentence()
     )
     options.sync_ref_model = True
     with pytest.raises(SeamError, match=r"comes to .* instead of .*self.args.sync_ref_model=True, which is new"):
