@@ -52,7 +52,7 @@ def changed_settings(saved: Mapping[str, Any] | None, present: Mapping[str, Any]
     """
     if saved is None:
         return None
-    before, now = ({"level": "enforce", **block, "monitor": None} for block in (saved, present))
+    before, now = ({**block, "monitor": None} for block in (saved, present))
     changes = [change for name in {**before, **now} for change in _changes(before.get(name), now.get(name), name)]
     if not changes:
         return None

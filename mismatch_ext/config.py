@@ -11,7 +11,7 @@ import re
 import sys
 import typing
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
@@ -25,7 +25,8 @@ from mismatch_ext.presets import FROM_PRESET, resolve
 if TYPE_CHECKING:
     from mismatch_ext.rollout import SamplingSettings
 
-Level = Literal["observe", "enforce"]
+LEVELS = ("enforce", "observe")
+"""Values of `level`: the sections are applied, or are checked and then left out, so that the run is only measured."""
 Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML 1.1 reads a bare `off` as False
 Action = Annotated[Literal["error", "warn", "off"], _OFF]
@@ -326,9 +327,10 @@ class MonitorConfig:
     metrics: Literal["short", "all"] = "short"
     """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
     or all. `metrics.jsonl` always has all."""
-    weight_sync: Action = "error"
+    weight_sync: Action | None = None
     """What to do if the engine computes with stale or corrupted weights after an update: its prefill differs from the
-    trainer, or its decode from its prefill."""
+    trainer, or its decode from its prefill. None ends a run whose config acts, and is counted and warned of in others.
+    `error` by itself makes a config act."""
     alarms: dict[Text, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by the name of the logged metric, with or without the prefix `mismatch/`. They change or extend the
     built-in ones. Evaluation metrics are not watched."""
@@ -362,12 +364,10 @@ class MismatchConfig:
     """The `mismatch` config: one section for each feature.
 
     A section that you leave out changes no number of TRL's or verl's, bit for bit. Unknown keys, wrong types, values
-    out of range and contradictions raise ConfigError. `MismatchConfig.parse` reads text, files and mappings.
+    out of range and contradictions raise ConfigError. `MismatchConfig.parse` reads text, files and mappings. In these,
+    `level: observe` beside the sections checks them, and then leaves them out: the run is measured as by `{}`.
     """
 
-    level: Level = "enforce"
-    """`enforce` applies the sections, and ends a run whose checks fail. `observe` applies none, measures as an empty
-    config does, and logs a warning for each failed check; see docs/metrics.md."""
     precision: PrecisionConfig | None = None
     """One precision on both sides; if absent, dtypes stay as they are."""
     correction: CorrectionConfig | None = None
@@ -396,9 +396,25 @@ class MismatchConfig:
         )
 
     @property
-    def acting(self) -> MismatchConfig:
-        """The block with the sections that act: all of them, or under `observe` none."""
-        return self if self.level == "enforce" else MismatchConfig(level=self.level, monitor=self.monitor)
+    def acts(self) -> bool:
+        """Whether the config changes training or may end it; one that does neither measures and warns.
+
+        It acts with any section but `monitor`, with an alarm whose action is `stop`, and with `monitor.weight_sync: error`.
+        """
+        sections = (self.precision, self.correction, self.kl, self.routing, self.sampling_mask, self.lr)
+        changes_training = any(section is not None for section in sections)
+        stops = any(alarm.action == "stop" for alarm in self.monitor.alarms.values())
+        return changes_training or stops or self.monitor.weight_sync == "error"
+
+    def only_measuring(self) -> MismatchConfig:
+        """Return the config that measures as this one does, and neither changes training nor ends it."""
+        monitor = self.monitor
+        alarms = {
+            metric: replace(alarm, action="warn") if alarm.action == "stop" else alarm
+            for metric, alarm in monitor.alarms.items()
+        }
+        weight_sync = None if monitor.weight_sync == "error" else monitor.weight_sync
+        return MismatchConfig(monitor=replace(monitor, alarms=alarms, weight_sync=weight_sync))
 
     @classmethod
     def parse(cls, value: Any, source: str = "the mismatch block") -> MismatchConfig | None:
@@ -422,21 +438,29 @@ class MismatchConfig:
         if not isinstance(value, dict):
             raise ConfigError(f"{source}: expected a mapping of sections, found {type(value).__name__} {shown(value)}.")
         for key in _keys("mismatch"):
-            if key != "level" and value.get(key, {}) is None:
+            if value.get(key, {}) is None:
                 raise _nothing_given(f"mismatch.{key}")
         if unnamed := [key for key in value if not isinstance(key, str)]:
-            raise ConfigError(f"{source}: unknown key {shown(unnamed[0])}; known keys: {', '.join(_keys('mismatch'))}.")
-        return cls(**value)
+            known = ", ".join(_known_keys("mismatch"))
+            raise ConfigError(f"{source}: unknown key {shown(unnamed[0])}; known keys: {known}.")
+        level = value.pop("level", "enforce")
+        if level not in LEVELS:
+            raise ConfigError(
+                f"mismatch.level: {shown(level)} is not allowed; allowed: {' or '.join(map(repr, LEVELS))}."
+                f"{suggestion(level, LEVELS)}"
+            )
+        config = cls(**value)
+        return config if level == "enforce" else config.only_measuring()
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the block as plain JSON-able data, without absent sections, and without the level if it is the default.
+        """Return the block as plain JSON-able data, without absent sections.
 
         Keys of `correction` that take their preset's value are absent, because None stands for off.
         """
         data = _plain(asdict(self))
         if data["correction"] is not None:
             data["correction"] = {key: value for key, value in data["correction"].items() if value is not FROM_PRESET}
-        return {key: value for key, value in data.items() if value is not None and (key, value) != ("level", "enforce")}
+        return {key: value for key, value in data.items() if value is not None}
 
 
 # Reading, and refusals: what was found, what is allowed.
@@ -446,6 +470,11 @@ def _keys(path: str) -> list[str]:
     """Return the keys of a section, or of one alarm."""
     section = _SECTIONS.get(path) or _SECTIONS[path.rpartition(".")[0]]
     return [key.name for key in fields(section)]
+
+
+def _known_keys(path: str) -> list[str]:
+    """Return what may be written in a section: its fields, and at the top the level, which is no setting of a run."""
+    return ["level", *_keys(path)] if path == "mismatch" else _keys(path)
 
 
 def _nothing_given(path: str) -> ConfigError:
@@ -465,7 +494,7 @@ def _refusal(error: ValidationError, path: str) -> ConfigError:
     if kind == "value_error" and isinstance(wrong["ctx"]["error"], ConfigError):
         return wrong["ctx"]["error"]
     if kind == "unexpected_keyword_argument":
-        known = _keys(section)
+        known = _known_keys(section)
         return ConfigError(
             f"{section}: unknown key {name!r} (value {shown(value)}); known keys: {', '.join(known)}."
             f"{suggestion(name, known)}"

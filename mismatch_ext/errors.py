@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import difflib
 import reprlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 
 
 class MismatchError(Exception):
@@ -67,12 +68,30 @@ class EngineError(MismatchError, RuntimeError):
     """The rollout engine failed, or runs with settings that the trainer cannot match."""
 
 
+class OtherRankError(RuntimeError):
+    """Another rank failed with an error that is not one of this package's, so that no rank may go on."""
+
+
 class LoopError(MismatchError, RuntimeError):
     """A training loop of your own did not use what its block asks for, or used it in the wrong order."""
 
 
 class RunDirectoryError(MismatchError, OSError):
     """The run directory or its metrics file cannot be read or written."""
+
+
+@contextmanager
+def asking_engine(what: str) -> Iterator[None]:
+    """Turn an error of an engine's own call into an `EngineError`; `what` says what it was asked to do.
+
+    Put nothing but that call into the block, so that a bug of ours is not taken for a failure of the engine.
+    """
+    try:
+        yield
+    except MismatchError:
+        raise
+    except Exception as error:
+        raise EngineError(f"the engine failed to {what}: {type(error).__name__}: {error}") from error
 
 
 _SHORT = reprlib.Repr()

@@ -25,7 +25,7 @@ TRAINER_STATE = "trainer_state.json"
 EVENTS = "events.out.tfevents.*"
 CENTRAL = ("logp_abs_diff_mean", "k3_kl", "ess_seq")
 """The figures of the gap that the report's verdict and first table are about."""
-OBSERVE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatch.level=observe"}
+MEASURE = {"TRL": "mismatch_ext.adapters.trl.attach(trainer)", "verl": "+mismatch={}"}
 """What makes this package log all of them, and changes nothing."""
 GIVE = (
     f"give a folder that holds {METRICS_FILE} (`mismatch.monitor.run_dir`, by default `mismatch` in the output folder), "
@@ -295,4 +295,4 @@ def _about(source: Path, host: str, logged: set[str]) -> str:
         text += ". How stale its rollouts were is unknown: with asynchronous rollouts, part of the gap may be drift"
     if not missing:
         return f"{text}."
-    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {OBSERVE[host]}."
+    return f"{text}. Missing: {', '.join(missing)}; to have them logged: {MEASURE[host]}."

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
+from mismatch_ext.checks import METRIC, Checks
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
 from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
@@ -40,7 +41,6 @@ from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import METRIC, Verdicts
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
@@ -259,6 +259,7 @@ def run_info(
         **(more or {}),
         "patches": [dict(patch) for patch in patches],
         "config": block.to_dict(),
+        "acts": block.acts,
         "versions": {name: installed(name) or "not installed" for name in ("mismatch-ext", "torch", *packages)},
         "audit": None if audit is None else audit.to_dict(),
     }
@@ -266,7 +267,7 @@ def run_info(
 
 def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str, Rule], run_dir: Path) -> str:
     """Return the lines at the start of a run: what both sides compute with, the sections that are on, and the patches."""
-    active = "observes, and changes nothing in," if block.level == "observe" else "is active on"
+    active = "is active on" if block.acts else "measures, and changes nothing in,"
     lines = [f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}"]
     lines += [_line(side, header[side] or "none: the trainer's own model generates") for side in ("trainer", "engine")]
     lines += section_lines(block)
@@ -288,8 +289,9 @@ def section_lines(block: MismatchConfig) -> list[str]:
     monitor = sections.get("monitor", {})
     for name in ("alarms", "default_alarms"):
         monitor.pop(name, None)
-    if block.level == "observe" and monitor.get("weight_sync") == "error":
-        monitor["weight_sync"] = "warn"
+    # What happens after a failed check is worth a line also where the key is left out.
+    weight_sync = block.monitor.weight_sync or ("error" if block.acts else "warn")
+    sections["monitor"] = {**monitor, "weight_sync": weight_sync}
     return [_line(name, keys) for name, keys in sections.items()]
 
 
@@ -346,8 +348,8 @@ class RunLog:
     """Measurements, alarms and events of one trainer; every rank has one, and the main process writes. Raises RunDirectoryError.
 
     A host calls `begin`, for each step `observe` on its batches and then `log`, and `end`. `info` builds the header of a segment,
-    as `run_info` does, and `step` returns the number of finished optimizer steps. `verdicts` decides whether a failed check ends
-    the run; None ends it, whatever the block's level. `tell` shows a warning to the user; None logs it.
+    as `run_info` does, and `step` returns the number of finished optimizer steps. `checks` decides whether a failed check ends
+    the run; None ends it. `tell` shows a warning to the user; None logs it.
     """
 
     def __init__(
@@ -359,14 +361,14 @@ class RunLog:
         step: Callable[[], int],
         names: HostNames | None = None,
         ranks: Ranks = ONE_PROCESS,
-        verdicts: Verdicts | None = None,
+        checks: Checks | None = None,
         tell: Callable[[str], None] | None = None,
     ) -> None:
         self.block, self.run_dir, self.ranks = block, run_dir, ranks
-        self.verdicts = Verdicts("enforce", step) if verdicts is None else verdicts
+        self.checks = Checks(True, step) if checks is None else checks
         self._info, self._step = info, step
         self._tell = logger.warning if tell is None else tell
-        routing = block.acting.routing
+        routing = block.routing
         replays = routing is not None and routing.mode == "R3"
         self.rules = rules_of(block.monitor, names, replays=replays)
         self.alarms = AlarmState()
@@ -386,7 +388,7 @@ class RunLog:
         self.doctor: RunDoctor | None = None
         if ranks.rank == 0:
             ensure_writable(run_dir)
-            self.verdicts.report_to(self._write_event)
+            self.checks.report_to(self._write_event)
             if block.monitor.doctor is not None:
                 from mismatch_ext.doctor.in_run import RunDoctor  # the doctor reads runs
 
@@ -569,10 +571,10 @@ class RunLog:
         return Logged(metrics=measured, shown=self.shown(measured), stop=stop)
 
     def measured(self, step: int, split: str = "train") -> dict[str, float]:
-        """Return the metrics of all ranks' tokens observed since the last call; for "train", those of the findings so far too."""
+        """Return the metrics of all ranks' tokens observed since the last call; for "train", the failed checks so far too."""
         metrics = self.flush(split, step)
         if split == "train":
-            metrics |= {PREFIX + name: value for name, value in self.verdicts.metrics().items()}
+            metrics |= {PREFIX + name: value for name, value in self.checks.metrics().items()}
         return metrics
 
     def raised(self) -> dict[str, float]:
@@ -609,14 +611,12 @@ class RunLog:
         """Raise the alarms of a training log in the main process; return the message of one that stops training."""
         stop = None
         if self.ranks.rank == 0:
-            with self.verdicts.checking("alarms"):
+            with self.checks.checking("alarms"):
                 stop = self._watch(step, metrics)
         return stop
 
     def decided(self, stop: str | None) -> str | None:
         """Return on every rank what `look` returned in the main process; all ranks must call it."""
-        if self.verdicts.observes:
-            return None
         if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.rules.values()):
             # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
             stop = self.ranks.gather(stop)[0]
@@ -638,9 +638,7 @@ class RunLog:
                 self._tell(alarm.message)
                 if self.doctor is not None:
                     self.doctor.raised(alarm)
-            if alarm.stops and self.verdicts.observes:
-                self.verdicts.note("alarm", alarm.message, step=step)
-            elif alarm.stops:
+            if alarm.stops:
                 stop = alarm.message
         return stop
 

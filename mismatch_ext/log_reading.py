@@ -162,13 +162,13 @@ class _AlarmData(_Part):
     first_step: Count
 
 
-class _FindingData(_Part):
+class _FailedCheckData(_Part):
     check: str
     count: Count
     message: str
 
 
-_EVENT_DATA: dict[str, type[_Part]] = {"alarm": _AlarmData, "observed": _FindingData}
+_EVENT_DATA: dict[str, type[_Part]] = {"alarm": _AlarmData, "check_failed": _FailedCheckData}
 """What the report reads of the data of an event, by the event's name."""
 
 

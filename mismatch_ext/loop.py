@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
@@ -58,7 +59,6 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, untrained
 
 HOST = "your own loop"
@@ -105,16 +105,16 @@ class Run:
         seed: int = 0,
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
-        self.block = (MismatchConfig.parse(block) or MismatchConfig()).acting
+        self.block = MismatchConfig.parse(block) or MismatchConfig()
         self.trainer, self.rollout, self.ranks, self.seed = trainer, rollout, ranks, seed
         self.names = HostNames() if names is None else names
         self.steps = 0
-        self._verdicts = Verdicts(self.block.level, lambda: self.steps)
+        self._checks = Checks(self.block.acts, lambda: self.steps)
         self._pending = _Pending()
-        self._required = _Required(self.block, measures=not self._verdicts.observes)
+        self._required = _Required(self.block)
         self._audit: AuditReport | None = None
         with self._together():
-            with self._verdicts.checking("block"):
+            with self._checks.checking("block"):
                 check_block(self.block)
             self._log = RunLog(
                 self.block,
@@ -123,7 +123,7 @@ class Run:
                 step=lambda: self.steps,
                 names=self.names,
                 ranks=ranks,
-                verdicts=self._verdicts,
+                checks=self._checks,
                 tell=lambda message: warnings.warn(message, stacklevel=5),
             )
         kl = self.block.kl
@@ -165,27 +165,27 @@ class Run:
                 )
             self._set_precision()
             dtype = self.trainer.reading().compute_dtype
-            with self._verdicts.checking("engine"):
+            with self._checks.checking("engine"):
                 self.rollout.check(self.block, dtype)
-            with self._verdicts.checking("precision"):
+            with self._checks.checking("precision"):
                 self._audit = self._audited()
-            with self._verdicts.checking("readiness"):
+            with self._checks.checking("readiness"):
                 readiness = check_readiness(self.trainer.named_parameters(), self.block.precision)
             self._begin_replay()
             self._log.sampled_with(self.rollout.sampling)
             self._grid = GridWatch.of(self.trainer.reading(), self.rollout.reading())
             self._control_rate(0 if state is None else state["run"]["step"])
         if self.block.monitor.weight_sync != "off":
-            with self._together(), self._verdicts.checking("weight_sync"):
+            with self._together(), self._checks.checking("weight_sync"):
                 self._begin_verifying(dtype, resumed=state is not None)
         with self._together():
             if state is not None:
                 self._load(state)
             self._log.begin(None if state is None else self.steps)
         with self._together():
-            with self._verdicts.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
+            with self._checks.checking("vocabulary"):  # on all ranks: it runs the model, which may be sharded
                 surplus = self.trainer.surplus()
-            with self._verdicts.checking("attention"):
+            with self._checks.checking("attention"):
                 attention = self.trainer.dropped_attention()
             bias = self.rollout.sampling.ratio_bias(renormalized=self.rollout.reading().renormalizes)
             groups = self.trainer.optimizer.param_groups
@@ -277,19 +277,19 @@ class Run:
         """
         self._expect_started()
         with self._together(split):
-            with self._verdicts.checking("records"):
+            with self._checks.checking("records"):
                 if self._verifier is not None and self._verifier.moved():
                     raise LoopError(
                         f"step {self.steps}: the trainer's weights have changed since the engine got them: call run.send() "
                         "before the next rollouts, or set mismatch.monitor.weight_sync='off'."
                     )
             batch = None
-            with self._verdicts.checking("records"):
+            with self._checks.checking("records"):
                 batch = collate(records, self.trainer.device, split)
-            if batch is None:  # it was refused under `observe`: take one provenance, and no routes
+            if batch is None:  # it was refused, and the run goes on: take one provenance, and no routes
                 alike = [replace(record, provenance=records[0].provenance, routing=None) for record in records]
                 batch = collate(alike, self.trainer.device, split)
-            with self._verdicts.checking("records"):
+            with self._checks.checking("records"):
                 expect_present(batch.provenance, self.rollout.weight_version)
             if self.block.routing is not None and self.block.routing.mode == "R3" and batch.routing is None:
                 raise RoutingError(
@@ -378,7 +378,7 @@ class Run:
         mask, measured = batch.response_mask, False
         gap = (old.detach(), batch.rollout_logprobs, mask)
         with self._together(batch.split):
-            with self._verdicts.checking("measure"):
+            with self._checks.checking("measure"):
                 self._log.observe(batch.split, *gap)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
@@ -490,7 +490,7 @@ class Run:
         """
         if loss is not None:
             self.backward(loss)
-        with self._together():
+        with self._together(), self._checks.checking("loop"):
             self._required.check_step(self.steps)
         if self._loss_parts:
             self._pending.note(self.names.loss, sum(self._loss_parts))
@@ -509,7 +509,7 @@ class Run:
         if rate is not None and rate.config.trigger == "grad_norm":
             rate.collect({"grad_norm": norm})
         if self._grid is not None:
-            with self._verdicts.checking("metrics"):
+            with self._checks.checking("metrics"):
                 self._grid.before(self.trainer.named_parameters())
         with nullcontext() if rate is None else rate.applied():
             if scaler is None:
@@ -521,7 +521,7 @@ class Run:
                 taken = scaler.overflow_steps == overflows
         applied = float(optimizer.param_groups[0]["lr"]) * (1.0 if rate is None else rate.last_multiplier)
         if self._grid is not None:
-            with self._verdicts.checking("metrics"):
+            with self._checks.checking("metrics"):
                 coarse = self._grid.after(self.trainer.named_parameters(), applied)
                 if coarse is not None and self.ranks.rank == 0:
                     self._warn(COARSE_ENGINE, coarse)
@@ -540,7 +540,7 @@ class Run:
 
     def _measure_lengths(self, batch: Batch) -> None:
         """Note a batch's lengths over all ranks, which give all of them one multiplier."""
-        with self._verdicts.checking("lengths"):
+        with self._checks.checking("lengths"):
             known = all(record.finish_reason is not None for record in batch.records)
             if self.ranks.size > 1:
                 known = all(self.ranks.gather(known))
@@ -577,7 +577,7 @@ class Run:
             reading, samples = answer
             if not self._transfer_audited:
                 self._transfer_audited = True
-                with self._verdicts.checking("precision"):
+                with self._checks.checking("precision"):
                     self._audited(reading)
         return self._verified(samples)
 
@@ -590,9 +590,8 @@ class Run:
         return self._verified(samples)
 
     def _check_stepped(self) -> None:
-        acts = self.block != MismatchConfig(level=self.block.level, monitor=self.block.monitor)
         with self._together():
-            if not self._stepped and acts and self._verifier is not None and self._verifier.moved():
+            if not self._stepped and self.block.acts and self._verifier is not None and self._verifier.moved():
                 raise LoopError(
                     f"step {self.steps}: the trainer's weights have changed, and not by run.step(), which applies what the "
                     "config asks for; step by it."
@@ -602,7 +601,7 @@ class Run:
         stepped, self._stepped = self._stepped, False
         verdict: SyncVerdict | None = None
         if self._verifier is not None:
-            with self._together(), self._verdicts.checking("weight_sync"):
+            with self._together(), self._checks.checking("weight_sync"):
                 verdict = self._verifier.verify(samples, stepped=stepped)
         if verdict is not None:
             self._pending.note(PREFIX + "weight_sync_gap", verdict.gap_mean)
@@ -620,7 +619,7 @@ class Run:
         self._expect_started()
         with self._together():
             own_metrics = {name: _number(value) for name, value in {**(metrics or {}), **more}.items()}
-        self._verdicts.gather(self.ranks)
+        self._checks.gather(self.ranks)
         with self._together():  # the main process alone writes
             logged = self._log.measured(self.steps, split)
         if split == "train":
@@ -751,12 +750,11 @@ class Run:
 class _Required:
     """Notes which sections of the config the loop has used for each step, and names those that it leaves out."""
 
-    def __init__(self, block: MismatchConfig, *, measures: bool) -> None:
+    def __init__(self, block: MismatchConfig) -> None:
         kl, leave_out = block.kl, "or leave the section out of the config"
         in_loss = kl is not None and kl.in_loss
         self._per_batch = {
-            "measure": measures
-            and "the gap of each batch is measured by run.measure(batch, old): call it before the step.",
+            "measure": "the gap of each batch is measured by run.measure(batch, old): call it before the step.",
             "correct": block.correction is not None
             and "mismatch.correction is on, and run.correct(batch, old) was not called for this batch: multiply the policy "
             f"loss by its weights, {leave_out}.",

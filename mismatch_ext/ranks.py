@@ -100,9 +100,12 @@ def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
-    """Return the name of an error's class, or of the base of it that every rank knows, and its message."""
+    """Return the name of an error's class, or of the base of it that every rank knows, and its message.
+
+    An error that is not this package's stays one on the other ranks, which must not go on where this one has ended.
+    """
     known = next((kind for kind in type(error).__mro__ if kind.__module__ == errors.__name__), None)
-    return ("MismatchError", f"{type(error).__name__}: {error}") if known is None else (known.__name__, str(error))
+    return ("OtherRankError", f"{type(error).__name__}: {error}") if known is None else (known.__name__, str(error))
 
 
 def _cause(words: str) -> str:

@@ -649,7 +649,7 @@ class WeightVerifier:
     def verify(
         self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None, *, stepped: bool = True
     ) -> SyncVerdict:
-        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError if the block says so.
+        """Judge the last update as `judge` does; write an event if it is bad, and raise WeightSyncError unless that is to warn.
 
         Weights that stand still are an event, too, unless no optimizer has `stepped` since the last update.
         """
@@ -657,7 +657,7 @@ class WeightVerifier:
         if not verdict.ok:
             if self._event is not None:
                 self._event("error", EVENT, f"{self._name}: {verdict.message}" if self._name else verdict.message)
-            if self.monitor.weight_sync == "error":
+            if self.monitor.weight_sync != "warn":
                 raise WeightSyncError(verdict.message)
         if verdict.status != "unchanged" and self._still >= STILL and self._event is not None:
             self._event("info", MOVING_EVENT, "weight updates send other weights again.")

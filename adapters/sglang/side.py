@@ -103,7 +103,7 @@ class Rollout:
         """
         from sglang import Engine
 
-        acting = block.acting
+        acting = block
         asked: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_CPU)
         if acting.precision is not None:
             wanted = {

@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 
 from mismatch_ext.alarms import AlarmState, rules_of
 from mismatch_ext.checkpoint import changed_settings
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, run_info, section_lines
@@ -27,7 +28,6 @@ from mismatch_ext.lr import LrControl
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.states import to_json
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
 
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
         self.block = (MismatchConfig.parse(mismatch) or MismatchConfig()).acting
-        self._verdicts = Verdicts(self.block.level)
+        self._checks = Checks(self.block.acts)
         for name in NEEDS_A_TRAINER:
             if getattr(self.block, name) is not None:
                 raise ConfigError(
@@ -61,7 +61,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
                     "monitor. Remove it, or use MismatchGRPOTrainer."
                 )
         if self.block.monitor.doctor is not None:
-            with self._verdicts.checking("sections"):
+            with self._checks.checking("sections"):
                 raise ConfigError(
                     f"mismatch.monitor.doctor={self.block.monitor.doctor!r} with MismatchCallback: a callback reaches no "
                     "rollouts; allowed: none. Remove it, or use MismatchGRPOTrainer."
@@ -96,8 +96,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError, RunDirectoryError: As in `on_train_begin`.
         """
-        self._verdicts.at(lambda: state.global_step)
-        with self._verdicts.checking("settings"):
+        self._checks.at(lambda: state.global_step)
+        with self._checks.checking("settings"):
             self._check_alone(state)
             # A fraction counts steps of a training, whose number is not known yet.
             self._check(args, args.logging_steps if args.logging_steps >= 1 else 1)
@@ -117,8 +117,8 @@ class MismatchCallback(TrainerCallback, ExportableState):
         Raises:
             ConfigError: The callback could not see what it needs.
         """
-        self._verdicts.at(lambda: state.global_step)
-        with self._verdicts.checking("settings"):
+        self._checks.at(lambda: state.global_step)
+        with self._checks.checking("settings"):
             self._check_alone(state)
             self._check(args, state.logging_steps)
         # When transformers saves, it expects an entry, which a checkpoint from before this callback does not have. In a new
@@ -127,11 +127,11 @@ class MismatchCallback(TrainerCallback, ExportableState):
         entry = entries.setdefault(type(self).__name__, {})
         self._logged = False
         saved: dict[str, Any] = {}
-        with self._verdicts.checking("checkpoint"):
+        with self._checks.checking("checkpoint"):
             saved = entry.get("attributes", {}).get("saved", {}) if state.global_step else {}
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._open(args, state, model)
-        with self._verdicts.checking("checkpoint"):
+        with self._checks.checking("checkpoint"):
             self._resume(entry, saved, state)
         if self._log is not None:
             self._alarms.on_train_begin(args, state, control)
@@ -139,7 +139,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             self._lr.resume(saved.get("lr"))
             self._lr.on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:
-            done = "observes, and changes nothing," if self._verdicts.observes else "is active"
+            done = "observes, and changes nothing," if not self._checks.acts else "is active"
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
             lines += section_lines(self.block)
             say("\n".join([*lines, *alarm_lines(self._rules, self._run_dir(args))]))
@@ -154,7 +154,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             step=lambda: state.global_step,
             names=TRL,
             ranks=AcceleratorRanks(PartialState()),
-            verdicts=self._verdicts,
+            checks=self._checks,
         )
         self._log.begin(state.global_step or None)
 
@@ -221,10 +221,10 @@ class MismatchCallback(TrainerCallback, ExportableState):
         if not logs or "loss" not in logs or self._log is None:
             return
         self._lead(state, logs)
-        with self._verdicts.checking("metrics"):
-            logs |= {PREFIX + name: value for name, value in self._verdicts.metrics().items()}
+        with self._checks.checking("metrics"):
+            logs |= {PREFIX + name: value for name, value in self._checks.metrics().items()}
         self._alarms.on_log(args, state, control, logs)
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._log.write(state.global_step, logs | self._alarms.left_out)
 
     def _lead(self, state: TrainerState, logs: dict[str, Any]) -> None:
@@ -273,7 +273,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             self._lr.release()
         if self._log is None:
             return
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._log.end("completed")
 
     def _info(self, args: TrainingArguments, model: Any) -> dict[str, Any]:

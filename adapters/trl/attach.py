@@ -88,16 +88,16 @@ class Attached(TrainerRun):
     def __init__(self, trainer: Any, block: MismatchConfig) -> None:
         with together(AcceleratorRanks(PartialState())):
             super().__init__(trainer, block, trainer.args.output_dir)
-        self.verdicts.at(lambda: self.step)
+        self.checks.at(lambda: self.step)
         self.engine = engine_of(trainer, self.ranks)
-        with self.verdicts.checking("sampling"):
+        with self.checks.checking("sampling"):
             self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.sampling)
         self.audit()
-        with self.verdicts.checking("attention"), together(self.ranks):
+        with self.checks.checking("attention"), together(self.ranks):
             self.warn_of_attention(trainer._tokenizer)
         if not self.proves:
-            self.verdicts.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
+            self.checks.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
         self.checked = Updates(self, vocabulary=plain_vocabulary(trainer._tokenizer, trainer.accelerator.device))
         self.checked.begin()
         self._plain_score = trainer._generate_and_score_completions
@@ -118,7 +118,7 @@ class Attached(TrainerRun):
         """Generate and score as TRL does, then measure the gap."""
         split = self.split
         output: dict[str, Any] = self._plain_score(*args, **kwargs)
-        with self.verdicts.checking("gap"), together(self.ranks):
+        with self.checks.checking("gap"), together(self.ranks):
             if output.get(ROLLOUT) is None:
                 raise RecordError(
                     f"{type(self.trainer).__name__} returned no {ROLLOUT} with this batch, so there is no gap to measure."

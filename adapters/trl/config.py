@@ -16,11 +16,11 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig, RLOOConfig
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.presets import resolve
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.verdicts import Verdicts
 
 if TYPE_CHECKING:
     from trl import GRPOConfig as _Host
@@ -94,23 +94,23 @@ class MismatchConfigMixin(_Host):
             self.accelerator_config = self.accelerator_config.options()
         given = MismatchConfig.parse(self.mismatch)
         if given is not None:
-            self.mismatch, block = given.to_dict(), given.acting
+            self.mismatch, block = given.to_dict(), given
             refuse(TRAINERS, type(self), block)
             # Findings of the configuration wait in it for the trainer.
-            self._verdicts = verdicts = Verdicts(block.level)
+            self._checks = checks = Checks(block.acts)
             if block.precision is not None:
                 self._follow_precision(block.precision.dtype)
             self._follow_objective(block)
         super().__post_init__()
         if given is not None:
             self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
-            with verdicts.checking("settled_settings"):
+            with checks.checking("settled_settings"):
                 self._check_settled(block)
 
     def mismatch_block(self) -> MismatchConfig | None:
         """Return the block with the sections that act, which under `observe` are none; None without a block."""
         block = MismatchConfig.parse(self.mismatch)
-        return None if block is None else block.acting
+        return None if block is None else block
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -131,7 +131,7 @@ class MismatchConfigMixin(_Host):
         """Refuse a trainer that would build its accelerator and train without the block."""
         if self._claimed:
             return
-        with self._verdicts.checking("trainer"):
+        with self._checks.checking("trainer"):
             raise ConfigError(
                 f"mismatch={self.mismatch!r} was given to a trainer that does not know it, and would train without it. Use "
                 "MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class. attach(trainer) measures a "

@@ -83,7 +83,7 @@ class Examiner:
         """Return a function that asks the engine again; None under `observe`, or if the engine is shared or may sleep."""
         args = self.trainer.args
         alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 and not args.vllm_enable_sleep_mode
-        if self.run.verdicts.observes or not alone:
+        if not self.run.checks.acts or not alone:
             return None
         return VllmEngine.around(self.trainer.vllm_generation.llm).score
 

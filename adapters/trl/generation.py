@@ -39,7 +39,7 @@ class CheckedGeneration:
         masks: EngineMasks | None = None,
         base: Base | None = None,
     ) -> None:
-        self.run, self.engine, self.verdicts = run, run.engine, run.verdicts
+        self.run, self.engine, self.checks = run, run.engine, run.checks
         self.patch_digest, self.layout, self.masks, self.base = patch_digest, layout, masks, base
         if layout is not None:
             self.engine.record_routing()
@@ -66,7 +66,7 @@ class CheckedGeneration:
         self._inner.sync_weights, self._inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._inner.generate = self.generate
         if self.run.proves:
-            with self.verdicts.checking("weight_sync"):
+            with self.checks.checking("weight_sync"):
                 with together(self.run.ranks):
                     if self.engine.fresh and self.run.prepared:
                         self.verifier.begin()
@@ -91,13 +91,13 @@ class CheckedGeneration:
         alone: Callable[[], AbstractContextManager[None]]
         alone = nullcontext if ranks is self.run.ranks else self._refusing
         if self.verifies and self.engine.fresh and not (self.run.step or self.weight_version or self.verifier.begun):
-            with alone(), self.verdicts.checking("weight_sync"), together(ranks):
+            with alone(), self.checks.checking("weight_sync"), together(ranks):
                 self.verifier.begin()
         # Sharded weights are scored by all ranks together, so that none may have failed before. Where the engine sleeps, the
         # trainer has the device's memory to itself until the update.
         scores = None
         if self.verifies:
-            with alone(), self.verdicts.checking("weight_sync"):
+            with alone(), self.checks.checking("weight_sync"):
                 with together(ranks):
                     found = self.run.score(self.verifier.probes)
                 scores = found  # on all ranks or none
@@ -108,10 +108,10 @@ class CheckedGeneration:
         if ranks.size == self.run.ranks.size:
             # Ranks decide by this whether to update together, so that an update on one of them does not count.
             self._sent_at = self.run.step
-        with alone(), self.verdicts.checking("precision"), together(ranks):
+        with alone(), self.checks.checking("precision"), together(ranks):
             self.run.sent(frozenset(self._sending.dtypes))
         if scores is not None:
-            with alone(), self.verdicts.checking("weight_sync"), together(ranks):
+            with alone(), self.checks.checking("weight_sync"), together(ranks):
                 look = TrainerLook(logprobs=scores, fingerprint=self.run.fingerprint())
                 self.verifier.verify(self._sending.samples, look, stepped=stepped)
 
@@ -139,7 +139,7 @@ class CheckedGeneration:
         self.sent = SentWeights() if self.run.examines else None
         with nullcontext() if self.base is None else self.base.kept():
             for name, parameter in self._plain_parameters(*args, **kwargs):
-                with self.verdicts.checking("weight_sync"):
+                with self.checks.checking("weight_sync"):
                     self._sending.note(name, parameter)
                 if self.sent is not None:
                     self.sent.note(name, parameter)
@@ -162,7 +162,7 @@ class CheckedGeneration:
     def send_moved(self) -> None:
         """Update the engine if weights changed without a step, as when a checkpoint is loaded; all ranks do so together."""
         # TRL counts steps alone.
-        if self.verifies and not self.verdicts.observes and any(self.run.ranks.gather(self.verifier.moved())):
+        if self.verifies and self.checks.acts and any(self.run.ranks.gather(self.verifier.moved())):
             self._sync(self.run.ranks)
         self._sent_at = self.run.step
 
@@ -178,11 +178,11 @@ class CheckedGeneration:
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
-        capture = self.verdicts.around("records", self.engine.captured(version))
+        capture = self.checks.around("records", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
         with capture as outputs, applied(*patches):
             result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
-        with self._refusing(), self.verdicts.checking("records"):
+        with self._refusing(), self.checks.checking("records"):
             supports = None
             if self.masks is not None:
                 supports, result = self.masks.of(result, (outputs or []) if patches else None)

@@ -33,6 +33,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import ConfigError, RunDirectoryError
@@ -49,7 +50,6 @@ from mismatch_ext.ranks import first_error
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
 
@@ -78,7 +78,7 @@ class TrainerRun:
 
     def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
         self.trainer, self.block = trainer, block
-        self.verdicts = Verdicts(block.level)
+        self.checks = Checks(block.acts)
         self.ranks = AcceleratorRanks(PartialState())
         self.log = RunLog(
             block,
@@ -87,7 +87,7 @@ class TrainerRun:
             step=lambda: self.step,
             names=TRL,
             ranks=self.ranks,
-            verdicts=self.verdicts,
+            checks=self.checks,
         )
         self.alarms = AlarmCallback(lambda: self.log)
         self.lr: LrCallback | None = None
@@ -135,9 +135,9 @@ class TrainerRun:
     def accelerator_created(self) -> None:
         """Turn on float16, which accelerate leaves off on a CPU, as asked, and check the model, which TRL has loaded."""
         trainer, precision = self.trainer, self.block.precision
-        with self.verdicts.checking("device"):
+        with self.checks.checking("device"):
             check_device(trainer.accelerator.device.type, self.block, engine=trainer.use_vllm)
-        with self.verdicts.checking("sharding"):
+        with self.checks.checking("sharding"):
             self.check_sharding()
         if precision is not None and precision.dtype == "float16":
             if trainer.is_deepspeed_enabled:
@@ -336,7 +336,7 @@ class TrainerRun:
         host(logs, *args, **kwargs)
         logs.update(self.alarms.left_out)  # `evaluate` returns them, and `metric_for_best_model` may be one
         names = {name.removeprefix(prefix): value for name, value in logs.items()}
-        with self.verdicts.checking("metrics"):
+        with self.checks.checking("metrics"):
             if training or extra:  # evaluation leaves the model in its mode, and TRL logs the end of training then too
                 self.log.write(self.step, names | by_layer, split)
             bias = ratio_bias(self.trainer, self.scored_sampling)
@@ -348,7 +348,7 @@ class TrainerRun:
     def evaluation(self, prefix: str) -> Iterator[None]:
         """Keep the gap on an evaluation set apart."""
         split = "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
-        with overridden(self, eval_split=split), self.verdicts.around("metrics", self.log.evaluation(self.step)):
+        with overridden(self, eval_split=split), self.checks.around("metrics", self.log.evaluation(self.step)):
             yield
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -356,29 +356,29 @@ class TrainerRun:
         extra: dict[str, float] = {}
         agreement: dict[str, float] = {}
         # Each collective in a check of its own: a rank on which one fails still takes part in the others.
-        with self.verdicts.checking("findings"):
-            self.verdicts.gather(self.ranks)
-        with self.verdicts.checking("metrics"):
+        with self.checks.checking("findings"):
+            self.checks.gather(self.ranks)
+        with self.checks.checking("metrics"):
             extra = self.log.flush(split, self.step)
         if self.routing is not None:
-            with self.verdicts.checking("metrics"):
+            with self.checks.checking("metrics"):
                 agreement = self.routing.take_agreement(split, self.ranks)
         logged, by_layer = of_agreement(agreement)
         extra |= logged
         if self.routing is not None and (extra or of_training):
-            with self.verdicts.checking("metrics"):
+            with self.checks.checking("metrics"):
                 # How many passes were over other tokens than were recorded.
                 extra |= prefixed(self.routing.take_others(split, self.ranks))
         if of_training:
-            with self.verdicts.checking("metrics"):
+            with self.checks.checking("metrics"):
                 extra |= self.training_metrics()
-            extra |= prefixed(self.verdicts.metrics())
+            extra |= prefixed(self.checks.metrics())
         return extra, by_layer
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of weight updates, and what else only this trainer has, without their prefix."""
         # Where a failed check does not end the run, a rank may have no verdict.
-        lone = self.verdicts.observes and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
+        lone = not self.checks.acts and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
         if self.verdict is None and not (lone and self.ranks.size > 1):
             return {}
         gap = self._gap_over_ranks(None if self.verdict is None else self.verdict.gap_mean)
@@ -410,7 +410,7 @@ class TrainerRun:
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
         """Begin a training's metrics file, and write how the training ends: no callback is told that one has failed."""
-        with self.verdicts.checking("metrics"):
+        with self.checks.checking("metrics"):
             last = resume_from_checkpoint is True
             self._checkpoint = (
                 get_last_checkpoint(str(self.trainer.args.output_dir)) if last else resume_from_checkpoint or None
@@ -432,14 +432,14 @@ class TrainerRun:
         try:
             yield
         except BaseException as error:
-            with contextlib.suppress(RunDirectoryError), self.verdicts.checking("metrics"):
+            with contextlib.suppress(RunDirectoryError), self.checks.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
                 self.log.end("failed", first_error(error))
             raise
         finally:
             if self.lr is not None:
                 self.lr.release()
-        with self.verdicts.checking("metrics"):
+        with self.checks.checking("metrics"):
             self.log.end("completed")
 
     def begin_anew(self) -> None:
@@ -458,7 +458,7 @@ class TrainerRun:
         # with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
         if self.trainer.args.should_save:
             folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
-            with self.verdicts.checking("checkpoint"):
+            with self.checks.checking("checkpoint"):
                 write_state(folder / STATE_FILE, self.state())
 
     def state(self) -> dict[str, Any]:
@@ -475,7 +475,7 @@ class TrainerRun:
     def resume(self) -> None:
         """Go on from the checkpoint of this training, if it has one."""
         if self._checkpoint is not None:
-            with self.verdicts.checking("checkpoint"):
+            with self.checks.checking("checkpoint"):
                 self.load(self._checkpoint)
 
     def load(self, checkpoint: str) -> None:
@@ -530,12 +530,12 @@ class GridCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep a sample of the weights."""
-        with self._run.verdicts.checking("metrics"):
+        with self._run.checks.checking("metrics"):
             self._grid.before(self._run.held())
 
     def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Compare them with what the step made of them."""
-        with self._run.verdicts.checking("metrics"):
+        with self._run.checks.checking("metrics"):
             rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
             message = self._grid.after(self._run.held(), rate)
             if message is not None and self._run.trainer.accelerator.is_main_process:

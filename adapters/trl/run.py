@@ -82,7 +82,7 @@ class TrlRun(TrainerRun):
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
-        self.verdicts.add(config._verdicts.unwritten, warned=True)
+        self.checks.add(config._checks.unwritten, warned=True)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective, self.examiner = Scoring(self), Objective(self), Examiner(self)
 
@@ -103,7 +103,7 @@ class TrlRun(TrainerRun):
         r3 = self.block.routing is not None and self.block.routing.mode == "R3"
         if config.use_vllm and config.vllm_mode == "server":
             # What a server computes in is in its own command, which is checked.
-            return [] if self.verdicts.observes else [SERVER_CLIENT.calling(client_of(ServerCheck(self.block)))]
+            return [] if not self.checks.acts else [SERVER_CLIENT.calling(client_of(ServerCheck(self.block)))]
         if not config.use_vllm:
             return []
         arguments: dict[str, Any] = {}
@@ -140,14 +140,14 @@ class TrlRun(TrainerRun):
     def check_model(self) -> None:
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
         trainer = self.trainer
-        with self.verdicts.checking("doctor"):
+        with self.checks.checking("doctor"):
             check_examinable(self.block, trainer.model)
-        with self.verdicts.checking("reference"):
+        with self.checks.checking("reference"):
             # As TRL decides whether it builds one.
             built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
             check_reference(trainer.accelerator, built)
         if trainer.use_vllm and is_peft_model(trainer.model):
-            with self.verdicts.checking("lora"):
+            with self.checks.checking("lora"):
                 check_base(trainer.model)
                 check_tied(trainer.model)
         if self.block.routing is not None:
@@ -180,25 +180,25 @@ class TrlRun(TrainerRun):
             settings = resolve(self.block.correction)
             if native_options(settings) is None:
                 self.correction = CorrectionTerm(settings, self.ranks)
-        with self.verdicts.checking("sampling"):
+        with self.checks.checking("sampling"):
             self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.scored_sampling)
-        self.verdicts.at(lambda: self.step)
+        self.checks.at(lambda: self.step)
         self.alarms.install(trainer)
-        with self.verdicts.checking("reference"):
+        with self.checks.checking("reference"):
             check_reference(trainer.accelerator, trainer.ref_model is not None)
         if trainer.use_vllm:
-            with self.verdicts.checking("engine"):
+            with self.checks.checking("engine"):
                 self._find_engine()
-        with self.verdicts.checking("precision"):
+        with self.checks.checking("precision"):
             self.audit()
-        with self.verdicts.checking("versions"):
+        with self.checks.checking("versions"):
             self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
-        with self.verdicts.checking("attention"), together(self.ranks):
+        with self.checks.checking("attention"), together(self.ranks):
             self.warn_of_attention(trainer._tokenizer)
         if trainer.use_vllm:
-            with self.verdicts.checking("engine"):
+            with self.checks.checking("engine"):
                 with together(self.ranks):
                     vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
                     wrapped = self._wrapped_engine(patch_digest, vocabulary)
@@ -207,7 +207,7 @@ class TrlRun(TrainerRun):
                 self._vocabulary = vocabulary
                 if zero_stage(trainer.accelerator) != ZERO3:  # whose model runs when training has begun
                     self._check_vocabulary()
-        with self.verdicts.checking("banner"):
+        with self.checks.checking("banner"):
             self.log.announce()
 
     def _reward_kl(self) -> None:
@@ -257,8 +257,8 @@ class TrlRun(TrainerRun):
         """Note what stands behind TRL's wrapper."""
         self.engine = found = engine_of(self.trainer, self.ranks)
         if isinstance(found, Served):
-            if self.verdicts.observes:
-                with self.verdicts.checking("server"):
+            if not self.checks.acts:
+                with self.checks.checking("server"):
                     found.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
             self._unchecked = found.unchecked()
 
@@ -278,7 +278,7 @@ class TrlRun(TrainerRun):
         """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy."""
         # DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
         model: Any = self.trainer.vllm_generation.model
-        if is_sharded(self.trainer.accelerator) or self.verdicts.observes or not is_peft_model(model):
+        if is_sharded(self.trainer.accelerator) or not self.checks.acts or not is_peft_model(model):
             return None
         return Base(model, self.engine.reading().model_dtype)
 
@@ -329,7 +329,7 @@ class TrlRun(TrainerRun):
         with overridden(self.scoring, rollouts=batch, passes=passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
-                with self.verdicts.checking("sampling"), together(self.ranks):
+                with self.checks.checking("sampling"), together(self.ranks):
                     self.follow_sampling()
             yield batch
 
@@ -347,7 +347,7 @@ class TrlRun(TrainerRun):
         batch.prompts = [list(ids) for ids in output[0]]
         batch.generated += zip(*output[:2], strict=False)
         if joins:
-            with self.verdicts.checking("records"), together(self.ranks):
+            with self.checks.checking("records"), together(self.ranks):
                 metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
                 self._note(**metrics)
         return output
@@ -391,11 +391,11 @@ class TrlRun(TrainerRun):
         if gap is not None and self.correction is not None:
             self._correct(self.correction, output, gap[0], mask)
         if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
-            with self.verdicts.checking("correction"):
+            with self.checks.checking("correction"):
                 self.log.mask(self.split, ratio, mask)
         if training and gap is not None and isinstance(self.trainer, GRPOTrainer):
             settings = None if self.correction is None else self.correction.settings
-            with self.verdicts.checking("gap"):
+            with self.checks.checking("gap"):
                 clips = clips_engine_ratio(settings, self.trainer.loss_type)
                 self._note(**phantom(self.trainer, output, gap, clips, self.ranks))
         if training:
@@ -411,9 +411,9 @@ class TrlRun(TrainerRun):
     def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
         """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
         records = gap = None
-        with together(self.ranks), self.verdicts.checking("records"):
+        with together(self.ranks), self.checks.checking("records"):
             records = self.check_records(output, batch)
-        with self.verdicts.checking("gap"):
+        with self.checks.checking("gap"):
             with together(self.ranks):
                 # First, because ranks that share a model take this pass together.
                 old_logprobs = self.old_logprobs(output)
@@ -474,7 +474,7 @@ class TrlRun(TrainerRun):
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
         extra, by_layer = super().extra_metrics(split, of_training)
         if of_training:
-            with self.verdicts.checking("metrics"):
+            with self.checks.checking("metrics"):
                 extra |= self.examiner.metrics()
         return extra, by_layer
 

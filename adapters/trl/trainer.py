@@ -54,7 +54,7 @@ class MismatchTrainerMixin(_Host):
             return
         self.mm = mm = TrlRun(self, block, config)
         _check(type(self), block, config, mm, kwargs)
-        patched = mm.verdicts.around("patches", applied(*mm.construction_patches(config)))
+        patched = mm.checks.around("patches", applied(*mm.construction_patches(config)))
         with patched as patches:
             # The patches of each step are checked here, before a model or an engine is built.
             mm.patches = [] if patches is None else [*patches, *described(*mm.step_patches(config))]
@@ -165,7 +165,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, mm: TrlRun, k
             "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
             "not known when rewards are computed; use reward_path='surrogate'."
         )
-    with mm.verdicts.checking("versions"):
+    with mm.checks.checking("versions"):
         _check_overrides(trainer)
         server = config.vllm_mode == "server"
         check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)

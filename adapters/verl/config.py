@@ -89,7 +89,7 @@ def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError
 
 def observable(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
     """Return the part of the block that acts; under `observe` without the keys of `monitor` that are refused here."""
-    acting = block.acting
+    acting = block
     if block.level == "enforce":
         return acting
     for _, setting, value in refusals.refused(config, acting):

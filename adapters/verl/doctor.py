@@ -102,11 +102,11 @@ def _settled(config: Any) -> MismatchConfig | None:
     block = MismatchConfig.parse(stated)
     if block is None:
         return None
-    if block.acting.precision is not None:
-        refuse(config, block.acting, "mismatch.precision")
+    if block.precision is not None:
+        refuse(config, block, "mismatch.precision")
         with open_dict(config):
-            set_precision(config, block.acting)
-    return block.acting
+            set_precision(config, block)
+    return block
 
 
 def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str) -> None:

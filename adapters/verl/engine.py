@@ -28,12 +28,12 @@ from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 
 from mismatch_ext import checkpoint
 from mismatch_ext.checkpoint import STATE_FILE
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import ConfigError, PrecisionError
 from mismatch_ext.lr import LrControl, warn_of_short_training
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import WORLD, gathered, together
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ class SteeredEngine(_Host, metaclass=ABCMeta):
 
         Raises RecordError if samples of an update have no weights, and the block corrects by weights.
         """
-        block = None if self.run_block is None or forward_only else self.run_block.acting
+        block = None if self.run_block is None or forward_only else self.run_block
         if block is not None and (needs_own_loss(block) or weighs(block)):
             with together(WORLD):
                 check_update(loss_function, data, block)
@@ -152,16 +152,16 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         super().__init__(*args, **kwargs)
         given = self.run_block
         # Under `observe` the engine computes as verl's own does, and is only looked at.
-        self.verdicts = Verdicts("enforce" if given is None else given.level)
-        self.block = None if self.verdicts.observes else given
+        self.checks = Checks(True if given is None else given.level)
+        self.block = None if not self.checks.acts else given
         self._looked_at = given is not None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
         self._mode = self.run_mode
         if given is not None:
-            with self.verdicts.checking("engine"):
-                self._check_setup(given.acting)
+            with self.checks.checking("engine"):
+                self._check_setup(given)
 
     def _check_setup(self, block: MismatchConfig) -> None:
         if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):
@@ -175,7 +175,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         super().initialize(*args, **kwargs)
         block = self.block
         if self._looked_at and self._trains:
-            with self.verdicts.checking("loss_scaler"):
+            with self.checks.checking("loss_scaler"):
                 self._check_scaler()
         if block is None:
             return
@@ -370,7 +370,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
         """Return the weights that the rollout gets, and its adapter, as the parent does; refuse an adapter without weights."""
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         if self._looked_at:
-            with self.verdicts.checking("adapter"):
+            with self.checks.checking("adapter"):
                 if adapter is not None and isinstance(weights, ItemsView) and not len(weights):
                     raise ConfigError(
                         f"actor.strategy={self.engine_config.strategy!r} with an adapter: peft {installed('peft')} finds none "

@@ -97,7 +97,7 @@ class MaskedLoops(_Worker):  # type: ignore[misc]
         """Publish what an agent loop returned as verl does, with its masks."""
         block = block_of(self.config.actor_rollout_ref)
         # A user's own manager may be derived from ours in a run without masks.
-        if not validate and block is not None and block.acting.sampling_mask is not None:
+        if not validate and block is not None and block.sampling_mask is not None:
             output = output if isinstance(output, list) else [output]
             add_masks(output, present_calls(), f"{kwargs['uid']}_{kwargs['session_id']}")
         return await super()._agent_loop_postprocess(output, validate, **kwargs)

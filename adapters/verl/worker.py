@@ -26,11 +26,11 @@ from verl.utils.device import get_device_id, get_device_name
 from verl.utils.ulysses import set_ulysses_sequence_parallel_group
 from verl.workers.engine_workers import ActorRolloutRefWorker, TrainingWorker
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.precision.readiness import check_readiness
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import fingerprint, sums_of
 
@@ -85,7 +85,7 @@ class MismatchWorker(ActorRolloutRefWorker):
     def init_model(self, *args: Any, **kwargs: Any) -> None:
         """Build models and engines as verl does, with our engine for the actor and our loss around verl's."""
         block = self._block()
-        self._verdicts = Verdicts(block.level)
+        self._checks = Checks(block.acts)
         expected: type[Any]
         if self._megatron:
             # megatron-core is imported here, where the actor needs it.
@@ -98,18 +98,18 @@ class MismatchWorker(ActorRolloutRefWorker):
         if "actor" not in self.role:
             return
         engine: object = self._actor.engine
-        with self._verdicts.checking("workers"):
+        with self._checks.checking("workers"):
             if not isinstance(engine, expected):
                 raise ConfigError(
                     f"worker {os.getpid()}: the actor's engine is {type(engine).__name__}, not {expected.__name__}, "
                     "although VERL_ENGINE_VENDOR asks for ours; something else has registered an engine for this vendor."
                 )
-        if not self._verdicts.observes:
+        if self._checks.acts:
             config = self.loss_fn.keywords["config"]
             if needs_own_loss(block) is not None or weighs(block):
                 check_loss(block, config)
             self._actor.set_loss_fn(make_loss(config, block))
-        with self._verdicts.checking("readiness"):
+        with self._checks.checking("readiness"):
             self._readiness = check_readiness(named_shards(self._engine.module), block.precision)
 
     @started_on_all_ranks
@@ -144,7 +144,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     def _versions(self) -> dict[str, str | None]:
         peers = ("verl", "torch", "transformers", *(["megatron-core"] if self._megatron else []))
-        with self._verdicts.checking("versions"):
+        with self._checks.checking("versions"):
             compat.check(peers, self._block().features, {"verl", "megatron" if self._megatron else "fsdp"})
         return {peer: installed(peer) for peer in peers}
 
@@ -182,10 +182,10 @@ class MismatchWorker(ActorRolloutRefWorker):
     @on_all_ranks
     def mismatch_findings(self) -> list[dict[str, Any]]:
         """Return what was found in this process since the last call, under `observe`."""
-        found = self._verdicts.take()
+        found = self._checks.take()
         for role in ("actor", "ref"):
             engine = getattr(getattr(self, role, None), "engine", None)
-            found += engine.verdicts.take() if isinstance(engine, MismatchFSDPEngine) else []
+            found += engine.checks.take() if isinstance(engine, MismatchFSDPEngine) else []
         return [asdict(finding) for finding in found]
 
     @on_all_ranks
@@ -236,7 +236,7 @@ class MismatchDetachWorker(MismatchWorker, DetachActorWorker):
         the update then changes the copy, and π_old of the next mini-batch is the present policy.
         """
         handler = super().copy_handler
-        if self.config.actor.strategy != "fsdp2" or self._verdicts.observes:
+        if self.config.actor.strategy != "fsdp2" or not self._checks.acts:
             return handler
 
         def copied(module: nn.Module) -> tuple[dict[str, tuple[Tensor, Any]], Any]:

@@ -132,7 +132,7 @@ class Rollout(InProcess):
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        acting = block.acting
+        acting = block
         asked: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
         patches = []
         if acting.precision is not None:

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.alarms import STALENESS
+from mismatch_ext.checks import EVENT
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
-from mismatch_ext.verdicts import EVENT
 from mismatch_ext.weights import STILL_EVENT, UNTRAINED_EVENT
 
 STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
@@ -21,7 +21,7 @@ STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was inte
 def closing_lines(run: RunData) -> list[str]:
     """Return the summary of a run over all its segments."""
     rows = [
-        *(("observed", text) for text in _observed(run)),
+        *(("checks", text) for text in _failed_checks(run)),
         *(("gap", text) for text in _gap(run)),
         *(("alarms", text) for text in _alarms(run)),
         *(("warning", text) for text in _untrained(run)),
@@ -46,8 +46,8 @@ def _status(run: RunData) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
-    """The findings of one check under `level: observe`; `times` is a lower bound, because not every finding is written."""
+class FailedTimes:
+    """How often a check failed in a run that went on; `times` is a lower bound, because not every failure is written."""
 
     check: str
     first_step: int
@@ -55,16 +55,15 @@ class Observed:
     message: str
 
 
-def level_of_run(run: RunData) -> str:
-    """Return `mismatch.level` of a run; a header without it means the default."""
-    block = run.header.get("config")
-    return str(block.get("level", "enforce")) if isinstance(block, Mapping) else "enforce"
+def only_measured(run: RunData) -> bool:
+    """Tell whether a run's config neither changed its training nor could end it."""
+    return run.header.get("acts") is False
 
 
 def section(run: RunData, name: str) -> Mapping[str, Any] | None:
-    """Return a section of a run's config that acted; None without one, and under `level: observe`."""
+    """Return a section of a run's config; None without it."""
     block = run.header.get("config")
-    keys = block.get(name) if isinstance(block, Mapping) and level_of_run(run) != "observe" else None
+    keys = block.get(name) if isinstance(block, Mapping) else None
     return keys if isinstance(keys, Mapping) else None
 
 
@@ -73,14 +72,14 @@ def replays(run: RunData) -> bool:
     return (section(run, "routing") or {}).get("mode") == "R3"
 
 
-def observed(run: RunData) -> list[Observed]:
-    """Return the findings of a run, one per check, in the order of their first steps."""
+def failed_checks(run: RunData) -> list[FailedTimes]:
+    """Return the checks that failed in a run that went on, in the order of their first steps."""
     checks: dict[str, list[EventRecord]] = {}
     for event in run.events:
         if event.name == EVENT:
             checks.setdefault(event.data["check"], []).append(event)
     rows = [
-        Observed(
+        FailedTimes(
             check=check,
             first_step=events[0].step,
             times=max(event.data["count"] for event in events),
@@ -91,11 +90,9 @@ def observed(run: RunData) -> list[Observed]:
     return sorted(rows, key=lambda row: row.first_step)
 
 
-def _observed(run: RunData) -> list[str]:
-    if level_of_run(run) != "observe":
-        return []
-    lines = [f"{row.check}: failed {times(row.times)}, first at step {row.first_step}" for row in observed(run)]
-    return lines or ["no check failed"]
+def _failed_checks(run: RunData) -> list[str]:
+    lines = [f"{row.check}: failed {times(row.times)}, first at step {row.first_step}" for row in failed_checks(run)]
+    return lines or ["none failed"] * only_measured(run)
 
 
 def _gap(run: RunData) -> list[str]:

@@ -18,7 +18,7 @@ from mismatch_ext.host_logs import EVENTS
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
-from mismatch_ext.report.closing import level_of_run, observed
+from mismatch_ext.report.closing import failed_checks, only_measured
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
 from mismatch_ext.report.summary import Summary, load_runs, quantity, summarize
@@ -191,7 +191,11 @@ def _context(
         "setting_tables": tables.setting_tables(runs),
         "patch_rows": tables.patch_rows(runs),
         "config_texts": tables.config_texts(runs),
-        "observed": [(name, observed(run)) for name, run in runs.items() if level_of_run(run) == "observe"],
+        "checks": [
+            (name, only_measured(run), failed)
+            for name, run in runs.items()
+            if (failed := failed_checks(run)) or only_measured(run)
+        ],
         "events": events,
         "events_left_out": events_left_out,
         "missing": [*tables.missing(runs, summary), *unread],

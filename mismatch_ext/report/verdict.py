@@ -42,7 +42,7 @@ from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPP
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import CORRECTION_MEASURES, PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.closing import kept_events, observed, replays, section, times
+from mismatch_ext.report.closing import failed_checks, kept_events, replays, section, times
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
@@ -427,9 +427,9 @@ def _warnings(run: RunData, level: str, worst: Row | None, outliers: _Outliers |
         _Warning(
             step=row.first_step,
             said=f"the check {row.check} failed {times(row.times)}, first at step {row.first_step}",
-            advice='follow the failed checks, under "Observed"',
+            advice='follow the failed checks, under "Checks"',
         )
-        for row in observed(run)
+        for row in failed_checks(run)
     ]
     if outliers is not None:
         found.append(_of_outliers(outliers))

@@ -1,4 +1,4 @@
-"""Verdicts that a mean, a block, a route or a position can refute; and a run's own pass, taken apart by trying."""
+"""Checks that a mean, a block, a route or a position can refute; and a run's own pass, taken apart by trying."""
 
 from __future__ import annotations
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
@@ -20,7 +21,6 @@ from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
 from mismatch_ext.routing.agreement import of_layer
-from mismatch_ext.verdicts import Verdicts
 
 STOP = {"above": 1.0, "patience": 1, "action": "stop"}
 TRAINER = TrainerReading(
@@ -53,7 +53,7 @@ class Run:
         self.told: list[str] = []
         self.at = 0
         self.block = block_of(**block)
-        self.verdicts = Verdicts(self.block.level, lambda: self.at)
+        self.checks = Checks(self.block.acts, lambda: self.at)
         self.log = RunLog(
             self.block,
             folder,
@@ -61,7 +61,7 @@ class Run:
             step=lambda: self.at,
             names=names,
             ranks=ranks,
-            verdicts=self.verdicts,
+            checks=self.checks,
             tell=self.told.append,
         )
 
@@ -304,7 +304,7 @@ def test_under_observe_an_alarm_that_stops_is_a_finding(tmp_path: Path) -> None:
     run.log.begin(None)
     with pytest.warns(UserWarning, match="alarm failed at step 3"):
         assert run.log.log(3, {"x": 2.0}).stop is None
-    assert run.log.stopped is None and run.verdicts.counts["alarm"] == 1
+    assert run.log.stopped is None and run.checks.counts["alarm"] == 1
     assert run.log.measured(4) == {"mismatch/observed/alarm": 1.0}
 
 

@@ -20,6 +20,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.alarms import DEFAULTS, STALE_ABS_DIFF
+from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
@@ -29,7 +30,6 @@ from mismatch_ext.report.figures import Figure, sections
 from mismatch_ext.report.summary import pool_profile, quantity
 from mismatch_ext.report.tables import side_rows
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
-from mismatch_ext.verdicts import Verdicts
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
@@ -331,11 +331,11 @@ def test_a_check_that_failed_and_an_alarm_leave_no_gap_small(tmp_path: Path) -> 
     for level in ("warned", "elevated"):
         run = flat_run(tmp_path / level, 0.005 if level == "warned" else 0.05, name="bf16")
         with run_stream(run, header=header("bf16"), resume_step=2) as stream:
-            verdicts = Verdicts("observe", lambda: 2)
-            verdicts.report_to(stream.event)
+            checks = Checks(False, lambda: 2)
+            checks.report_to(stream.event)
             with pytest.warns(UserWarning, match=r"top_p"):
-                verdicts.note("sampling", "the engine samples with top_p 0.9.")
-            verdicts.note("sampling", "the engine samples with top_p 0.9.")
+                checks.note("sampling", "the engine samples with top_p 0.9.")
+            checks.note("sampling", "the engine samples with top_p 0.9.")
         said = say(run)
         assert ". The check sampling failed 2 times, first at step 2. What to do: follow the failed checks" in said
         assert "no correction is needed" not in said and build(run).judged[0].level == level

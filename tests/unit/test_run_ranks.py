@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
+from mismatch_ext.checks import Finding
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.verdicts import Finding
 from tests.unit.loops import (
     NOISE,
     PROMPTS,
@@ -112,7 +112,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     ranks = Two()
     with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         ranks.said = [theirs]
-        run._verdicts.gather(ranks)
+        run._checks.gather(ranks)
         ranks.said = None
     assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
 
@@ -125,7 +125,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
             run.measure(batch, old)
         run.log()
-        assert not run._verdicts.unwritten
+        assert not run._checks.unwritten
         assert [
             asked[0].check for asked in ranks.asked if isinstance(asked, list) and asked and hasattr(asked[0], "check")
         ]

@@ -167,4 +167,4 @@ def test_observe_stops_at_nothing(tmp_path: Path) -> None:
         run.measure(batch, old)
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
-    assert "observed" in found and {"records", "measure"} == set(run._verdicts.counts)
+    assert "observed" in found and {"records", "measure"} == set(run._checks.counts)

@@ -21,6 +21,7 @@ from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_ans
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
 from omegaconf import DictConfig, OmegaConf
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.log import RunLog, run_info
@@ -29,7 +30,6 @@ from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.rollout import Origins, SamplingSettings
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import draw_probes
 
@@ -41,8 +41,8 @@ class Processes:
 
     log: RunLog
 
-    def __init__(self, config: DictConfig, block: MismatchConfig, verdicts: Verdicts, host: str) -> None:
-        self._config, self._block, self._verdicts, self._host = config, block, verdicts, host
+    def __init__(self, config: DictConfig, block: MismatchConfig, checks: Checks, host: str) -> None:
+        self._config, self._block, self._checks, self._host = config, block, checks, host
         self._rollout = config.actor_rollout_ref.rollout
         self.origins = Origins(self._sampling)
         self._workers: Any = None
@@ -56,9 +56,9 @@ class Processes:
         self._workers, self._replicas = workers, replicas
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
-        self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._verdicts)
+        self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._checks)
         # Asked apart, once no rank has failed: the pass takes all of them.
-        with self._verdicts.checking("vocabulary"):
+        with self._checks.checking("vocabulary"):
             self._surplus = workers.mismatch_vocabulary(self._probes.tolist(), len(tokenizer))[0]
             check_vocabulary(self._surplus)
 
@@ -134,7 +134,7 @@ class Processes:
     @property
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings that the trainer's log-probabilities ignore: with sampling masks they follow truncation."""
-        masked = self._block.acting.sampling_mask is not None
+        masked = self._block.sampling_mask is not None
         return self._sampling.without_truncation() if masked else self._sampling
 
     def info(self) -> dict[str, Any]:

@@ -14,13 +14,13 @@ from mismatch_ext.adapters.sglang.server import check_server
 from mismatch_ext.adapters.verl.loss import needs_own_loss
 from mismatch_ext.adapters.verl.refusals import FIXES
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError, PeerVersionError
 from mismatch_ext.names import OVER_UPDATES, PREFIX
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.rollout import EngineAnswer
-from mismatch_ext.verdicts import Verdicts
 from mismatch_ext.versions import PEERS
 
 Report = Mapping[str, Any]
@@ -63,45 +63,45 @@ def check_reports(
     block: MismatchConfig,
     workers: Sequence[Report],
     rollouts: Sequence[RolloutAnswer],
-    verdicts: Verdicts | None = None,
+    checks: Checks | None = None,
 ) -> Checked:
     """Check that every worker, in the order of ranks, and every rollout server runs the block, in the dtypes that it asks for.
 
     Returns what is active. Raises MismatchError if a process runs with something else, which the message names.
     """
-    verdicts = Verdicts("enforce") if verdicts is None else verdicts
+    checks = Checks(True) if checks is None else checks
     trainers = [(f"worker of rank {report['rank']}", report) for report in workers]
     if not trainers:
         raise ConfigError(
             "no worker of the actor says what it runs with, so that nothing of the block is known to be active."
         )
     for number, answer in enumerate(rollouts):
-        with verdicts.checking("rollout_servers"):
+        with checks.checking("rollout_servers"):
             _check_answer(number, answer)
     engines = [(f"rollout worker {i}", r) for i, r in enumerate(r for answer in rollouts for r in answer.reports)]
     if not engines:
         raise EngineError("no rollout server says what it runs with: verl has started none for this actor.")
     for name, report in trainers:
-        with verdicts.checking("workers"):
+        with checks.checking("workers"):
             _check_worker(block, name, report)
     for name, report in engines:
-        with verdicts.checking("rollout_workers"):
+        with checks.checking("rollout_workers"):
             _check_rollout(block, name, report)
-    with verdicts.checking("workers"):
+    with checks.checking("workers"):
         _check_agreement(trainers, _WORKER)
-    with verdicts.checking("rollout_workers"):
+    with checks.checking("rollout_workers"):
         _check_agreement(engines, _ROLLOUT)
     readings = [TrainerReading(**report["trainer"]) for _, report in trainers]
     for _, report in engines:
         if "server" in report:
-            with verdicts.checking("rollout_servers"):
+            with checks.checking("rollout_servers"):
                 verdict = check_server(
                     report["server"], config=block, trainer_dtype=readings[0].compute_dtype, sends_all_weights=True
                 )
                 verdict.raise_for_problems()
     found = [EngineReading(**report["reading"]) for _, report in engines]
     audited = None
-    with verdicts.checking("precision"):
+    with checks.checking("precision"):
         audited = _audit(block, readings, found)
     return Checked(
         worker=trainers[0][1],

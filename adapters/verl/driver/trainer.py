@@ -31,6 +31,7 @@ from mismatch_ext.adapters.verl.worker import MismatchWorker
 from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
+from mismatch_ext.checks import Checks, FailedCheck
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
@@ -40,7 +41,6 @@ from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
 from mismatch_ext.terminal import say
-from mismatch_ext.verdicts import Finding, Verdicts
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -64,8 +64,8 @@ class MismatchTrainer(_Host):
                 "read; give the block (+mismatch...) and leave trainer_mode alone."
             )
         self._block: MismatchConfig = block
-        self._verdicts = Verdicts(block.level, lambda: int(getattr(self, "global_steps", 0)))
-        with self._verdicts.checking("versions"):
+        self._checks = Checks(block.acts, lambda: int(getattr(self, "global_steps", 0)))
+        with self._checks.checking("versions"):
             # verl's trainers are loaded in this process.
             compat.check(("verl",), block.features, {"verl", self.host_mode})
         with open_dict(config):
@@ -74,7 +74,7 @@ class MismatchTrainer(_Host):
         register_replicas(block)
         # verl's own class, with which this one is combined.
         host = next(kind.__name__ for kind in type(self).__mro__ if kind.__module__.startswith("verl."))
-        self._processes = Processes(config, block, self._verdicts, host)
+        self._processes = Processes(config, block, self._checks, host)
         self._log = self._processes.log = self._new_log(config)
         self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
         self._measured: Measured | None = None  # of the batch that the next update learns from
@@ -98,7 +98,7 @@ class MismatchTrainer(_Host):
             info=self._processes.info,
             step=lambda: self.global_steps,
             names=VERL,
-            verdicts=self._verdicts,
+            checks=self._checks,
             tell=lambda message: say(f"mismatch-ext: {message}"),
         )
 
@@ -118,19 +118,19 @@ class MismatchTrainer(_Host):
 
     def get_llm_client(self, *args: Any, **kwargs: Any) -> Any:
         """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
-        acting = self._block.acting
+        acting = self._block
         client = super().get_llm_client(*args, **kwargs)
         return versioned(client, turns=bool(acting.routing or acting.sampling_mask), replayed=self._has_routes)
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
-        with self._verdicts.checking("processes"):
+        with self._checks.checking("processes"):
             replicas = [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
             self._processes.check(self.actor_rollout_wg, replicas, self.tokenizer)
-        with self._verdicts.checking("weight_sync"):
+        with self._checks.checking("weight_sync"):
             self._weights = self._processes.weights(self._resumed.get("weight_sync"))
         self._update_weights(partial(super().on_init_end, *args, **kwargs))
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._processes.announce(self.global_steps)
         self._collect_findings()
 
@@ -141,18 +141,18 @@ class MismatchTrainer(_Host):
 
     def _update_weights(self, update: Any) -> None:
         """Ask the actor what it scores while the rollout sleeps, update as verl does, and ask every server what it has."""
-        with self._verdicts.checking("weight_sync"):
+        with self._checks.checking("weight_sync"):
             if self._weights is not None:
                 self._weights.look()
         update()
-        with self._verdicts.checking("records"):
+        with self._checks.checking("records"):
             self._processes.follow_weights(self.global_steps)
-        with self._verdicts.checking("weight_sync"):
+        with self._checks.checking("weight_sync"):
             if self._weights is not None:
                 self._weights.verify(stepped=self.config.trainer.critic_warmup <= self.global_steps)
 
     def on_validate_end(self, *args: Any, **kwargs: Any) -> None:
-        with self._verdicts.checking("rollouts"):
+        with self._checks.checking("rollouts"):
             self._processes.check_refused("validation", self.global_steps)
         super().on_validate_end(*args, **kwargs)
 
@@ -185,20 +185,20 @@ class MismatchTrainer(_Host):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
-        with self._verdicts.checking("rollouts"):
+        with self._checks.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
-        with self._verdicts.checking("records"):
-            if self._block.acting.sampling_mask is not None:
+        with self._checks.checking("records"):
+            if self._block.sampling_mask is not None:
                 from mismatch_ext.adapters.verl.sampling_mask import check_masks
 
                 check_masks(batch, self.global_steps)
             self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes:
-            with self._verdicts.checking("routes"):
+            with self._checks.checking("routes"):
                 check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
-        with self._verdicts.checking("gap"):
+        with self._checks.checking("gap"):
             self._measure_gap(batch)
         return batch
 
@@ -259,7 +259,7 @@ class MismatchTrainer(_Host):
             self._kl.check_penalized()
         correction = self.config.algorithm.get("rollout_correction")
         if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
-            with self._verdicts.checking("correction"):
+            with self._checks.checking("correction"):
                 if not bypasses(self.config):
                     for kept, sampled in left_by_correction(batch):
                         self._log.mask("train", kept, sampled)
@@ -304,20 +304,20 @@ class MismatchTrainer(_Host):
         """Compute verl's metrics, add the gap's, write all of them and hold them against the alarms."""
         super()._compute_metrics(batch, metrics, timing_raw, global_steps, *args, **kwargs)
         self._collect_findings()
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._record(metrics, global_steps)
 
     def _collect_findings(self) -> None:
         """Take what the workers have found since the last call, under `observe`."""
-        if not self._verdicts.observes:
+        if self._checks.acts:
             return
-        with self._verdicts.checking("findings"):
+        with self._checks.checking("findings"):
             for rank, found in enumerate(self.actor_rollout_wg.mismatch_findings()):
                 # The step is added here, because a worker does not know it.
-                here = [Finding(**{**entry, "step": self.global_steps}) for entry in found]
+                here = [FailedCheck(**{**entry, "step": self.global_steps}) for entry in found]
                 if rank:
                     here = [replace(finding, message=f"rank {rank}: {finding.message}") for finding in here]
-                self._verdicts.add(here)
+                self._checks.add(here)
 
     def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
         if self._weights is not None and (gap := self._weights.gap) is not None:
@@ -348,7 +348,7 @@ class MismatchTrainer(_Host):
         """Train as verl does, and write how the run ended."""
         with self._failing_loudly():
             super().fit(agent_loop_manager, *args, **kwargs)
-        with self._verdicts.checking("metrics"):
+        with self._checks.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
 
     @contextlib.contextmanager
@@ -357,11 +357,11 @@ class MismatchTrainer(_Host):
         try:
             yield
         except BaseException as error:
-            ours = isinstance(error, MismatchError) or self._verdicts.observes
+            ours = isinstance(error, MismatchError) or not self._checks.acts
             if isinstance(error, Exception) and not ours:
                 error = self._refusal(error) or error
             # Neither a full disk nor a finding may take the place of the error in flight.
-            with contextlib.suppress(RunDirectoryError), self._verdicts.checking("metrics"):
+            with contextlib.suppress(RunDirectoryError), self._checks.checking("metrics"):
                 self._log.end("failed", f"{type(error).__name__}: {error}", step=self._updated_step)
             raise error
 
@@ -381,7 +381,7 @@ class MismatchTrainer(_Host):
         return Path(self.config.trainer.default_local_dir).absolute() / f"global_step_{step}"
 
     def _save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        with self._verdicts.checking("checkpoint"):
+        with self._checks.checking("checkpoint"):
             self._write_state()  # first: a checkpoint that verl has finished must not lack our part of it
         super()._save_checkpoint(*args, **kwargs)
         self._saved_step = self.global_steps
@@ -401,7 +401,7 @@ class MismatchTrainer(_Host):
     def _load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
         """Resume as verl does, and load the driver's own state too."""
         super()._load_checkpoint(*args, **kwargs)
-        with self._verdicts.checking("checkpoint"):
+        with self._checks.checking("checkpoint"):
             self._resume_state()
 
     def _resume_state(self) -> None:

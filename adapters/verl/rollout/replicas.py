@@ -22,7 +22,7 @@ CLASSES = {
 
 def register_replicas(block: MismatchConfig) -> None:
     """Put our servers into verl's registry, instead of verl's own."""
-    for engine in ("sglang", *(["vllm"] if block.acting.sampling_mask is not None else [])):
+    for engine in ("sglang", *(["vllm"] if block.sampling_mask is not None else [])):
         own = partial(_load, engine, RolloutReplicaRegistry._registry[engine])
         RolloutReplicaRegistry.register(engine, own)
 

@@ -25,11 +25,11 @@ from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import block_of_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.dtypes import canonical
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.verdicts import Verdicts
 
 _OF_VERL: ContextVar[bool] = ContextVar("mismatch_of_verl", default=False)
 KEPT = 20
@@ -47,7 +47,7 @@ class MismatchSGLangServer(SGLangHttpServer):
         """Start SGLang as verl does, and look at what it answers from then on."""
         self._refusals: list[str] = []
         block = block_of_server(self.config)
-        self._verdicts = Verdicts("enforce" if block is None else block.level)
+        self._checks = Checks(True if block is None else block.level)
         if block is not None and block.level == "enforce":
             compat.check(("verl",), block.features, {"verl", "sglang"})
         await super().launch_server(*args, **kwargs)
@@ -104,7 +104,7 @@ class MismatchSGLangServer(SGLangHttpServer):
                     # Off the loop: a long response has megabytes of routes.
                     await asyncio.to_thread(self._ingest, request, output)
                 except Exception as error:
-                    observes = self._verdicts.observes
+                    observes = not self._checks.acts
                     if not observes and not isinstance(error, MismatchError):
                         raise
                     self._refused += 1

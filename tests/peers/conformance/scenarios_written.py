@@ -118,9 +118,9 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     from omegaconf import open_dict
     from verl.trainer.ppo.v1.trainer_base import get_trainer_cls
 
+    from mismatch_ext.checks import Checks
     from mismatch_ext.config import MismatchConfig
     from mismatch_ext.precision.audit import EngineReading, TrainerReading
-    from mismatch_ext.verdicts import Verdicts
     from tests.peers.verl.in_process.losses import host_config
     from tests.peers.verl.in_process.workers import batch, scored, update, worker
     from tests.peers.verl.recorded import recorded
@@ -136,10 +136,10 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
     # What verl's own constructor makes, which starts Ray, is not there: these methods need none of it.
     driver: Any = object.__new__(get_trainer_cls(trainer_of(SYNC)))
     driver.config, driver.global_steps = config, 0
-    driver._block, driver._verdicts, driver._kl, driver._draws = block, Verdicts("enforce"), None, None
+    driver._block, driver._checks, driver._kl, driver._draws = block, Checks(True), None, None
     driver._waiting, driver._weights = [], None
     driver._updated_step = driver._saved_step = driver.total_training_steps = 0
-    driver._processes = Processes(config, block, driver._verdicts, "PPOTrainerSync")
+    driver._processes = Processes(config, block, driver._checks, "PPOTrainerSync")
     driver._log = driver._processes.log = driver._new_log(config)
     reports = recorded("dense")
     report, rollout = reports["workers"][0], reports["rollouts"][0]["reports"][0]

@@ -30,13 +30,13 @@ from mismatch_ext.adapters.trl.scoring import Scoring
 from torch import Tensor
 from trl import GRPOTrainer
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
 from mismatch_ext.rollout import Provenance, SamplingSettings
-from mismatch_ext.verdicts import Verdicts
 
 STEP = 3
 
@@ -88,7 +88,7 @@ def checked(**changes: Any) -> Any:
     engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
     found = object.__new__(generation.CheckedGeneration)
     vars(found).update(
-        _inner=SimpleNamespace(), plain_generate=lambda *_, **__: ([], [], [], None), verdicts=Verdicts("enforce"), layout=None,
+        _inner=SimpleNamespace(), plain_generate=lambda *_, **__: ([], [], [], None), checks=Checks(True), layout=None,
         engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer, _kept=None,
         _refused=None, _sent_at=STEP, _plain_sync=lambda: None, _plain_parameters=parameters,
         reading=SimpleNamespace(version="0"), provenance=lambda: None, _sending=SimpleNamespace(dtypes=(), samples={}),
@@ -124,7 +124,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
     found.mm = mm = object.__new__(TrlRun)
     vars(mm).update(
         trainer=found, checked=wrapper, block=block,
-        kl=None if block.kl is None else KlTerm(block.kl, 0.1), verdicts=Verdicts("enforce"),
+        kl=None if block.kl is None else KlTerm(block.kl, 0.1), checks=Checks(True),
         ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(observe=lambda *_, **__: None, doctor=None),
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: None,
     )  # fmt: skip
@@ -245,13 +245,13 @@ def refused_mask(fails: bool) -> None:
 
 def observed(case: Callable[[Any], Any], fails: bool, **changes: Any) -> str:
     """Go on after a finding, with as many collectives on both ranks; return how many checks failed on any rank."""
-    verdicts = Verdicts("observe")
+    checks = Checks(False)
     found = checked(verdicts=verdicts, **changes)
     with found.keeping([]):
         case(found)
         found.agree()
     assert gathered("after") == ["after"] * 2
-    return f"verifies {found.verifies}, {max(gathered(sum(verdicts.counts.values())))} findings"
+    return f"verifies {found.verifies}, {max(gathered(sum(checks.counts.values())))} findings"
 
 
 def observed_begin(fails: bool) -> str:

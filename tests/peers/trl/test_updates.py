@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.ranks import ONE_PROCESS
-from mismatch_ext.verdicts import Verdicts
 
 
 def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_generates(
@@ -29,7 +29,7 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     )  # fmt: skip
     checked = object.__new__(generation.CheckedGeneration)
     vars(checked).update(
-        engine=engine, verdicts=Verdicts("enforce"), verifier=verifier, verifies=True, run=trainer, layout=None, masks=None,
+        engine=engine, checks=Checks(True), verifier=verifier, verifies=True, run=trainer, layout=None, masks=None,
         weight_version=0, provenance=lambda: None, _inner=SimpleNamespace(_llm_weights_sleeping=True), _kept=[], _refused=None,
         _sending=SimpleNamespace(dtypes=(), samples={}), _plain_sync=lambda: said.append("weights"), _sent_at=3,
         plain_generate=lambda *_: said.append("generated") or ([], [], [], None),

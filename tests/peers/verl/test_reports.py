@@ -22,9 +22,9 @@ from mismatch_ext.adapters.verl.driver.reports import (
     check_vocabulary,
 )
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import Action, MismatchConfig, MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, PeerVersionError, PrecisionError
-from mismatch_ext.verdicts import Verdicts
 from tests.peers.verl.recorded import SCALER, recorded, shape
 
 # Importing the adapter has loaded it: every process that collects this file would keep its patches.
@@ -360,9 +360,9 @@ def test_observed_processes_that_are_not_as_they_must_be_are_named_and_the_run_g
     found = run_of("example")
     found["block"] = {"level": "observe"}
     change(found)
-    verdicts = Verdicts("observe")
-    checked_run = check_reports(*parsed(found), verdicts)
-    assert check in {finding.check for finding in verdicts.unwritten}, verdicts.unwritten
+    checks = Checks(False)
+    checked_run = check_reports(*parsed(found), checks)
+    assert check in {finding.check for finding in checks.unwritten}, checks.unwritten
     assert checked_run.engine.engine == "vllm" and checked_run.trainer.device
 
 
@@ -371,7 +371,7 @@ def test_an_observed_run_that_could_not_be_checked_says_where_it_is_logged(capsy
 
     rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "algorithm": {}})
-    started = Processes(config, MismatchConfig(level="observe"), Verdicts("observe"), "PPOTrainerSync")
+    started = Processes(config, MismatchConfig(level="observe"), Checks(False), "PPOTrainerSync")
     begun: Any = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
     started.log = begun
     started.announce(0)

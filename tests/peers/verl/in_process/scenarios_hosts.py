@@ -9,12 +9,12 @@ from mismatch_ext.adapters.verl import engine as worker_state
 from omegaconf import OmegaConf
 
 from mismatch_ext.checkpoint import STATE_FILE
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.log import RunLog
 from mismatch_ext.names import VERL
 from mismatch_ext.routing.replay import MeasuredPasses
-from mismatch_ext.verdicts import Verdicts
 from tests.peers.conformance.resumed import Told, told
 
 
@@ -35,7 +35,7 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
         checkpoint.mkdir(parents=True)
         (checkpoint / STATE_FILE).write_text(text)
         driver: Any = object.__new__(MismatchTrainer)  # without its processes
-        driver._block, driver._verdicts, driver._kl = parsed, Verdicts("enforce"), None
+        driver._block, driver._checks, driver._kl = parsed, Checks(True), None
         driver._draws, driver.global_steps = None if parsed.routing is None else MeasuredPasses(parsed.routing, 0), 3
         driver.config = OmegaConf.create({"trainer": {"default_local_dir": str(folder), "resume_mode": "auto"}})
         driver._log = RunLog(
@@ -44,7 +44,7 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
             info=lambda: {"config": parsed.to_dict()},
             step=lambda: 3,
             names=VERL,
-            verdicts=driver._verdicts,
+            verdicts=driver._checks,
         )
         driver._log.begin(3)
         driver._processes = object.__new__(Processes)

@@ -13,8 +13,8 @@ from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
+from mismatch_ext.checks import Checks, Level
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.verdicts import Level, Verdicts
 from tests.peers.verl.in_process.workers import (
     batch,
     logprobs,
@@ -73,7 +73,7 @@ def detached(kind: type[Any], built: Any, level: Level = "enforce") -> Any:
     """Return a worker of a kind around an engine that is there."""
     asked: Any = object.__new__(kind)
     asked.actor, asked.config = built, SimpleNamespace(actor=SimpleNamespace(strategy=strategy()))
-    asked._strategy_handlers, asked._verdicts = None, Verdicts(level)
+    asked._strategy_handlers, asked._checks = None, Checks(level)
     return asked
 
 

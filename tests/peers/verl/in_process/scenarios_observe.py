@@ -45,5 +45,5 @@ def half(model: str) -> dict[str, Any]:
             found[name] = _trained(built, batch())
         found[name]["scaler"] = type(built.engine.scaler).__name__
         if name == "observe":
-            found["findings"] = [vars(finding) for finding in built.engine.verdicts.take()]
+            found["findings"] = [vars(finding) for finding in built.engine.checks.take()]
     return found

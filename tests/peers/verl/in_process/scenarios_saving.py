@@ -8,8 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.verdicts import Verdicts
 
 
 class Host:
@@ -34,7 +34,7 @@ def moved_away() -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as work:
         driver.config = SimpleNamespace(trainer=SimpleNamespace(default_local_dir=f"{work}/run"))
         driver.uploaded = Path(work, "uploaded")
-        driver._block, driver._verdicts = MismatchConfig(), Verdicts("enforce")
+        driver._block, driver._checks = MismatchConfig(), Checks(True)
         driver._kl = driver._draws = driver._weights = None
         driver._waiting, driver._saved_step = [{"f_tau": 0.5}], 0
         logged = SimpleNamespace(metrics={}, shown={}, stop=None)

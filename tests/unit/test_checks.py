@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from mismatch_ext.checkpoint import changed_settings
+from mismatch_ext.checks import ALL_WRITTEN, Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RunDirectoryError, WeightSyncError
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, closing_lines
-from mismatch_ext.verdicts import ALL_WRITTEN, Verdicts
 from tests.unit.synthetic_runs import run_stream
 
 STALE = WeightSyncError("the weights are stale")
@@ -30,35 +30,35 @@ def quiet() -> Iterator[None]:
 
 
 def test_enforce_raises_what_the_check_raises() -> None:
-    verdicts = Verdicts("enforce")
-    with pytest.raises(WeightSyncError) as raised, verdicts.checking("weight_sync"):
+    checks = Checks(True)
+    with pytest.raises(WeightSyncError) as raised, checks.checking("weight_sync"):
         raise STALE
     assert raised.value is STALE
-    with pytest.raises(ZeroDivisionError), verdicts.checking("ours"):
+    with pytest.raises(ZeroDivisionError), checks.checking("ours"):
         _ = 1 / 0
-    assert not verdicts.counts and not verdicts.metrics() and not verdicts.unwritten
+    assert not checks.counts and not checks.metrics() and not checks.unwritten
 
 
 def test_observe_finds_it_counts_it_and_warns_once() -> None:
-    verdicts = Verdicts("observe", lambda: 7)
+    checks = Checks(False, lambda: 7)
     with pytest.warns(UserWarning, match="weight_sync failed at step 7: WeightSyncError") as told:
         for _ in range(3):
-            with verdicts.checking("weight_sync"):
+            with checks.checking("weight_sync"):
                 raise STALE
-    assert len(told) == 1 and verdicts.metrics() == {"observed/weight_sync": 3.0}
-    with verdicts.checking("ours"):
+    assert len(told) == 1 and checks.metrics() == {"observed/weight_sync": 3.0}
+    with checks.checking("ours"):
         _ = 1 / 0
-    assert [finding.check for finding in verdicts.unwritten] == ["weight_sync"] * 3 + ["ours"]
-    assert "ours failed at step 7: ZeroDivisionError" in verdicts.unwritten[-1].sentence()
+    assert [finding.check for finding in checks.unwritten] == ["weight_sync"] * 3 + ["ours"]
+    assert "ours failed at step 7: ZeroDivisionError" in checks.unwritten[-1].sentence()
 
 
 def test_what_ends_a_process_is_no_finding() -> None:
-    with pytest.raises(KeyboardInterrupt), Verdicts("observe").checking("any"):
+    with pytest.raises(KeyboardInterrupt), Checks(False).checking("any"):
         raise KeyboardInterrupt
 
 
 def test_around_the_hosts_code_its_errors_are_its_own() -> None:
-    verdicts, left = Verdicts("observe"), []
+    checks, left = Checks(False), []
 
     @contextlib.contextmanager
     def ours(fails: str = "") -> Iterator[str]:
@@ -71,62 +71,62 @@ def test_around_the_hosts_code_its_errors_are_its_own() -> None:
             if fails == "leaving":
                 raise ConfigError(fails)
 
-    with verdicts.around("entering", ours("entering")) as value:
+    with checks.around("entering", ours("entering")) as value:
         assert value is None
-    with verdicts.around("leaving", ours("leaving")) as value:
+    with checks.around("leaving", ours("leaving")) as value:
         assert value == "entered"
-    with pytest.raises(ZeroDivisionError), verdicts.around("host", ours()):
+    with pytest.raises(ZeroDivisionError), checks.around("host", ours()):
         _ = 1 / 0
-    with pytest.raises(ZeroDivisionError), verdicts.around("both", ours("leaving")):
+    with pytest.raises(ZeroDivisionError), checks.around("both", ours("leaving")):
         _ = 1 / 0
-    assert verdicts.counts == {"entering": 1, "leaving": 1, "both": 1} and len(left) == 3
-    with pytest.raises(ConfigError), Verdicts("enforce").around("entering", ours("entering")):
+    assert checks.counts == {"entering": 1, "leaving": 1, "both": 1} and len(left) == 3
+    with pytest.raises(ConfigError), Checks(True).around("entering", ours("entering")):
         pass
 
 
 def test_findings_before_a_file_are_written_into_it_and_one_that_fails_ends_nothing() -> None:
-    verdicts, lines = Verdicts("observe"), list[Any]()
-    verdicts.note("early", "before")
-    assert pickle.loads(pickle.dumps(verdicts)).unwritten == verdicts.unwritten  # as in a saved configuration
+    checks, lines = Checks(False), list[Any]()
+    checks.note("early", "before")
+    assert pickle.loads(pickle.dumps(checks)).unwritten == checks.unwritten  # as in a saved configuration
 
     def sink(*event: Any) -> None:
         if event[4]["check"] == "disk":
             raise RunDirectoryError("full")
         lines.append(event)
 
-    verdicts.report_to(sink)
-    verdicts.note("disk", "lost")
-    verdicts.note("late", "after")
+    checks.report_to(sink)
+    checks.note("disk", "lost")
+    checks.note("late", "after")
     assert [event[4]["check"] for event in lines] == ["early", "late"]
     assert {event[2] for event in lines} == {"observed"} and {event[1] for event in lines} == {"warning"}
 
 
 def test_a_check_that_always_fails_does_not_fill_the_file() -> None:
-    verdicts, lines = Verdicts("observe"), list[Any]()
-    verdicts.report_to(lambda *event: lines.append(event))
+    checks, lines = Checks(False), list[Any]()
+    checks.report_to(lambda *event: lines.append(event))
     for _ in range(1000):
-        verdicts.note("weight_sync", "stale")
+        checks.note("weight_sync", "stale")
     counts = [event[4]["count"] for event in lines]
     assert counts == [*range(1, ALL_WRITTEN + 1), 16, 32, 64, 128, 256, 512]
-    assert verdicts.metrics() == {"observed/weight_sync": 1000.0}
+    assert checks.metrics() == {"observed/weight_sync": 1000.0}
 
 
-def observed_run(folder: Path, level: str | None, verdicts: Verdicts | None) -> Path:
+def observed_run(folder: Path, level: str | None, checks: Checks | None) -> Path:
     config: dict[str, Any] = {"monitor": {}} | ({} if level is None else {"level": level})
     with run_stream(folder, header={"run": {"name": "r"}, "config": config}) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01})
-        if verdicts is not None:
-            verdicts.report_to(stream.event)
+        if checks is not None:
+            checks.report_to(stream.event)
         stream.end(1, "completed")
     return folder
 
 
 def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None:
-    verdicts = Verdicts("observe")
-    verdicts.note("later", "<b>of step 3</b>", step=3)
+    checks = Checks(False)
+    checks.note("later", "<b>of step 3</b>", step=3)
     for _ in range(20):
-        verdicts.note("first", "of step 2", step=2)
-    found = observed_run(tmp_path / "found", "observe", verdicts)
+        checks.note("first", "of step 2", step=2)
+    found = observed_run(tmp_path / "found", "observe", checks)
     nothing = observed_run(tmp_path / "nothing", "observe", None)
     enforced = observed_run(tmp_path / "enforced", None, None)
     lines = "\n".join(closing_lines(read_run(found)))
