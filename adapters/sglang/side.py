@@ -103,16 +103,15 @@ class Rollout:
         """
         from sglang import Engine
 
-        acting = block
         asked: dict[str, Any] = {} if torch.cuda.is_available() else dict(ON_CPU)
-        if acting.precision is not None:
+        if block.precision is not None:
             wanted = {
-                "dtype": acting.precision.dtype,
-                "quantization": acting.precision.engine_weights,
-                "kv_cache_dtype": acting.precision.engine_kv_cache,
+                "dtype": block.precision.dtype,
+                "quantization": block.precision.engine_weights,
+                "kv_cache_dtype": block.precision.engine_kv_cache,
             }
             asked |= {name: value for name, value in wanted.items() if value is not None}
-        if acting.routing is not None and acting.routing.mode == "R3":
+        if block.routing is not None and block.routing.mode == "R3":
             asked["enable_return_routed_experts"] = True
         engine = Engine(model_path=model, skip_tokenizer_init=True, **{"log_level": "error", **asked, **arguments})
         limits: dict[str, Any] = {"max_new_tokens": max_new_tokens, "n": n, "stop_token_ids": stop_token_ids}

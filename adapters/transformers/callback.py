@@ -52,7 +52,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
-        self.block = (MismatchConfig.parse(mismatch) or MismatchConfig()).acting
+        self.block = MismatchConfig.parse(mismatch) or MismatchConfig()
         self._checks = Checks(self.block.acts)
         for name in NEEDS_A_TRAINER:
             if getattr(self.block, name) is not None:
@@ -139,7 +139,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             self._lr.resume(saved.get("lr"))
             self._lr.on_train_begin(args, state, control, **kwargs)
         if state.is_world_process_zero:
-            done = "observes, and changes nothing," if not self._checks.acts else "is active"
+            done = "is active" if self._checks.acts else "measures, and changes nothing,"
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
             lines += section_lines(self.block)
             say("\n".join([*lines, *alarm_lines(self._rules, self._run_dir(args))]))

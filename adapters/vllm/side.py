@@ -132,12 +132,11 @@ class Rollout(InProcess):
         from vllm import LLM
         from vllm.platforms import current_platform
 
-        acting = block
         asked: dict[str, Any] = {"logprobs_mode": "processed_logprobs"}
         patches = []
-        if acting.precision is not None:
-            asked |= asked_of(acting.precision)
-        if acting.routing is not None and acting.routing.mode == "R3":
+        if block.precision is not None:
+            asked |= asked_of(block.precision)
+        if block.routing is not None and block.routing.mode == "R3":
             asked[FLAG] = True
         if current_platform.is_cpu():
             asked["enforce_eager"] = True  # compiling costs a CPU engine more than it saves in a short run

@@ -1,8 +1,9 @@
-"""What becomes of failed checks: errors under `enforce`, findings under `observe`."""
+"""What a failed check does: an error if the config acts, otherwise counted and warned of; and what makes a config act."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import pickle
 import warnings
 from collections.abc import Iterator
@@ -11,10 +12,16 @@ from typing import Any
 
 import pytest
 
-from mismatch_ext.checkpoint import changed_settings
 from mismatch_ext.checks import ALL_WRITTEN, Checks
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RunDirectoryError, WeightSyncError
+from mismatch_ext.errors import (
+    ConfigError,
+    OtherRankError,
+    RecordError,
+    RunDirectoryError,
+    WeightSyncError,
+    asking_engine,
+)
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, closing_lines
 from tests.unit.synthetic_runs import run_stream
@@ -29,7 +36,7 @@ def quiet() -> Iterator[None]:
         yield
 
 
-def test_enforce_raises_what_the_check_raises() -> None:
+def test_a_config_that_acts_raises_what_the_check_raises() -> None:
     checks = Checks(True)
     with pytest.raises(WeightSyncError) as raised, checks.checking("weight_sync"):
         raise STALE
@@ -39,22 +46,34 @@ def test_enforce_raises_what_the_check_raises() -> None:
     assert not checks.counts and not checks.metrics() and not checks.unwritten
 
 
-def test_observe_finds_it_counts_it_and_warns_once() -> None:
+def test_otherwise_it_is_counted_and_warned_of_once() -> None:
     checks = Checks(False, lambda: 7)
-    with pytest.warns(UserWarning, match="weight_sync failed at step 7: WeightSyncError") as told:
+    with pytest.warns(
+        UserWarning, match="the check 'weight_sync' failed at step 7; the run goes on. WeightSyncError"
+    ) as told:
         for _ in range(3):
             with checks.checking("weight_sync"):
                 raise STALE
-    assert len(told) == 1 and checks.metrics() == {"observed/weight_sync": 3.0}
-    with checks.checking("ours"):
-        _ = 1 / 0
-    assert [finding.check for finding in checks.unwritten] == ["weight_sync"] * 3 + ["ours"]
-    assert "ours failed at step 7: ZeroDivisionError" in checks.unwritten[-1].sentence()
+    assert len(told) == 1 and checks.metrics() == {"checks_failed/weight_sync": 3.0}
+    assert [failed.check for failed in checks.unwritten] == ["weight_sync"] * 3
 
 
-def test_what_ends_a_process_is_no_finding() -> None:
-    with pytest.raises(KeyboardInterrupt), Checks(False).checking("any"):
-        raise KeyboardInterrupt
+@pytest.mark.parametrize("bug", [AttributeError, TypeError, RuntimeError, OtherRankError, KeyboardInterrupt])
+def test_what_is_not_an_error_of_this_package_is_no_failed_check(bug: type[BaseException]) -> None:
+    checks = Checks(False)
+    with pytest.raises(bug), checks.checking("any"):
+        raise bug("a bug")
+    assert not checks.counts
+
+
+def test_what_an_engine_raises_is_an_error_of_the_engine() -> None:
+    checks = Checks(False)
+    with checks.checking("weight_sync"), asking_engine("score probe tokens"):
+        raise ValueError("no room in its cache")
+    (failed,) = checks.unwritten
+    assert failed.message == "EngineError: the engine failed to score probe tokens: ValueError: no room in its cache"
+    with pytest.raises(RecordError), asking_engine("sample"):
+        raise RecordError("ours already")
 
 
 def test_around_the_hosts_code_its_errors_are_its_own() -> None:
@@ -84,7 +103,7 @@ def test_around_the_hosts_code_its_errors_are_its_own() -> None:
         pass
 
 
-def test_findings_before_a_file_are_written_into_it_and_one_that_fails_ends_nothing() -> None:
+def test_failures_before_a_file_are_written_into_it_and_one_that_fails_ends_nothing() -> None:
     checks, lines = Checks(False), list[Any]()
     checks.note("early", "before")
     assert pickle.loads(pickle.dumps(checks)).unwritten == checks.unwritten  # as in a saved configuration
@@ -98,7 +117,7 @@ def test_findings_before_a_file_are_written_into_it_and_one_that_fails_ends_noth
     checks.note("disk", "lost")
     checks.note("late", "after")
     assert [event[4]["check"] for event in lines] == ["early", "late"]
-    assert {event[2] for event in lines} == {"observed"} and {event[1] for event in lines} == {"warning"}
+    assert {event[2] for event in lines} == {"check_failed"} and {event[1] for event in lines} == {"warning"}
 
 
 def test_a_check_that_always_fails_does_not_fill_the_file() -> None:
@@ -108,12 +127,11 @@ def test_a_check_that_always_fails_does_not_fill_the_file() -> None:
         checks.note("weight_sync", "stale")
     counts = [event[4]["count"] for event in lines]
     assert counts == [*range(1, ALL_WRITTEN + 1), 16, 32, 64, 128, 256, 512]
-    assert checks.metrics() == {"observed/weight_sync": 1000.0}
+    assert checks.metrics() == {"checks_failed/weight_sync": 1000.0}
 
 
-def observed_run(folder: Path, level: str | None, checks: Checks | None) -> Path:
-    config: dict[str, Any] = {"monitor": {}} | ({} if level is None else {"level": level})
-    with run_stream(folder, header={"run": {"name": "r"}, "config": config}) as stream:
+def run_of(folder: Path, acts: bool, checks: Checks | None) -> Path:
+    with run_stream(folder, header={"run": {"name": "r"}, "config": {"monitor": {}}, "acts": acts}) as stream:
         stream.step(1, {"mismatch/logp_abs_diff_mean": 0.01})
         if checks is not None:
             checks.report_to(stream.event)
@@ -126,28 +144,67 @@ def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None
     checks.note("later", "<b>of step 3</b>", step=3)
     for _ in range(20):
         checks.note("first", "of step 2", step=2)
-    found = observed_run(tmp_path / "found", "observe", checks)
-    nothing = observed_run(tmp_path / "nothing", "observe", None)
-    enforced = observed_run(tmp_path / "enforced", None, None)
+    found = run_of(tmp_path / "found", False, checks)
+    nothing = run_of(tmp_path / "nothing", False, None)
+    acting = run_of(tmp_path / "acting", True, None)
     lines = "\n".join(closing_lines(read_run(found)))
     assert "first: failed 16 times, first at step 2" in lines
     assert lines.index("first: failed") < lines.index("later: failed once, first at step 3")
-    assert "no check failed" in "\n".join(closing_lines(read_run(nothing)))
-    assert "check" not in "\n".join(closing_lines(read_run(enforced))[:2])
+    assert "checks     none failed" in "\n".join(closing_lines(read_run(nothing)))
+    assert "check" not in "\n".join(closing_lines(read_run(acting))[:2])
     pages = [
-        build(folder).path.read_text(encoding="utf-8").partition("<script>")[0] for folder in (found, nothing, enforced)
+        build(folder).path.read_text(encoding="utf-8").partition("<script>")[0] for folder in (found, nothing, acting)
     ]
     assert "<td>first</td>" in pages[0] and "&lt;b&gt;of step 3" in pages[0]
-    assert "No check failed." in pages[1] and 'id="observed"' not in pages[2]
+    assert "No check failed." in pages[1] and 'id="checks"' not in pages[2]
 
 
-def test_the_level_of_a_block() -> None:
-    block = MismatchConfig.parse({"level": "observe", "precision": {"dtype": "float16"}, "lr": {}})
-    assert block is not None and block.level == "observe"
-    assert block.acting == MismatchConfig(level="observe") and MismatchConfig.parse(block.to_dict()) == block
-    enforced = MismatchConfig.parse({"lr": {}})
-    assert enforced is not None and enforced.acting is enforced and "level" not in enforced.to_dict()
-    with pytest.raises(ConfigError, match="mismatch.level: 'obsevre' is not allowed"):
+SECTIONS: dict[str, Any] = {
+    "precision": {"dtype": "float16"},
+    "correction": {"preset": "tis"},
+    "kl": {"coef": 0.1},
+    "routing": {"mode": "R3"},
+    "sampling_mask": {},
+    "lr": {},
+}
+
+
+def parsed(block: Any) -> MismatchConfig:
+    config = MismatchConfig.parse(block)
+    assert config is not None
+    return config
+
+
+@pytest.mark.parametrize(
+    "acting",
+    [
+        *({name: keys} for name, keys in SECTIONS.items()),
+        {"monitor": {"alarms": {"k3_kl": {"action": "stop"}}}},
+        {"monitor": {"weight_sync": "error"}},
+    ],
+)
+def test_what_makes_a_config_act_is_left_out_by_level_observe(acting: dict[str, Any]) -> None:
+    assert parsed(acting).acts and parsed({"level": "enforce", **acting}) == parsed(acting)
+    measured = parsed({"level": "observe", **acting})
+    assert not measured.acts and not parsed(measured.to_dict()).acts
+    assert measured.features == MismatchConfig().features
+    assert "level" not in measured.to_dict()
+
+
+def test_every_section_but_the_monitor_acts() -> None:
+    known = {key.name for key in dataclasses.fields(MismatchConfig)}
+    assert known - {"monitor"} == set(SECTIONS)
+
+
+@pytest.mark.parametrize(
+    "block", [{}, {"monitor": {"weight_sync": "warn", "alarms": {"k3_kl": {"above": 1, "action": "warn"}}}}]
+)
+def test_a_config_that_only_measures_does_not_act(block: dict[str, Any]) -> None:
+    assert not parsed(block).acts and parsed({"level": "observe", **block}) == parsed(block)
+
+
+def test_a_section_is_checked_before_level_observe_leaves_it_out() -> None:
+    with pytest.raises(ConfigError, match=r"mismatch.lr: unknown key 'perod'"):
+        MismatchConfig.parse({"level": "observe", "lr": {"perod": 2}})
+    with pytest.raises(ConfigError, match="mismatch.level: 'obsevre' is not allowed.*Did you mean 'observe'"):
         MismatchConfig.parse({"level": "obsevre"})
-    said = changed_settings(block.to_dict(), enforced.to_dict())
-    assert said is not None and "mismatch.level was 'observe' and is 'enforce'" in said

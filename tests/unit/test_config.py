@@ -82,7 +82,6 @@ def test_no_block_is_none_and_an_empty_block_measures_only() -> None:
     "block",
     [
         BLOCK,
-        {"level": "observe"},
         {"kl": {"estimator": "full", "ratio": "sequence"}},
         {"lr": {"period": None}},
         {"lr": {}},
@@ -228,14 +227,12 @@ def test_errors_name_key_value_and_what_is_allowed(block: Any, words: list[str])
 @pytest.mark.parametrize(
     ("build", "words"),
     [
-        (lambda: MismatchConfig(level="observ"), ["mismatch.level", "'observ'", "Did you mean 'observe'?"]),
         (lambda: MonitorConfig(weight_sync="eror"), ["mismatch.monitor.weight_sync", "Did you mean 'error'?"]),
         (lambda: PrecisionConfig(dtype="fp16"), ["mismatch.precision.dtype", "Did you mean 'float16'?"]),
         (lambda: LrConfig(period=2.5), ["mismatch.lr.period", "2.5", "allowed: a valid integer"]),
         (lambda: MonitorConfig(alarms={"k3_kl": {"action": "hlt"}}), ["mismatch.monitor.alarms.k3_kl.action", "'hlt'"]),
         (lambda: AlarmConfig(action="hlt"), ["action", "'hlt'"]),
         (lambda: MismatchConfig(lr={"period": 0}), ["mismatch.lr.period", "0"]),
-        (lambda: dataclasses.replace(MismatchConfig(), level="observ"), ["mismatch.level", "'observ'"]),
         (lambda: dataclasses.replace(KlConfig(), coef=-1.0), ["mismatch.kl.coef", "-1.0"]),
     ],
 )

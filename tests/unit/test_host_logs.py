@@ -101,7 +101,7 @@ def test_verls_file_logger_is_judged_by_k3(
     assert cli.main(["report", str(path)]) == 0
     printed = capsys.readouterr().out
     page = path.with_name("experiment.jsonl.html")
-    assert str(page) in printed and "to have them logged: +mismatch.level=observe." in printed
+    assert str(page) in printed and "to have them logged: +mismatch={}." in printed
     assert page.is_file() and not (path.parent / "report.html").exists(), (
         "other logs of this folder have reports of theirs"
     )
@@ -399,7 +399,7 @@ def test_an_empty_log_is_an_error_and_one_without_a_gap_says_what_logs_it(tmp_pa
             build(tmp_path / name)
     report = build(verl_log(tmp_path / "plain.jsonl", [{"actor/loss": 0.1}, {"actor/loss": None}]))
     assert "`mismatch:` block" not in report.verdict and "From step 2 on the weights are broken" in report.verdict
-    assert "read from verl's own log" in report.problems[0] and report.problems[0].endswith("+mismatch.level=observe.")
+    assert "read from verl's own log" in report.problems[0] and report.problems[0].endswith("+mismatch={}.")
     # These tell how probabilities differ, and not the size of the gap.
     report = build(verl_log(tmp_path / "probs.jsonl", [{"training/rollout_probs_diff_max": 0.1}] * 3))
     assert "no figure of the gap's size" in report.problems[0] and "Neither mean |Δlogp| nor k3" in report.verdict

@@ -37,9 +37,9 @@ ENGINE = EngineReading(
 )
 
 
-def block_of(level: str = "enforce", sections: Any = None, **alarms: Any) -> MismatchConfig:
+def block_of(sections: Any = None, **alarms: Any) -> MismatchConfig:
     monitor = {"alarms": alarms, "default_alarms": False}
-    block = MismatchConfig.parse({"level": level, "monitor": monitor, **(sections or {})})
+    block = MismatchConfig.parse({"monitor": monitor, **(sections or {})})
     assert block is not None
     return block
 
@@ -107,7 +107,7 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert data.steps[-1].metrics["mismatch/logp_abs_diff_mean"] == 0.25
     assert [(end.step, end.status) for end in data.ends] == [(1, "completed")]
     said = capsys.readouterr().out
-    assert "is active on a loop" in said and "training completed after 1 step" in said
+    assert "measures, and changes nothing in, a loop" in said and "training completed after 1 step" in said
     assert re.search(r"engine +engine=vllm, version=1, model_dtype=float32", said)
 
 
@@ -169,15 +169,14 @@ def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
     assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
 
 
-@pytest.mark.parametrize("level", ["enforce", "observe"])
-def test_an_alarm_advises_no_replay_that_is_on(level: str, tmp_path: Path) -> None:
-    run = Run(tmp_path, sections={"level": level, "routing": {"mode": "R3"}}, k3_kl={"patience": 1})
+@pytest.mark.parametrize("sections", [{"routing": {"mode": "R3"}}, {}])
+def test_an_alarm_advises_no_replay_that_is_on(sections: dict[str, Any], tmp_path: Path) -> None:
+    run = Run(tmp_path, sections=sections, k3_kl={"patience": 1})
     run.log.begin(None)
     run.log.observe("train", *logprobs(0.5))
     run.log.log(1, {})
     (alarm,) = events(tmp_path, "alarm")
-    # Under `observe` nothing is replayed.
-    assert alarm.message.endswith("replay their routing.") == (level == "observe"), alarm.message
+    assert alarm.message.endswith("replay their routing.") == (not sections), alarm.message
 
 
 def evaluate(run: Run, step: int, split: str = "eval/default", reward: float = 0.5) -> None:
@@ -297,15 +296,6 @@ def test_the_same_alarms_whatever_the_host_calls_a_metric(tmp_path: Path, names:
     assert [e.step for e in events(tmp_path, "unwatched")] == [1]  # said once, at the first log
     assert len(run.told) == 2 and run.told[1] == stops[1]
     assert read_run(tmp_path).ends[-1].message == stops[1]
-
-
-def test_under_observe_an_alarm_that_stops_is_a_finding(tmp_path: Path) -> None:
-    run = Run(tmp_path, level="observe", x=STOP)
-    run.log.begin(None)
-    with pytest.warns(UserWarning, match="alarm failed at step 3"):
-        assert run.log.log(3, {"x": 2.0}).stop is None
-    assert run.log.stopped is None and run.checks.counts["alarm"] == 1
-    assert run.log.measured(4) == {"mismatch/observed/alarm": 1.0}
 
 
 class Other:

@@ -94,9 +94,8 @@ def event(step: int, name: str, data: Any, level: str = "warning") -> dict[str, 
     return {"kind": "event", "segment": 0, "step": step, "level": level, "name": name, "message": "so", "data": data}
 
 
-def our_lines(level: str = "enforce") -> list[dict[str, Any]]:
+def our_lines(acts: bool = True) -> list[dict[str, Any]]:
     config = {
-        "level": level,
         "kl": {"coef": 0.1, "target_kl": 0.01},
         "routing": {"mode": "R3"},
         "correction": {"preset": "tis"},
@@ -112,23 +111,23 @@ def our_lines(level: str = "enforce") -> list[dict[str, Any]]:
     steps = [{"kind": "step", **at_step, "step": step, "metrics": metrics} for step in (1, 2, 3)]
     return [
         opening
-        | header("bf16", config=config, audit={"dtype": "bfloat16"})
+        | header("bf16", config=config, acts=acts, audit={"dtype": "bfloat16"})
         | {"sampling": {"repetition_penalty": 1.1}},
         *steps,
         {"kind": "profile", **at_step, "profiles": {"position": bins}},
         {"kind": "scatter", **at_step, "rollout_logprobs": [-1.0], "old_logprobs": [-1.1]},
         event(3, "alarm", ALARM),
         event(3, "alarm", ALARM | {"status": "cleared"}, "info"),
-        event(2, "observed", FINDING),
+        event(2, "check_failed", FINDING),
         event(2, "weight_sync", {"status": "stale"}, "error"),
         {"kind": "end", "segment": 0, "step": 3, "status": "completed", "message": ""},
     ]
 
 
-@pytest.mark.parametrize("level", ["enforce", "observe"])
+@pytest.mark.parametrize("acts", [True, False])
 @pytest.mark.parametrize("number", range(len(our_lines())))
-def test_an_odd_value_in_our_own_log(number: int, level: str, tmp_path: Path) -> None:
-    lines = our_lines(level)
+def test_an_odd_value_in_our_own_log(number: int, acts: bool, tmp_path: Path) -> None:
+    lines = our_lines(acts)
     file = tmp_path / "metrics.jsonl"
 
     def read(line: Any) -> tuple[Any, set[str]]:

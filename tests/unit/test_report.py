@@ -229,9 +229,9 @@ def test_the_verdict_follows_the_data(tmp_path: Path) -> None:
     small = say(flat_run(tmp_path / "small", 0.012, name="bf16"))
     assert small == "bf16 (mean |Δlogp| 0.012) has a small gap: no correction is needed, keep watching it."
     on = " beyond the one that is on"
-    for level, preset, more in (("enforce", "tis", on), ("enforce", "disabled", ""), ("observe", "tis", "")):
-        config = {"correction": {"preset": preset}, "level": level}
-        corrected = say(flat_run(tmp_path / level / preset, 0.012, name="bf16", config=config))
+    for preset, more in (("tis", on), ("disabled", "")):
+        config = {"correction": {"preset": preset}}
+        corrected = say(flat_run(tmp_path / preset, 0.012, name="bf16", config=config))
         assert corrected.endswith(f": no correction is needed{more}, keep watching it.")
     elevated = say(flat_run(tmp_path / "elevated", 0.05, name="bf16"))
     assert "above what healthy runs report" in elevated and "set mismatch.precision.dtype to float16" in elevated

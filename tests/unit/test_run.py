@@ -36,6 +36,8 @@ from tests.unit.loops import (
     weights,
 )
 
+ENDS: dict[str, Any] = {"monitor": {"weight_sync": "error"}}  # a config that acts, and changes no number
+
 
 def by_hand(
     steps: int, loss_of: Callable[[nn.Module, Any, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -173,7 +175,7 @@ def leaving_out(verb: str) -> Callable[[Run], None]:
         ("correct", {"correction": {"preset": "tis"}}, r"step 1: mismatch.correction is on, and run.correct"),
         ("kl", KL, r"step 1: mismatch.kl is on, and no gradient went through"),
         ("kl in loss", KL, r"step 1: mismatch.kl is on, and no gradient went through"),
-        ("measure", {}, r"step 1: the gap of each batch is measured by run.measure"),
+        ("measure", ENDS, r"step 1: the gap of each batch is measured by run.measure"),
     ],
 )
 def test_a_verb_that_is_left_out_is_named_before_the_first_step(
@@ -184,6 +186,14 @@ def test_a_verb_that_is_left_out_is_named_before_the_first_step(
     with pytest.raises(LoopError, match=named), Run(block, trainer, rollout, tmp_path).start() as run:
         leaving_out(verb)(run)
     assert same(before, weights(trainer))
+
+
+def test_a_batch_that_is_not_measured_is_named_in_a_run_that_only_measures(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    with pytest.warns(UserWarning, match="the check 'loop' failed at step 0; .* run.measure"):
+        with Run({}, trainer, rollout, tmp_path).start() as run:
+            leaving_out("measure")(run)
+    assert run.steps == 1
 
 
 @pytest.mark.parametrize("verb", ["correct", "kl", "kl in loss"])
@@ -197,14 +207,14 @@ def test_a_verb_without_its_section_may_be_left_out(verb: str, tmp_path: Path) -
 def test_rollouts_before_the_weights_are_sent_are_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     with pytest.raises(LoopError, match=r"step 1: the trainer's weights have changed .* call run.send\(\)"):
-        with Run(None, trainer, rollout, tmp_path).start() as run:
+        with Run(ENDS, trainer, rollout, tmp_path).start() as run:
             learn(run, 2, sends=False)
     assert run.steps == 1
 
 
 def test_rollouts_of_earlier_weights_are_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    with Run(None, trainer, rollout, tmp_path).start() as run:
+    with Run(ENDS, trainer, rollout, tmp_path).start() as run:
         early = rollout.generate(PROMPTS)
         learn(run, 1)
         with pytest.raises(RecordError, match="weight version 0, but the engine is at 1"):
@@ -214,7 +224,7 @@ def test_rollouts_of_earlier_weights_are_refused(tmp_path: Path) -> None:
 def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
     trainer, rollout = sides()
     rollout.drops_updates = True
-    with pytest.raises(WeightSyncError, match="stale"), Run(None, trainer, rollout, tmp_path).start() as run:
+    with pytest.raises(WeightSyncError, match="stale"), Run(ENDS, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
     assert [event.name for event in read_run(tmp_path / "mismatch").events if event.level == "error"] == ["weight_sync"]
 
@@ -227,7 +237,7 @@ def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> T
 def test_an_engine_that_differed_before_the_first_update_is_not_told_that_the_update_did_it(tmp_path: Path) -> None:
     trainer, _ = sides()
     rollout = TorchRollout(trainer.model, halved_logits)
-    with pytest.raises(WeightSyncError) as raised, Run(None, trainer, rollout, tmp_path).start() as run:
+    with pytest.raises(WeightSyncError) as raised, Run(ENDS, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
     message = str(raised.value)
     assert "apart before any update, and differ token by token as they did then" in message

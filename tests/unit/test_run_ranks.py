@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.checks import Finding
+from mismatch_ext.checks import FailedCheck
 from mismatch_ext.log_reading import read_run
 from tests.unit.loops import (
     NOISE,
@@ -108,17 +108,19 @@ def test_every_rank_looks_for_ids_that_cannot_be_decoded(tmp_path: Path, monkeyp
 
 def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    theirs = Finding(check="measure", step=0, message="of another rank")
+    theirs = FailedCheck(check="measure", step=0, message="of another rank")
     ranks = Two()
-    with Run({"level": "observe"}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+    with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
         ranks.said = [theirs]
         run._checks.gather(ranks)
         ranks.said = None
-    assert "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "observed"][0]
+    assert (
+        "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "check_failed"][0]
+    )
 
     trainer, rollout = sides()
     ranks = Two(1)
-    with Run({"level": "observe"}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
+    with Run({}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         old = run.score(batch).detach()
         old[0, 0] = float("nan")

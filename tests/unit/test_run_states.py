@@ -154,10 +154,9 @@ def test_a_start_that_fails_leaves_nothing_on_the_optimizer(tmp_path: Path, monk
     Run(block, trainer, rollout, tmp_path / "again").start().end()
 
 
-def test_observe_stops_at_nothing(tmp_path: Path) -> None:
+def test_a_config_that_only_measures_stops_at_nothing(tmp_path: Path) -> None:
     trainer, rollout = sides()
-    block = {"level": "observe", "lr": {"trigger": "mismatch_kl"}}
-    with pytest.warns(UserWarning, match="observe"), Run(block, trainer, rollout, tmp_path).start() as run:
+    with pytest.warns(UserWarning, match="the run goes on"), Run({}, trainer, rollout, tmp_path).start() as run:
         early = rollout.generate(PROMPTS[:2])
         rollout.weight_version += 1
         batch = run.batch(early + rollout.generate(PROMPTS[2:]))
@@ -167,4 +166,4 @@ def test_observe_stops_at_nothing(tmp_path: Path) -> None:
         run.measure(batch, old)
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
-    assert "observed" in found and {"records", "measure"} == set(run._checks.counts)
+    assert "check_failed" in found and {"records", "measure"} == set(run._checks.counts)

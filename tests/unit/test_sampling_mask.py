@@ -299,11 +299,11 @@ def test_hosts_without_replay_refuse_the_section() -> None:
     from mismatch_ext.loop import check_block
 
     block = MismatchConfig.parse({"sampling_mask": {}})
-    assert block is not None and "sampling_mask" in block.features and block.acting is block
+    assert block is not None and "sampling_mask" in block.features
     with pytest.raises(ConfigError, match=r"mismatch.sampling_mask in your own loop.*support_logprobs"):
         check_block(block)
     watched = MismatchConfig.parse({"level": "observe", "sampling_mask": {}})
-    assert watched is not None and watched.acting.sampling_mask is None
+    assert watched is not None and watched.sampling_mask is None
 
 
 def test_a_record_refuses_a_token_that_was_not_left() -> None:
