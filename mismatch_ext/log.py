@@ -55,6 +55,8 @@ SCATTER_SAMPLES = 500
 PROCESSES = 32
 """Number of low bits of a seed that tell processes apart."""
 
+LOST = "lines_lost"
+"""Name of the event that says how many lines before it are missing, because they could not be written."""
 ALARMS_RAISED = PREFIX + "alarms_raised"
 
 _HEADER = re.compile(rb'\{"kind": "header", "segment": (\d+)')
@@ -174,7 +176,7 @@ class RunStream:
             os.ftruncate(self._fd, size)
             raise RunDirectoryError(
                 f"{self.path}: only {written} of {len(payload)} bytes of a line could be written, and they were taken back. Free "
-                "disk space, then resume the run."
+                "disk space."
             )
 
 
@@ -385,6 +387,7 @@ class RunLog:
         self._flushes: dict[str, int] = {}
         self._created = 0
         self._growth = Growth()
+        self._lost = 0  # lines since the last one that could be written
         self.doctor: RunDoctor | None = None
         if ranks.rank == 0:
             ensure_writable(run_dir)
@@ -407,7 +410,8 @@ class RunLog:
         if self._segment is not None:
             yield
             return
-        self._open("evaluation")
+        with self._going_on():
+            self._open("evaluation")
         status, message = "completed", ""
         try:
             yield
@@ -415,9 +419,7 @@ class RunLog:
             status, message = "failed", f"{type(error).__name__}: {error}"
             raise
         finally:
-            # An error of a full disk must not hide the error that is already being raised.
-            with contextlib.suppress(RunDirectoryError) if message else contextlib.nullcontext():
-                self._close(step, status, message)
+            self._close(step, status, message)
 
     def _open(self, of: Segment, resume_step: int | None = None) -> None:
         if self.ranks.rank == 0:
@@ -433,15 +435,35 @@ class RunLog:
         )
         if self._new_from is None:
             self._new_from = self._stream.start
-        for event in self._early_events:
-            self._stream.event(*event)
-        self._early_events.clear()
+        early, self._early_events = self._early_events, []
+        for event in early:
+            self._write_event(*event)
 
     def _close(self, step: int, status: str, message: str) -> None:
         """End the segment; what happens before the next one begins is still written to it."""
         self._segment = None
         if self._stream is not None:
-            self._stream.end(step, status, message)
+            with self._going_on():
+                self._stream.end(step, status, message)
+
+    @contextlib.contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Write a line of a run that goes on without it if the disk is full: warn of the first, and count those that are lost."""
+        try:
+            yield
+        except RunDirectoryError as error:
+            self._lost += 1
+            if self._lost == 1:
+                self._tell(
+                    f"{error} The run goes on. What is measured until then is not in the file, and alarms are still raised."
+                )
+            return
+        if not self._lost or self._stream is None:
+            return
+        message = f"{self._lost} lines before this one could not be written, so that steps or events are missing"
+        with contextlib.suppress(RunDirectoryError):
+            self._stream.event(self._step(), "warning", LOST, message, {"lines": self._lost})
+            self._lost = 0
 
     def announce(self) -> None:
         """Print what both sides compute with, which sections are on, and which alarms are watched."""
@@ -460,8 +482,8 @@ class RunLog:
         if self.ranks.rank == 0:
             try:
                 say("\n".join(closing_lines(read_run(self.run_dir))))
-            except RunDirectoryError as error:  # training has already ended well
-                logger.warning("The summary of the run cannot be printed: %s", error)
+            except Exception:  # whatever it is: training has ended well, and what comes after it must not be lost
+                logger.warning("The summary of the run cannot be printed.", exc_info=True)
 
     def event(
         self, level: str, name: str, message: str, data: dict[str, Any] | None = None, *, step: int | None = None
@@ -473,7 +495,8 @@ class RunLog:
     def _write_event(self, *event: Any) -> None:
         if self._stream is None:
             self._early_events.append(event)
-        else:
+            return
+        with self._going_on():
             self._stream.event(*event)
 
     # The gap.
@@ -529,9 +552,13 @@ class RunLog:
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
         if self.ranks.rank == 0 and (split != "train" or count % PROFILE_EVERY == 0):
-            self._file().profile(step, gap_profiles(part(sums, "gap")), split)
+            with self._going_on():
+                self._file().profile(step, gap_profiles(part(sums, "gap")), split)
             scatter = gap_sample(part(sums, "gap"))
-            self._file().scatter(step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split)
+            with self._going_on():
+                self._file().scatter(
+                    step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split
+                )
         scalars |= {f"native/{name}": value for name, value in native.items()}
         scalars |= masked_metrics(part(sums, "masked"))
         if drift := part(sums, "drift"):
@@ -593,7 +620,8 @@ class RunLog:
         plain = {name: _plain(value) for name, value in metrics.items()}
         numbers = {name: value for name, value in plain.items() if value is None or isinstance(value, (int, float))}
         if self.ranks.rank == 0 and numbers:
-            self._file().step(step, numbers, split)
+            with self._going_on():
+                self._file().step(step, numbers, split)
 
     def _file(self) -> RunStream:
         """Return the open segment; what is logged outside of trainings and evaluations opens one that has no end."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -296,6 +298,50 @@ def test_the_same_alarms_whatever_the_host_calls_a_metric(tmp_path: Path, names:
     assert [e.step for e in events(tmp_path, "unwatched")] == [1]  # said once, at the first log
     assert len(run.told) == 2 and run.told[1] == stops[1]
     assert read_run(tmp_path).ends[-1].message == stops[1]
+
+
+def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path, x=STOP)
+    run.log.begin(None)
+    run.log.log(1, {"x": 0.5})
+
+    def full(fd: int, data: bytes) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", full)
+        run.log.event("info", "lost", "with the step")
+        run.log.observe("train", *logprobs(0.5))
+        stop = run.log.log(2, {"x": 2.0}).stop
+    assert stop is not None and "x is 2 at step 2" in stop  # alarms need no file
+    said = [text for text in run.told if "No space left" in text]
+    assert len(said) == 1 and "The run goes on" in said[0]
+    run.log.log(3, {"x": 0.5})
+    run.at = 3
+    run.log.end("completed")
+    written = read_run(tmp_path)
+    assert [record.step for record in written.steps] == [1, 3] and not written.problems
+    (event,) = events(tmp_path, "lines_lost")
+    assert event.data["lines"] > 3 and [end.status for end in written.ends] == ["completed"]
+
+
+def test_a_disk_that_is_full_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    monkeypatch.setattr(os, "write", lambda fd, data: 0)
+    with pytest.raises(RunDirectoryError, match="only 0 of"):
+        run.log.begin(None)
+
+
+def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = Run(tmp_path)
+    run.log.begin(None)
+
+    def closed(text: str) -> None:
+        raise BrokenPipeError("the terminal is gone")
+
+    monkeypatch.setattr("mismatch_ext.log.say", closed)
+    run.log.end("completed")
+    assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
 
 
 class Other:
