@@ -40,6 +40,7 @@ STALENESS = PREFIX + "staleness_max"
 """This metric is in every log of a run whose rollouts may have been sampled with older weights."""
 NUMERICS = PREFIX + "numerics/"
 GROWTH_LOW = PREFIX + "k3_growth_low"
+SYNC_GROWTH_LOW = PREFIX + "weight_sync_growth_low"
 ANEW = "alarms_anew"
 """Name of the event that says which alarms a resumed run begins anew."""
 
@@ -133,6 +134,15 @@ DEFAULTS = {
             "what the engine quantizes and at whether each weight update is exact, and correct by importance weights until the "
             "cause is found",
             numerics=True,
+        ),
+        Rule(
+            metric=SYNC_GROWTH_LOW,
+            above=2.0,
+            source="A choice: the factor of k3_growth_low. Measured with a head that no update reached: the probes' gap grew "
+            "2.7 times in 30 updates, each of which was within its limits.",
+            meaning="the gap of the same probe tokens has more than doubled over the last updates, each of which looked right",
+            advice="look for a part of the engine that updates do not reach: `mismatch-ext doctor --older` compares rollouts "
+            "with the checkpoint before",
         ),
         Rule(
             metric=PREFIX + "logp_abs_diff_mean",

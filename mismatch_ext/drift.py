@@ -157,23 +157,26 @@ def drift_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, f
 
 @state
 class Growth:
-    """The last logs of a run: optimizer steps, rising, and log k3."""
+    """The last logs of a run: optimizer steps, rising, and the logarithm of a gap."""
 
     points: tuple[tuple[int, float], ...] = ()
 
 
-def grown(growth: Growth, step: int, k3: float) -> tuple[Growth, dict[str, float]]:
-    """Add a log's k3 after `step` steps; return the logs, the factor by which it grew and the lower end of its 99 % interval."""
+def grown(growth: Growth, step: int, gap: float, name: str = "k3") -> tuple[Growth, dict[str, float]]:
+    """Add a log's gap after `step` steps; return the logs, the factor by which it grew and the lower end of its 99 % interval.
+
+    `name` begins the names of the two.
+    """
     points = () if growth.points and step < growth.points[-1][0] else growth.points
-    if math.isfinite(k3) and (not points or step > points[-1][0]):
-        points = (*points, (step, math.log(max(k3, GROWTH_FLOOR))))[-GROWTH_WINDOW:]
+    if math.isfinite(gap) and (not points or step > points[-1][0]):
+        points = (*points, (step, math.log(max(gap, GROWTH_FLOOR))))[-GROWTH_WINDOW:]
     growth = Growth(points=points)
     if len(points) < GROWTH_LEAST:
         return growth, {}
     steps, values = zip(*points, strict=True)
     span = steps[-1] - steps[0]
     middle, low, _ = (math.exp(min(value * span, LARGEST_EXPONENT)) for value in slope(steps, values))
-    return growth, {"k3_growth": middle, "k3_growth_low": low}
+    return growth, {f"{name}_growth": middle, f"{name}_growth_low": low}
 
 
 def slope(steps: Sequence[float], values: Sequence[float]) -> tuple[float, float, float]:

@@ -15,7 +15,7 @@ import os
 import re
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -58,6 +58,7 @@ PROCESSES = 32
 LOST = "lines_lost"
 """Name of the event that says how many lines before it are missing, because they could not be written."""
 ALARMS_RAISED = PREFIX + "alarms_raised"
+WEIGHT_SYNC_GAP = PREFIX + "weight_sync_gap"
 
 _HEADER = re.compile(rb'\{"kind": "header", "segment": (\d+)')
 
@@ -339,11 +340,12 @@ class Logged:
 
 @state
 class LogState:
-    """What a checkpoint holds of a log: the counters that choose profiled steps and scattered tokens, and the gap's growth."""
+    """What a checkpoint holds of a log: counters that choose profiled steps and scattered tokens, and how the gaps have grown."""
 
     flushes: dict[str, int]
     created: int
     growth: Growth
+    sync_growth: Growth = field(default_factory=Growth)
 
 
 class RunLog:
@@ -386,7 +388,8 @@ class RunLog:
         self._drift: Sums | None = None
         self._flushes: dict[str, int] = {}
         self._created = 0
-        self._growth = Growth()
+        self._growth = self._sync_growth = Growth()
+        self._of_probes: dict[str, float] = {}
         self._lost = 0  # lines since the last one that could be written
         self.doctor: RunDoctor | None = None
         if ranks.rank == 0:
@@ -605,8 +608,10 @@ class RunLog:
         return metrics
 
     def raised(self) -> dict[str, float]:
-        """Return the number of alarms that are raised, which the main process knows."""
-        return {ALARMS_RAISED: float(len(self.alarms.raised))} if self.ranks.rank == 0 else {}
+        """Return the number of alarms that are raised, and the growth of the probes' gap, which the main process knows."""
+        if self.ranks.rank != 0:
+            return {}
+        return {ALARMS_RAISED: float(len(self.alarms.raised)), **self._of_probes}
 
     def shown(self, metrics: Mapping[str, Any]) -> dict[str, Any]:
         """Return what consoles and loggers get: of this package's metrics those that the block asks for, and all others."""
@@ -659,7 +664,8 @@ class RunLog:
                 self.event("warning", "unwatched", message, {"metric": metric}, step=step)
                 self._tell(message)
         stop = None
-        self.alarms, alarms = watch(self.alarms, metrics, self.rules, step)
+        self._of_probes = self._growth_of_probes(step, metrics)
+        self.alarms, alarms = watch(self.alarms, {**metrics, **self._of_probes}, self.rules, step)
         for alarm in alarms:
             self.event(alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm), step=step)
             if alarm.status == "raised":
@@ -670,6 +676,14 @@ class RunLog:
                 stop = alarm.message
         return stop
 
+    def _growth_of_probes(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
+        """Return how much the gap of the probes has grown over the last logs; nothing where no update was verified."""
+        gap = _plain(metrics.get(WEIGHT_SYNC_GAP))
+        if not isinstance(gap, (int, float)):
+            return {}
+        self._sync_growth, growth = grown(self._sync_growth, step, float(gap), "weight_sync")
+        return {PREFIX + name: value for name, value in growth.items()}
+
     # What a checkpoint holds.
 
     def begin_anew(self) -> None:
@@ -679,7 +693,9 @@ class RunLog:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
-        log = LogState(flushes=dict(self._flushes), created=self._created, growth=self._growth)
+        log = LogState(
+            flushes=dict(self._flushes), created=self._created, growth=self._growth, sync_growth=self._sync_growth
+        )
         return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
     def load_state_dict(self, state: Mapping[str, Any], *, step: int) -> None:
@@ -688,7 +704,7 @@ class RunLog:
         if state.get("log") is not None:
             log = from_json(LogState, state["log"], "log")
             self._flushes, self._created = dict(log.flushes), log.created
-            self._growth = log.growth
+            self._growth, self._sync_growth = log.growth, log.sync_growth
         if state.get("monitor") is not None:
             self.alarms, notes = resumed(state["monitor"], self.rules)
             for message, metrics in notes:

@@ -61,7 +61,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.errors import ConfigError, EngineError, NonFiniteLogprobError, RecordError, WeightSyncError
 from mismatch_ext.precision.dtypes import canonical, coarser
 from mismatch_ext.states import from_json, state, to_json
 
@@ -84,6 +84,8 @@ COMPARABLE = 0.25
 PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
 EVENT = "weight_sync"
 """Name of the event that says that an update went wrong."""
+UNANSWERED_EVENT = "weight_sync_unanswered"
+"""Name of the event that says that an engine did not answer, so that nothing is known of an update."""
 STILL, STILL_EVENT, MOVING_EVENT = 3, "weights_still", "weights_moving"
 """Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps.
 
@@ -126,6 +128,11 @@ REMEDIES = {
 }
 
 
+ASKED_AGAIN = (
+    "This is near what rounding and the update itself explain, so the next update is checked first: two in a row fail."
+)
+
+
 @dataclass(frozen=True, kw_only=True)
 class TensorComparison:
     """A tensor that both sides hold in one layout, compared after rounding to the engine's dtype; None is unknown."""
@@ -161,6 +168,8 @@ class SyncVerdict:
     threshold: float
     movement: float
     message: str
+    clear: bool = False
+    """Whether it is bad beyond doubt: its gap is more than ten times what the update moved, and than this model's rounding."""
 
     @property
     def ok(self) -> bool:
@@ -513,11 +522,12 @@ class TrainerLook:
 
 @state
 class VerifierState:
-    """What a checkpoint holds of a verifier: the dtypes of both checks, and their histories."""
+    """What a checkpoint holds of a verifier: the dtypes of both checks, their histories, and whether the last update was bad."""
 
     dtypes: tuple[str, str]
     prefill: History = field(default_factory=History)
     decode: History = field(default_factory=History)
+    doubted: bool = False
 
 
 def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
@@ -626,49 +636,68 @@ class WeightVerifier:
         """
         sent = {} if sent is None else sent
         look = self.look() if look is None else look  # first, as in `begin`
+        changed, before = look.fingerprint != self._fingerprint, self._before
+        # Noted first: an engine that does not answer has got these weights all the same.
+        self._before, self._fingerprint = sent, look.fingerprint
         engine, decode_now = self._ask()
-        comparisons = self.rollout.compare(sent, self._before)
+        comparisons = self.rollout.compare(sent, before)
         dtype, engine_dtype = self.state.dtypes
-        prefill, verdict = judge_prefill(
-            self.state.prefill,
-            self._look(engine, look.logprobs),
-            dtype,
-            changed=look.fingerprint != self._fingerprint,
-            comparisons=comparisons,
-        )
+        now = self._look(engine, look.logprobs)
+        moved = now.movement(self.state.prefill.versions[-1]) if self.state.prefill.versions else 0.0
+        prefill, verdict = judge_prefill(self.state.prefill, now, dtype, changed=changed, comparisons=comparisons)
         self.state = replace(self.state, prefill=prefill)
+        gap = verdict.gap_mean
         if decode_now is not None:
             decode, decode_verdict = judge_decode(self.state.decode, decode_now, engine_dtype, verdict.baseline)
             self.state = replace(self.state, decode=decode)
             # If prefill is wrong too, that is the cause to name.
             worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
-            verdict = replace(verdict, status=worse.status, message=worse.message)
-        self._before, self._fingerprint, self.verdict = sent, look.fingerprint, verdict
-        return verdict
+            verdict, gap = replace(verdict, status=worse.status, message=worse.message), worse.gap_mean
+        clear = not verdict.ok and gap > FACTOR * max(moved, verdict.baseline)
+        self.verdict = replace(verdict, clear=clear)
+        return self.verdict
 
     def verify(
         self, sent: Mapping[str, Any] | None = None, look: TrainerLook | None = None, *, stepped: bool = True
-    ) -> SyncVerdict:
-        """Judge the last update as `judge` does; write an event if it is bad, and raise WeightSyncError unless that is to warn.
+    ) -> SyncVerdict | None:
+        """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError unless that is to warn.
 
-        Weights that stand still are an event, too, unless no optimizer has `stepped` since the last update.
+        A bad verdict that is not clear is a warning, and the next update is judged anew: two in a row raise. An engine that does
+        not answer says nothing about its weights: that is a warning, and the verdict is None. Weights that stand still are an
+        event, too, unless no optimizer has `stepped` since the last update.
         """
-        verdict = self.judge(sent, look)
+        try:
+            verdict = self.judge(sent, look)
+        except EngineError as error:
+            self._say("warning", UNANSWERED_EVENT, f"nothing is known of this weight update: {error}")
+            return None
         if not verdict.ok:
-            if self._event is not None:
-                self._event("error", EVENT, f"{self._name}: {verdict.message}" if self._name else verdict.message)
-            if self.monitor.weight_sync != "warn":
+            confirmed = verdict.clear or self.state.doubted
+            if confirmed:
+                self._say("error", EVENT, verdict.message)
+            else:
+                self._say("warning", EVENT, f"{verdict.message} {ASKED_AGAIN}")
+            self.state = replace(self.state, doubted=True)
+            if confirmed and self.monitor.weight_sync != "warn":
                 raise WeightSyncError(verdict.message)
+        else:
+            self.state = replace(self.state, doubted=False)
         if verdict.status != "unchanged" and self._still >= STILL and self._event is not None:
             self._event("info", MOVING_EVENT, "weight updates send other weights again.")
         self._still = self._still + stepped if verdict.status == "unchanged" else 0
-        if stepped and self._still == STILL and self._event is not None:
-            message = (
+        if stepped and self._still == STILL:
+            self._say(
+                "warning",
+                STILL_EVENT,
                 f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, it has "
-                "no trainable parameter, no gradient reaches the weights, every advantage is 0, or float16 skips every step."
+                "no trainable parameter, no gradient reaches the weights, every advantage is 0, or float16 skips every step.",
             )
-            self._event("warning", STILL_EVENT, f"{self._name}: {message}" if self._name else message)
         return verdict
+
+    def _say(self, level: str, name: str, message: str) -> None:
+        """Write an event, with the engine's name where there are several."""
+        if self._event is not None:
+            self._event(level, name, f"{self._name}: {message}" if self._name else message)
 
     def _ask(self) -> tuple[Tensor, Look | None]:
         """Return prefill's scores of the probes, and the decoded tokens with prefill's scores of them."""

@@ -386,7 +386,12 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     saved = json.loads(json.dumps(first.log.state_dict()))
     ((step, gap),) = saved["log"]["growth"]["points"]
     assert (step, gap) == (1, pytest.approx(math.log(math.exp(0.5) - 1.5)))
-    counted = {"flushes": {"train": 1}, "created": 1, "growth": {"points": [[step, gap]]}}
+    counted = {
+        "flushes": {"train": 1},
+        "created": 1,
+        "growth": {"points": [[step, gap]]},
+        "sync_growth": {"points": []},
+    }
     assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 
     second = Run(tmp_path, x=rule, y=rule | {"above": 1.5}, z=STOP)

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.errors import ConfigError, EngineError, NonFiniteLogprobError, RecordError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.sides import RolloutSide, TrainerSide
-from mismatch_ext.weights import EVENT, Decoded, TensorComparison, WeightVerifier, draw_probes
+from mismatch_ext.weights import EVENT, UNANSWERED_EVENT, Decoded, TensorComparison, WeightVerifier, draw_probes
 
 PROBES = draw_probes(torch.arange(64))
 
@@ -111,7 +111,7 @@ class Engine(RolloutSide):
 Said = list[tuple[str, str, str]]
 
 
-def started(action: str = "error", name: str = "") -> tuple[Trainer, Engine, WeightVerifier, Said]:
+def started(action: str | None = "error", name: str = "") -> tuple[Trainer, Engine, WeightVerifier, Said]:
     said: Said = []
     trainer = Trainer()
     engine = Engine(trainer.model)
@@ -171,19 +171,77 @@ def test_a_probe_token_that_took_another_expert_is_no_sign_of_wrong_weights(toke
     assert verdict.status == status and verdict.gap_max > 19, verdict.message
 
 
-@pytest.mark.parametrize("action", ["error", "warn"])
-def test_an_engine_that_was_not_updated_is_an_event_and_an_error_if_the_block_says_so(action: str) -> None:
+@pytest.mark.parametrize("action", [None, "error", "warn"])
+def test_an_engine_that_was_not_updated_twice_is_an_error_unless_that_is_to_warn(action: str | None) -> None:
     trainer, _, verifier, said = started(action, "rollout server 1")
     for _ in range(10):
         trainer.train()
-    if action == "error":
+    first = verifier.verify()
+    assert first is not None and first.status == "stale" and not first.clear
+    for _ in range(10):
+        trainer.train()
+    if action == "warn":
+        second = verifier.verify()
+        assert second is not None and second.status == "stale"
+    else:
         with pytest.raises(WeightSyncError, match="stale"):
             verifier.verify()
-    else:
-        assert verifier.verify().status == "stale"
-    ((level, name, message),) = said
-    assert (level, name) == ("error", EVENT) and message.startswith("rollout server 1: weight update 1: stale.")
-    assert verifier.verdict is not None and verifier.verdict.message in message
+    assert [event[:2] for event in said] == [("warning", EVENT), ("error", EVENT)]
+    assert said[0][2].startswith("rollout server 1: weight update 1: stale.") and said[0][2].endswith(
+        "two in a row fail."
+    )
+    assert verifier.verdict is not None and verifier.verdict.message in said[1][2]
+
+
+def test_one_update_that_is_missed_ends_nothing() -> None:
+    trainer, engine, verifier, said = started()
+    for sends in (True, False, True, True, False, True):
+        for _ in range(5):
+            trainer.train()
+        verdict = verifier.verify(engine.receive(trainer.model) if sends else None)
+        assert verdict is not None and verdict.ok == sends, verdict.message
+    assert [event[:2] for event in said] == [("warning", EVENT)] * 2
+
+
+def test_an_update_far_beyond_what_it_moved_is_an_error_at_once() -> None:
+    trainer, engine, verifier, said = started()
+    with torch.no_grad():
+        trainer.model.embed.weight += 1e-3 * torch.randn(64, 32)
+    engine.receive(trainer.model)
+    with torch.no_grad():
+        engine.model.embed.weight *= -1
+    with pytest.raises(WeightSyncError, match="garbled"):
+        verifier.verify()
+    assert verifier.verdict is not None and verifier.verdict.clear and said[0][0] == "error"
+
+
+def test_doubt_is_kept_over_a_resume() -> None:
+    trainer, engine, verifier, _ = started()
+    for _ in range(10):
+        trainer.train()
+    assert not verifier.verify().ok  # type: ignore[union-attr]
+    resumed = WeightVerifier(trainer, engine, MonitorConfig(), PROBES, dtype="float16")
+    resumed.begin()
+    assert resumed.load_state_dict(json.loads(json.dumps(verifier.state_dict()))) is None
+    with pytest.raises(WeightSyncError, match="stale"):
+        resumed.verify()
+
+
+def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
+    trainer, engine, verifier, said = started()
+    answers = engine.decode
+
+    def busy(tokens: Tensor, count: int) -> Decoded:
+        raise EngineError("no answer within 120 seconds")
+
+    for decode in (busy, busy, busy, answers):
+        trainer.train()
+        engine.decode = decode  # type: ignore[method-assign]
+        verdict = verifier.verify(engine.receive(trainer.model))
+        assert (verdict is None) == (decode is busy) and not verifier.moved()
+    assert verdict is not None and verdict.status == "in_sync"
+    assert [event[:2] for event in said] == [("warning", UNANSWERED_EVENT)] * 3
+    assert "no answer within 120 seconds" in said[0][2]
 
 
 def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
@@ -254,6 +312,7 @@ def test_a_decode_with_the_weights_of_the_start_is_named_and_prefill_is_not_accu
             break
     assert verdict.status == "stale_decode" and "decode path does not compute with the weights" in verdict.message
     assert verdict.gap_mean < verdict.threshold < 0.2, "prefill is right"
+    # Asked once more, with weights that have not moved since.
     with pytest.raises(WeightSyncError, match="decode path does not compute"):
         verifier.verify()
     assert said == [("error", EVENT, verifier.verdict.message)]  # type: ignore[union-attr]
