@@ -7,6 +7,9 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mismatch_ext.config import CorrectionConfig as CorrectionConfig
+    from mismatch_ext.config import KlConfig as KlConfig
+    from mismatch_ext.config import LrConfig as LrConfig
     from mismatch_ext.config import MismatchConfig as MismatchConfig
     from mismatch_ext.correction import correct as correct
     from mismatch_ext.doctor import write_rollouts as write_rollouts
@@ -42,6 +45,9 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "CorrectionConfig": "config",
+    "KlConfig": "config",
+    "LrConfig": "config",
     "LossScaler": "precision.scaler",
     "LrControl": "lr",
     "MismatchConfig": "config",

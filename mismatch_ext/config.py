@@ -10,7 +10,8 @@ import json
 import re
 import sys
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
@@ -461,6 +462,39 @@ class MismatchConfig:
         if data["correction"] is not None:
             data["correction"] = {key: value for key, value in data["correction"].items() if value is not FROM_PRESET}
         return {key: value for key, value in data.items() if value is not None}
+
+
+def section_of(kind: type[Section], given: Section | Mapping[str, Any] | str, argument: str, key: str) -> Section:
+    """Return a section that a function of its own got as an argument, whose errors then speak of that argument.
+
+    Args:
+        kind: The section's class.
+        given: A section, a mapping of its keys, or the value of its one `key`, such as a preset's name.
+        argument: The argument's name.
+        key: The key that a text is the value of.
+
+    Raises:
+        ConfigError: A key is unknown, or its value is not allowed.
+    """
+    if isinstance(given, kind):
+        return given
+    keys = {key: given} if isinstance(given, str) else given
+    path = next(path for path, section in _SECTIONS.items() if section is kind)
+    if not isinstance(keys, Mapping):
+        raise ConfigError(
+            f"{argument}: {shown(given)} is not allowed; allowed: a {kind.__name__}, a mapping of its keys, or its {key} as text."
+        )
+    with speaking_of(argument, path):
+        return kind(**keys)
+
+
+@contextmanager
+def speaking_of(argument: str, path: str) -> Iterator[None]:
+    """Let errors about a section at `path` speak of the argument that somebody wrote in its place."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(str(error).replace(path, argument)) from None
 
 
 # Reading, and refusals: what was found, what is allowed.

@@ -12,20 +12,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from mismatch_ext.config import CorrectionConfig, section_of, speaking_of
 from mismatch_ext.errors import RecordError
 from mismatch_ext.gap import SATURATION
 from mismatch_ext.presets import Interval, ResolvedCorrection, resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.sums import Sums, over_ranks
 from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
-
-if TYPE_CHECKING:
-    from mismatch_ext.config import CorrectionConfig
 
 # Log-ratios are clamped to this before weights and rules, as in verl: e^20 is 4.9e8, beyond any bound in use.
 LOG_RATIO_BOUND = 20.0
@@ -74,7 +72,7 @@ def correct(
     old_logprobs: Tensor,
     rollout_logprobs: Tensor,
     response_mask: Tensor,
-    config: CorrectionConfig | ResolvedCorrection,
+    config: CorrectionConfig | ResolvedCorrection | Mapping[str, Any] | str,
     logprobs: Tensor | None = None,
     advantages: Tensor | None = None,
 ) -> Correction:
@@ -91,23 +89,39 @@ def correct(
     All arguments are keywords, because two tensors in the wrong order would invert every weight without an error.
 
     Args:
-        old_logprobs: log pi_old of the sampled tokens `[B, T]`, nats, any float dtype.
+        old_logprobs: log pi_old of the sampled tokens `[B, T]`, or of one sequence `[T]`, nats, any float dtype. The other tensors
+            and the result, have as many dimensions.
         rollout_logprobs: log mu of the same tokens `[B, T]`, nats.
         response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
-        config: A `correction` section, or resolved settings.
+        config: A `correction` section, a mapping of its keys, a preset's name, or resolved settings (`PRESETS`).
         logprobs: log pi of the current policy `[B, T]`, for `off_policy_threshold`; None takes `old_logprobs`.
         advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
 
     Returns:
-        Weights, mask and metrics.
+        Weights, mask and metrics; zeros and no metrics if nothing is unmasked.
 
     Raises:
-        RecordError: Shapes differ, the mask holds values other than 0 and 1, nothing is unmasked, or advantages are missing.
+        RecordError: Shapes differ, the mask holds values other than 0 and 1, or advantages are missing.
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position.
         ConfigError: The section is malformed.
     """
-    settings = config if isinstance(config, ResolvedCorrection) else resolve(config)
+    if isinstance(config, ResolvedCorrection):
+        settings = config
+    else:
+        section = section_of(CorrectionConfig, config, "config", "preset")
+        with speaking_of("config", "mismatch.correction"):
+            settings = resolve(section)
+    if old_logprobs.dim() == 1:
+        of_row = correct(
+            old_logprobs=old_logprobs[None], rollout_logprobs=rollout_logprobs[None], response_mask=response_mask[None],
+            config=settings, logprobs=None if logprobs is None else logprobs[None],
+            advantages=None if advantages is None else advantages[None],
+        )  # fmt: skip
+        return Correction(weights=of_row.weights[0], mask=of_row.mask[0], metrics=of_row.metrics)
     mask = checked_mask("response_mask", response_mask, old_logprobs=old_logprobs, rollout_logprobs=rollout_logprobs)
+    if not bool(mask.any()):
+        nothing = mask.to(output_dtype(old_logprobs, rollout_logprobs))
+        return Correction(weights=nothing, mask=mask, metrics={})
     tokens = _Tokens(old_logprobs, rollout_logprobs, mask, settings)
     metrics = tokens.gap_metrics()
     dtype = output_dtype(old_logprobs, rollout_logprobs)
@@ -150,8 +164,6 @@ class _Tokens:
         self.settings = settings
         count = mask.sum(1)
         self.count, self.total = count.double(), float(count.sum())
-        if not self.total:
-            raise RecordError("response_mask has no unmasked token; there is nothing to correct.")
         self._lengths = count
         self.present, self.length = count > 0, count.clamp(min=1).double()
         # Rows that count in means over sequences.

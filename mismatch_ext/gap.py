@@ -60,7 +60,7 @@ def gap_sums(
     """Sum up the gap d = log pi_old - log mu of the sampled tokens, per token and per sequence, in float64.
 
     Args:
-        old: Trainer's log-probabilities at sampling time `[B, T]`, any float dtype, nats.
+        old: Trainer's log-probabilities at sampling time `[B, T]`, or of one sequence `[T]`, any float dtype, nats.
         rollout: Engine's log-probabilities `[B, T]`, any float dtype, nats.
         mask: True, or 1, at the policy's own tokens `[B, T]`. The other places are not read. A token's position in the profile is
             its number among these tokens of its row, so that tokens of tools do not count.
@@ -75,6 +75,8 @@ def gap_sums(
         RecordError: Shapes differ, a dtype is wrong, or the mask holds other values than 0 and 1.
         NonFiniteLogprobError: An unmasked value is NaN or infinite; the message names tensor, row, position and value.
     """
+    if lengths is None and old.dim() == 1:
+        old, rollout, mask = old[None], rollout[None], mask[None]
     shape = "[B, T]" if lengths is None else "[R]"
     mask = checked_mask("response_mask", mask, shape, old_logprobs=old, rollout_logprobs=rollout)
     if lengths is None:

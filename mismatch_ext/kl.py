@@ -15,7 +15,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from mismatch_ext.config import ESTIMATORS, KlConfig
+from mismatch_ext.config import ESTIMATORS, KlConfig, section_of
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, RecordError
 from mismatch_ext.gap import k3 as exact_k3
 from mismatch_ext.states import from_json, state, to_json
@@ -130,7 +130,7 @@ def kl_terms(
     logprobs: Tensor,
     ref_logprobs: Tensor | None,
     mask: Tensor,
-    settings: KlConfig,
+    settings: KlConfig | Mapping[str, Any] | str,
     *,
     behavior: Tensor | None = None,
     coef: float | None = None,
@@ -189,13 +189,14 @@ def kl_terms(
     changes the expectation.
 
     Args:
-        logprobs: log pi of the sampled tokens `[B, T]`, nats, any float dtype, with gradient.
+        logprobs: log pi of the sampled tokens `[B, T]`, or of one sequence `[T]`, nats, any float dtype, with gradient. All other
+            tensors, and the result, have as many dimensions.
         ref_logprobs: log pi_ref of the same tokens `[B, T]`, nats; None for estimator "full".
         mask: True, or 1, at tokens that the policy sampled `[B, T]`. Other tokens are not read; their value and gradient are
             0. Holes, such as the output of a tool, are not actions: they have no KL and no part in a ratio, and later KL is
             credited across them. Whether a token is masked may depend only on the tokens before it: masking a response
             because of how it ends, for example because it was truncated, changes the expectation.
-        settings: The `kl` section.
+        settings: The `kl` section, a mapping of its keys, or an estimator's name, whose coefficient is 1.
         behavior: log mu of the same tokens `[B, T]`, nats; needed for a ratio, otherwise checked only.
         coef: Coefficient to use instead of `settings.coef`: the trainer's own, or a controller's (`kl_step`).
         groups: For the baseline, an integer per sequence `[B]`: only sequences of the same group (prompt) are averaged. None
@@ -216,6 +217,17 @@ def kl_terms(
         NonFiniteLogprobError: NaN or infinity in an unmasked position; names tensor, row and position. A reference
             log-probability of -inf is an infinite KL and is refused as well.
     """
+    if isinstance(settings, str) and coef is None:
+        coef = 1.0
+    settings = section_of(KlConfig, settings, "settings", "estimator")
+    if logprobs.dim() == 1:
+        reference, mu, of_tokens = (None if x is None else x[None] for x in (ref_logprobs, behavior, baseline))
+        pair = None if logits is None else (logits[0][None], logits[1][None])
+        terms = kl_terms(
+            logprobs[None], reference, mask[None], settings,
+            behavior=mu, coef=coef, groups=groups, baseline=of_tokens, logits=pair, temperature=temperature,
+        )  # fmt: skip
+        return KlTerms(terms.loss[0], terms.reward[0])
     coef = _checked_coef(settings, coef)
     tokens = _checked_tokens(logprobs, ref_logprobs, mask, settings, behavior)
     weight = _weights(tokens, settings)
@@ -255,7 +267,7 @@ def kl_baseline(
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
-    settings: KlConfig,
+    settings: KlConfig | Mapping[str, Any] | str,
     *,
     behavior: Tensor | None = None,
     groups: Tensor | None = None,
@@ -264,6 +276,7 @@ def kl_baseline(
 
     No response's baseline depends on that response, so that it keeps the expectation while the policy moves.
     """
+    settings = section_of(KlConfig, settings, "settings", "estimator")
     tokens = _checked_tokens(logprobs.detach(), ref_logprobs, mask, settings, behavior)
     estimate: Tensor = _Estimate.apply(tokens.logprobs - tokens.ref_logprobs, settings.estimator)
     later = _later_kl(estimate, _weights(tokens, settings), settings)

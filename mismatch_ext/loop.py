@@ -423,14 +423,13 @@ class Run:
                     f"mismatch.correction.normalize with {len(batch)} rows of a batch: weights would be divided by their "
                     "own mean only. Give run.correct whole batches of several responses, or set normalize: false."
                 )
-            if bool(mask.any()):
-                correction = correct(
-                    old_logprobs=old.detach(),
-                    rollout_logprobs=batch.rollout_logprobs,
-                    response_mask=mask,
-                    config=settings,
-                    advantages=advantages,
-                )
+            correction = correct(
+                old_logprobs=old.detach(),
+                rollout_logprobs=batch.rollout_logprobs,
+                response_mask=mask,
+                config=settings,
+                advantages=advantages,
+            )
         metrics = metrics_over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
         if settings.normalize and correction.metrics:
             mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all

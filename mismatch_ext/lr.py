@@ -27,7 +27,7 @@ from pydantic import Field
 from torch import Tensor
 from torch.optim import Optimizer
 
-from mismatch_ext.config import LrConfig, Trigger
+from mismatch_ext.config import LrConfig, Trigger, section_of
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.states import from_json, state, to_json
@@ -249,7 +249,7 @@ class LrControl:
     have the same multiplier to the last bit. A rate that a captured CUDA graph holds cannot be multiplied.
 
     Args:
-        config: The `lr` section, `MismatchConfig(lr={...}).lr`.
+        config: The `lr` section, or a mapping of its keys.
         *optimizers: Torch optimizers, or wrappers that hold one as `.optimizer`.
         warmup: Steps of warm-up that the schedule has.
         step: Optimizer steps taken before, if control joins a running training.
@@ -268,13 +268,14 @@ class LrControl:
 
     def __init__(
         self,
-        config: LrConfig,
+        config: LrConfig | Mapping[str, Any],
         *optimizers: Any,
         warmup: int = 0,
         step: int = 0,
         updates: Callable[[], int] | None = None,
         required: str | None = None,
     ) -> None:
+        config = section_of(LrConfig, config, "config", "trigger")
         if config.warmup_steps is None:
             config = dataclasses.replace(config, warmup_steps=warmup)
         self.config = config

@@ -1,0 +1,94 @@
+"""One primitive by itself: settings as text, mapping or section; one sequence; no token at all; errors about arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from mismatch_ext import (
+    PRESETS,
+    CorrectionConfig,
+    KlConfig,
+    LrConfig,
+    LrControl,
+    correct,
+    gap_metrics,
+    gap_sums,
+    kl_terms,
+)
+from mismatch_ext.errors import ConfigError, MismatchError
+
+torch.manual_seed(0)
+OLD, SAMPLED = -torch.rand(3, 7), -torch.rand(3, 7)
+MASK = torch.rand(3, 7) > 0.2
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=1.0)
+
+
+def corrected(config: Any, row: int | None = None) -> Any:
+    old, sampled, mask = (x if row is None else x[row] for x in (OLD, SAMPLED, MASK))
+    return correct(old_logprobs=old, rollout_logprobs=sampled, response_mask=mask, config=config)
+
+
+@pytest.mark.parametrize("config", ["tis", {"preset": "tis"}, CorrectionConfig(preset="tis"), PRESETS["tis"]])
+def test_a_correction_is_a_name_a_mapping_or_a_section(config: Any) -> None:
+    assert torch.equal(corrected(config).weights, corrected(PRESETS["tis"]).weights)
+
+
+@pytest.mark.parametrize("settings", [{"estimator": "k3", "coef": 1.0}, KlConfig(estimator="k3", coef=1.0), "k3"])
+def test_a_kl_term_is_a_name_a_mapping_or_a_section(settings: Any) -> None:
+    expected = kl_terms(OLD, SAMPLED, MASK, KlConfig(estimator="k3"), coef=1.0)
+    assert torch.equal(kl_terms(OLD, SAMPLED, MASK, settings).loss, expected.loss)
+
+
+def test_a_rate_is_a_mapping_or_a_section() -> None:
+    given, section = LrControl({"period": 10}, optimizer()), LrControl(LrConfig(period=10), optimizer())
+    assert given.config == section.config
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: corrected("tiss"), r"^config\.preset: unknown preset 'tiss'.*Did you mean 'tis'"),
+        (lambda: corrected({"presett": "tis"}), r"^config: unknown key 'presett'"),
+        (
+            lambda: corrected(3),
+            r"^config: 3 is not allowed; allowed: a CorrectionConfig, a mapping of its keys, or its preset",
+        ),
+        (lambda: kl_terms(OLD, SAMPLED, MASK, "k9"), r"^settings\.estimator: 'k9' is not allowed"),
+        (lambda: kl_terms(OLD, SAMPLED, MASK, {"coef": -1}), r"^settings\.coef: -1 is not allowed"),
+        (lambda: LrControl({"perod": 10}, optimizer()), r"^config: unknown key 'perod'.*Did you mean 'period'"),
+    ],
+)
+def test_an_error_speaks_of_the_argument(call: Callable[[], object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as raised:
+        call()
+    assert "mismatch." not in str(raised.value)
+
+
+def test_one_sequence_is_a_batch_of_one() -> None:
+    one = kl_terms(OLD[0], SAMPLED[0], MASK[0], "k3")
+    assert torch.equal(one.loss, kl_terms(OLD[:1], SAMPLED[:1], MASK[:1], "k3").loss[0])
+    found, expected = corrected("tis", 0), corrected("tis")
+    assert torch.equal(found.weights, expected.weights[0]) and torch.equal(found.mask, expected.mask[0])
+    assert gap_metrics(gap_sums(OLD[0], SAMPLED[0], MASK[0])) == gap_metrics(gap_sums(OLD[:1], SAMPLED[:1], MASK[:1]))
+
+
+def test_a_batch_without_a_token_gives_zeros() -> None:
+    nothing = torch.zeros_like(MASK)
+    found = correct(old_logprobs=OLD, rollout_logprobs=SAMPLED, response_mask=nothing, config="tis")
+    assert not found.weights.any() and not found.mask.any() and found.metrics == {}
+    assert not kl_terms(OLD, SAMPLED, nothing, "k3").loss.any()
+    assert gap_metrics(gap_sums(OLD, SAMPLED, nothing)) == {}
+
+
+def test_sequences_of_different_dimensions_are_refused() -> None:
+    with pytest.raises(MismatchError):
+        kl_terms(OLD, SAMPLED[0], MASK, "k3")
+    with pytest.raises(MismatchError):
+        correct(old_logprobs=OLD[0], rollout_logprobs=SAMPLED, response_mask=MASK[0], config="tis")
