@@ -89,8 +89,8 @@ def correct(
     All arguments are keywords, because two tensors in the wrong order would invert every weight without an error.
 
     Args:
-        old_logprobs: log pi_old of the sampled tokens `[B, T]`, or of one sequence `[T]`, nats, any float dtype. The other tensors
-            and the result, have as many dimensions.
+        old_logprobs: log pi_old of the sampled tokens `[B, T]`, or of one sequence `[T]`, nats, any float dtype. The
+            other tensors and the result have as many dimensions.
         rollout_logprobs: log mu of the same tokens `[B, T]`, nats.
         response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
         config: A `correction` section, a mapping of its keys, a preset's name, or resolved settings (`PRESETS`).

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -92,3 +94,20 @@ def test_sequences_of_different_dimensions_are_refused() -> None:
         kl_terms(OLD, SAMPLED[0], MASK, "k3")
     with pytest.raises(MismatchError):
         correct(old_logprobs=OLD[0], rollout_logprobs=SAMPLED, response_mask=MASK[0], config="tis")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/kl.md", "docs/lr.md"])
+def test_the_lines_of_a_page_run(page: str) -> None:
+    text = (Path(__file__).resolve().parents[2] / page).read_text(encoding="utf-8")
+    (code,) = (
+        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from mismatch_ext import" in block
+    )
+    parameter = torch.nn.Parameter(OLD.clone())
+    names: dict[str, Any] = {
+        "logprobs": parameter, "old_logprobs": OLD, "rollout_logprobs": SAMPLED, "ref_logprobs": SAMPLED, "mask": MASK,
+        "policy_loss": -parameter, "optimizer": torch.optim.SGD([parameter], lr=1.0),
+    }  # fmt: skip
+    exec(code, names)
+    if "loss" in names:
+        names["loss"].sum().backward()
+        assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
