@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -92,6 +93,14 @@ WORLD = WorldRanks()
 
 def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
     """Raise on every rank if one failed, a failed one its own error, others one of its class that names the rank; all call it."""
+    if ranks.size == 1:
+        if error is not None:
+            raise error
+        return
+    # One number tells whether there is anything to say.
+    failures = ranks.sum(torch.tensor([float(error is not None)]))
+    if not bool(failures.any()):
+        return
     # In words, because not every error survives a pickle.
     for rank, failed in enumerate(ranks.gather(None if error is None else _in_words(error))):
         if failed is not None:

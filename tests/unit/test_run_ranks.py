@@ -15,6 +15,7 @@ from mismatch_ext import Run
 from mismatch_ext.checks import FailedCheck
 from mismatch_ext.log_reading import read_run
 from tests.unit.loops import (
+    KL,
     NOISE,
     PROMPTS,
     Two,
@@ -35,13 +36,26 @@ def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path)
             ranks.sums = 8.0
             with torch.no_grad():
                 run.measure(batch, run.score(batch))
-            (mine,) = (values for values in ranks.asked if isinstance(values, Tensor))
+            (mine,) = (values for values in ranks.asked if isinstance(values, Tensor) and values.numel() > 1)
             assert mine[2] == batch.response_mask.sum()
             (entry,) = run._rate._collected  # type: ignore[union-attr]
             collected.append(entry)
             f_tau, kl, tokens = (mine + 8.0).tolist()  # by name
             assert entry == (tokens, {"mismatch_kl": kl / tokens, "f_tau": f_tau / tokens})
     assert collected[0] != collected[1]
+
+
+def test_ranks_that_agree_send_numbers_and_hardly_an_object(tmp_path: Path) -> None:
+    """Objects are pickled and travel twice, for their sizes and themselves; the words of an error only travel if there is one."""
+    trainer, rollout = sides()
+    ranks = Two()
+    block = {**KL, "correction": {"preset": "tis"}, "lr": {}}
+    with Run(block, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        learn(run, 1)
+        ranks.asked.clear()
+        learn(run, 1)
+    of_step = [asked for asked in ranks.asked if not isinstance(asked, Tensor)]
+    assert len(of_step) <= 2, of_step
 
 
 def test_loss_and_gap_of_the_weights_are_means_over_ranks(tmp_path: Path) -> None:
