@@ -550,8 +550,12 @@ class RunLog:
         sums = over_ranks(self._take(split), self.ranks)
         truncated = self._sampling.truncates_support
         scalars, native = (gap_metrics(part(sums, of), support_truncated=truncated) for of in ("gap", "native"))
-        if not scalars:
-            return {}
+        scalars |= {f"native/{name}": value for name, value in native.items()}
+        scalars |= masked_metrics(part(sums, "masked"))
+        if drift := part(sums, "drift"):
+            scalars |= drift_metrics(drift, support_truncated=truncated)
+        if "tokens" not in scalars:  # no gap was measured, which is no log to draw or to ask for growth
+            return {PREFIX + name: value for name, value in scalars.items()}
         count = self._flushes.get(split, 0)
         self._flushes[split] = count + 1
         if self.ranks.rank == 0 and (split != "train" or count % PROFILE_EVERY == 0):
@@ -562,10 +566,6 @@ class RunLog:
                 self._file().scatter(
                     step, old=scatter["old_logprobs"], rollout=scatter["rollout_logprobs"], split=split
                 )
-        scalars |= {f"native/{name}": value for name, value in native.items()}
-        scalars |= masked_metrics(part(sums, "masked"))
-        if drift := part(sums, "drift"):
-            scalars |= drift_metrics(drift, support_truncated=truncated)
         # Where versions are followed, only the numerics part is asked whether it grows.
         of = "numerics/" if drift else ""
         if split == "train" and (k3 := scalars.get(f"{of}k3_kl")) is not None:

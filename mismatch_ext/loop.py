@@ -381,7 +381,7 @@ class Run:
             with self._checks.checking("measure"):
                 self._log.observe(batch.split, *gap)
                 measured = True
-            if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap():
+            if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
                 self._log.observe(batch.split, native, *gap[1:], native=True)
@@ -416,7 +416,7 @@ class Run:
         correction = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
             return correction
-        with self._together():
+        with self._together(batch.split):
             settings = resolve(section)
             if settings.normalize and (batch.part or (len(batch) == self.ranks.size == 1)):
                 raise LoopError(
@@ -430,11 +430,14 @@ class Run:
                 config=settings,
                 advantages=advantages,
             )
+        if batch.split != "train":
+            self._log.mask(batch.split, correction.as_multiplier(), mask)
+            return correction
         metrics = metrics_over_ranks(correction.metrics, mask, settings, self.ranks)  # on a rank without tokens too
         if settings.normalize and correction.metrics:
             mean = "rollout_is_batch_norm_factor"  # of this rank, which the weights were divided by, and of all
             correction = replace(correction, weights=correction.weights * (correction.metrics[mean] / metrics[mean]))
-        for name, value in metrics.items() if batch.split == "train" else ():
+        for name, value in metrics.items():
             self._pending.note(PREFIX + name, value)
         self._log.mask(batch.split, correction.as_multiplier(), mask)
         return correction
@@ -447,6 +450,12 @@ class Run:
         """
         if self._kl is None:
             return torch.zeros_like(logprobs)
+        if self._kl.config.baseline == "leave_one_out" and batch.part and _one_of_each(batch.groups):
+            raise LoopError(
+                "mismatch.kl.baseline='leave_one_out' subtracts the mean over a prompt's other responses, and this part of a "
+                "batch has one response of each prompt: nothing would be subtracted. Cut the batch between prompts, or set "
+                "mismatch.kl.baseline='none'."
+            )
         full = self._kl.config.estimator == "full"
         terms = kl_terms(
             logprobs,
@@ -539,20 +548,18 @@ class Run:
 
     def _measure_lengths(self, batch: Batch) -> None:
         """Note a batch's lengths over all ranks, which give all of them one multiplier."""
-        with self._checks.checking("lengths"):
-            known = all(record.finish_reason is not None for record in batch.records)
-            if self.ranks.size > 1:
-                known = all(self.ranks.gather(known))
-            cut = torch.tensor([record.finish_reason == "length" for record in batch.records]) if known else None
-            lengths = length_statistics(over_ranks(length_sums(batch.lengths, cut), self.ranks))
-            if self._rate is not None and self._rate.config.trigger == "response_length":
-                self._rate.collect(lengths)
-            for name, logged_as in (
-                ("response_length", self.names.length),
-                ("truncated_fraction", "truncated_fraction"),
-            ):
-                if name in lengths:
-                    self._pending.note(logged_as, lengths[name], lengths["responses"])
+        cut = torch.tensor([record.finish_reason == "length" for record in batch.records])
+        unknown = sum(record.finish_reason is None for record in batch.records)
+        sums = length_sums(batch.lengths, cut) | {"unknown": torch.tensor(float(unknown), dtype=torch.float64)}
+        sums = over_ranks(sums, self.ranks)
+        lengths = length_statistics(sums)
+        if float(sums["unknown"]):  # on any rank: all of them must give the rate the same statistics
+            lengths.pop("truncated_fraction", None)
+        if self._rate is not None and self._rate.config.trigger == "response_length":
+            self._rate.collect(lengths)
+        for name, logged_as in (("response_length", self.names.length), ("truncated_fraction", "truncated_fraction")):
+            if name in lengths:
+                self._pending.note(logged_as, lengths[name], lengths["responses"])
 
     # Weights.
 
@@ -848,6 +855,11 @@ def _saved_state(folder: Path) -> dict[str, Any]:
     if state is None or not isinstance((state.get("run") or {}).get("step"), int):
         raise RecordError(f"{path} holds no state of a run; resume from a folder that run.save wrote to.")
     return state
+
+
+def _one_of_each(groups: Tensor) -> bool:
+    """Whether no two rows `[B]` are of one prompt."""
+    return len(groups.unique()) == len(groups)
 
 
 def _grad_norm(optimizer: Any, max_norm: float | None) -> float:

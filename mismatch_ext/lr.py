@@ -287,7 +287,14 @@ class LrControl:
         self._applying = self._taken = False
         self._metrics: dict[str, float] = {}
         self._begin()
-        self._hooks = [optimizer.register_step_post_hook(self._after_step) for optimizer in self._optimizers]
+        self._hooks = [
+            hook
+            for optimizer in self._optimizers
+            for hook in (
+                optimizer.register_step_pre_hook(self._before_step),
+                optimizer.register_step_post_hook(self._after_step),
+            )
+        ]
 
     def _begin(self) -> None:
         step = self._joined if self._updates is None else self._updates()
@@ -367,17 +374,20 @@ class LrControl:
         if self._taken and self._updates is None:
             self._set(self.state, step + 1)
 
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
+        """Refuse a step at the schedule's own rate, before it moves the weights."""
+        # torch.distributed.checkpoint creates an optimizer's state by a step at rate 0, which moves nothing.
+        if not self._applying and any(float(group["lr"]) != 0 for group in optimizer.param_groups):
+            raise ConfigError(
+                f"{type(optimizer).__name__} is stepped without mismatch.lr, which it is under; allowed: steps inside "
+                "`LrControl.applied`. Step it there, or remove mismatch.lr."
+            )
+
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> None:
         if self._applying:
             # A fused optimizer's `step` is called on an overflow too, and skips the update itself.
             overflow = getattr(optimizer, "found_inf", None)
             self._taken |= overflow is None or not bool(overflow)
-        # torch.distributed.checkpoint creates an optimizer's state by a step at rate 0, which moves nothing.
-        elif any(float(group["lr"]) != 0 for group in optimizer.param_groups):
-            raise ConfigError(
-                f"{type(optimizer).__name__} has been stepped without mismatch.lr, which it is under; allowed: steps inside "
-                "`LrControl.applied`. Step it there, or remove mismatch.lr."
-            )
 
     def metrics(self) -> dict[str, float]:
         """Return the values to log of the last step, with the multiplier that it applied; empty before the first step."""

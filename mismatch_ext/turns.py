@@ -180,6 +180,10 @@ class _Completion:
 
 def _expect_none_dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> None:
     """Refuse turns that continue a completion but are not part of it."""
+    if left and not rows:
+        raise RecordError(
+            f"{len(left)} turns were sampled and no completion is trained on. Give the completions that hold them."
+        )
     for turn in left:
         if not every_turn:
             begun = any(row.turns and _continues(turn, row.turns[0][0]) for row in rows)

@@ -49,8 +49,9 @@ class TensorReadiness:
     max_abs: float = 0.0
 
     def add(self, tensor: Tensor) -> None:
-        """Count the elements of a floating-point tensor."""
-        limit, flat = limits(self.dtype), tensor.detach().reshape(-1)
+        """Count the elements of a floating-point tensor, or of this rank's shard of it."""
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        limit, flat = limits(self.dtype), local.detach().reshape(-1)
         # Values are widened, because a narrow dtype cannot represent the limits of a wider dtype.
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
         # Exactly half of the smallest subnormal is a tie, which rounds to even, here zero.

@@ -121,11 +121,18 @@ def build_why(directory: str | Path) -> Path:
 
 def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:
     """Render what the demo showed, without plotly; `bars` are mean |Δlogp| in nats per token."""
-    low, high = (math.floor(math.log10(min(bars.values()))), math.ceil(math.log10(max(bars.values()))))
+    # On an axis of at least one decade; a gap of 0, which has no logarithm, is at its left end.
+    seen = [value for value in bars.values() if value > 0] or [1.0]
+    low = math.floor(math.log10(min(seen)))
+    high = max(low + 1, math.ceil(math.log10(max(seen))))
+
+    def place(value: float) -> float:
+        return (math.log10(value) - low) / (high - low) if value > 0 else 0.0
+
     page = _template("demo.html.j2").render(
         about=about,
         command=command,
-        bars=[(name, quantity(value), (math.log10(value) - low) / (high - low)) for name, value in bars.items()],
+        bars=[(name, quantity(value), place(value)) for name, value in bars.items()],
         decades=[(f"1e{power}", (power - low) / (high - low)) for power in range(low, high + 1)],
         why=read_why(folder)[0],
         **_made(),

@@ -72,18 +72,25 @@ class MeasuredPasses:
     def begin_anew(self) -> None:
         """Start the draws again, because a training begins."""
         self._made = 0
+        self._made_in_evaluations: Counter[str] = Counter()
 
-    def _draw(self) -> bool:
-        self._made += 1
-        return random.Random(f"{self._seed}/{self._made}").random() < self._config.measured
+    def _draw(self, split: str) -> bool:
+        # Ranks may have different numbers of evaluation batches, which must not part their draws in training.
+        if split == "train":
+            self._made += 1
+            number = f"{self._made}"
+        else:
+            self._made_in_evaluations[split] += 1
+            number = f"{split}/{self._made_in_evaluations[split]}"
+        return random.Random(f"{self._seed}/{number}").random() < self._config.measured
 
-    def agreement(self) -> bool:
+    def agreement(self, split: str = "train") -> bool:
         """Draw whether the model's own choice is measured in a replayed pass."""
-        return self._draw()
+        return self._draw(split)
 
-    def native_gap(self) -> bool:
+    def native_gap(self, split: str = "train") -> bool:
         """Draw whether a rollout batch is also scored without replay; never under R2, whose recorded pass is without."""
-        return self._draw() and self._config.mode == "R3"
+        return self._draw(split) and self._config.mode == "R3"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the draws as JSON-able data."""
@@ -131,7 +138,7 @@ class RouteReplay:
         `REFERENCE` nothing is measured. Raises RoutingError or ReplayError.
         """
         policy = split != REFERENCE
-        checks, drawn = policy and not self._checked, policy and self.draws.agreement()
+        checks, drawn = policy and not self._checked, policy and self.draws.agreement(split)
         # Code that extends the host's step may run the model on other tokens too.
         context = self.backend.replay_routing(model, trace, mask, native=checks or drawn, others="native")
         with context as replay:

@@ -344,6 +344,15 @@ def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatc
     assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
 
 
+def test_a_correction_that_leaves_nothing_is_logged_without_a_gap(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.log.begin(None)
+    mask = torch.ones(2, 8, dtype=torch.bool)
+    run.log.mask("train", torch.zeros(2, 8), mask)
+    metrics = run.log.log(1, {}).metrics
+    assert metrics["mismatch/masked_token_frac"] == 1.0 and "mismatch/k3_kl" not in metrics
+
+
 class Other:
     """Ranks of two, of which another rank has said this."""
 

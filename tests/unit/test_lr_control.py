@@ -162,8 +162,12 @@ def test_a_step_that_raises_leaves_no_multiplied_rate_behind() -> None:
 def test_a_step_without_control_is_an_error_until_the_control_is_closed() -> None:
     weights, optimizer = model()
     control = LrControl(LrConfig(period=100), optimizer)
-    with pytest.raises(ConfigError, match="SGD has been stepped without mismatch.lr"):
+    before = [weight.detach().clone() for weight in weights]
+    with pytest.raises(ConfigError, match="SGD is stepped without mismatch.lr"):
         step_of(weights, optimizer)
+    assert all(
+        torch.equal(weight, kept) for weight, kept in zip(weights, before, strict=True)
+    )  # it comes before the step
     control.close()
     step_of(weights, optimizer)
     with pytest.raises(ConfigError, match="found object inside object, which is no torch.optim.Optimizer"):

@@ -7,9 +7,12 @@ import math
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision import readiness
@@ -184,3 +187,13 @@ def test_reasons_name_the_three_worst() -> None:
     report = ReadinessReport(weights=scan_weights([(f"w{i}", torch.tensor([1e5 + i])) for i in range(5)]))
     assert report.reasons[0].startswith("5 weights exceed 65504 or are not finite: w4 ")
     assert report.reasons[0].endswith("...")
+
+
+def test_a_sharded_parameter_is_scanned_by_its_shard() -> None:
+    weight = torch.tensor([1.0, 1e30, 0.0, 1e-12])
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sharded = distribute_tensor(weight, init_device_mesh("cpu", (1,)), [Shard(0)])
+        assert scan_weights([("w", sharded)], "float16") == scan_weights([("w", weight)], "float16")
+    finally:
+        dist.destroy_process_group()

@@ -586,3 +586,17 @@ def test_weights_that_stood_still_for_a_while_do_not_label_the_whole_run(tmp_pat
     assert not any("sent the same weights" in warning for warning in verdict["warnings"])
     (data,) = load_runs(tmp_path).values()
     assert any("the last 3 weight updates" in line for line in closing_lines(data))
+
+
+def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"kl": {"coef": 0.1, "baseline": "leave_one_out", "placement": "both"}}
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        batch = run.batch(rollout.generate(PROMPTS))
+        with torch.no_grad():
+            reference = run.reference(batch)
+        part = batch.rows(0, 1)
+        with pytest.raises(LoopError, match="this part of a batch has one response of each prompt"):
+            run.kl(part, run.score(part), reference[:1])
+        of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
+        run.kl(of_one_prompt, run.score(of_one_prompt), reference[: len(of_one_prompt)])

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from mismatch_ext import Run
 from mismatch_ext.checks import FailedCheck
+from mismatch_ext.config import RoutingConfig
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.routing.replay import MeasuredPasses
 from tests.unit.loops import (
     KL,
     NOISE,
@@ -208,3 +210,30 @@ def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
     for lines in told:
         found = dict(line.split(": ", 1) for line in lines if line.split(": ")[0] in FAILURES)
         assert {name: words for name, words in FAILURES.items() if words not in found.get(name, "")} == {}
+
+
+def test_evaluation_batches_meet_no_collective(tmp_path: Path) -> None:
+    """Ranks may have different numbers of them."""
+    trainer, rollout = sides()
+    ranks = Two()
+    block = {"correction": {"preset": "tis"}}
+    with Run(block, trainer, rollout, tmp_path, ranks=ranks).start() as run:
+        records = rollout.generate(PROMPTS)
+        ranks.asked.clear()
+        batch = run.batch(records, "eval/mine")
+        with torch.no_grad():
+            old = run.score(batch)
+        run.measure(batch, old)
+        run.correct(batch, old)
+        assert ranks.asked == []
+
+
+def test_evaluations_do_not_part_the_draws_of_training() -> None:
+    section = RoutingConfig(mode="R3", measured=0.5)
+    one, other = MeasuredPasses(section, seed=3), MeasuredPasses(section, seed=3)
+    draws = []
+    for step in range(40):
+        for _ in range(step % 3):
+            other.agreement("eval/mine")
+        draws.append((one.agreement(), other.agreement()))
+    assert all(mine == theirs for mine, theirs in draws) and len(set(draws)) == 2

@@ -261,3 +261,8 @@ def test_another_candidate_is_not_taken_for_the_turn() -> None:
 
 def test_something_else_has_sampled_what_no_turn_has() -> None:
     assert any_asked(turns(), [whole()]) and not any_asked([turn((9, 9), (4,), 0)], [whole()])
+
+
+def test_turns_of_which_no_completion_is_trained_on_are_refused() -> None:
+    with pytest.raises(RecordError, match="3 turns were sampled and no completion is trained on"):
+        join_turns(turns(), [])
