@@ -52,7 +52,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
     """
 
     def __init__(self, mismatch: MismatchConfig | Mapping[str, Any] | str | Path) -> None:
-        self.block = (MismatchConfig.parse(mismatch) or MismatchConfig()).acting
+        self.block = MismatchConfig.parse(mismatch) or MismatchConfig()
         self._checks = Checks(self.block.acts)
         for name in NEEDS_A_TRAINER:
             if getattr(self.block, name) is not None:

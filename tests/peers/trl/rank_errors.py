@@ -246,7 +246,7 @@ def refused_mask(fails: bool) -> None:
 def observed(case: Callable[[Any], Any], fails: bool, **changes: Any) -> str:
     """Go on after a finding, with as many collectives on both ranks; return how many checks failed on any rank."""
     checks = Checks(False)
-    found = checked(verdicts=verdicts, **changes)
+    found = checked(checks=checks, **changes)
     with found.keeping([]):
         case(found)
         found.agree()
