@@ -78,7 +78,7 @@ def live(asked: dict[str, Any]) -> dict[str, Any]:
     from examples.arithmetic.shipped import FOLDER
     from examples.arithmetic.task import make_dataset, reward
     from mismatch_ext.errors import ConfigError, WeightSyncError
-    from tests.peers.trl.scenarios_observe import cpu
+    from tests.peers.trl.scenarios_measuring import cpu
     from tests.peers.trl.scenarios_training import arguments
 
     answers = {}

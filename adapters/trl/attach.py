@@ -1,39 +1,48 @@
-"""`attach`: measure a GRPOTrainer that exists, of TRL's class or of yours, and change nothing of its training.
+"""`attach`: measure a trainer that exists, of TRL's class or of yours, and change nothing of its training.
 
     trainer = GRPOTrainer(...)
     attach(trainer)
     trainer.train()
 
 It wraps methods of this one trainer and of its engine wrapper. After each generation the gap is measured on what TRL is about
-to train on; after each weight update both sides score probe tokens. A check that fails warns, and the run goes on.
+to train on; after each weight update both sides score probe tokens. A check that fails warns, and the run goes on. The trainer
+classes do the same with a config that does not act, such as `mismatch={}`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from accelerate import PartialState
+from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import sampling_settings
-from mismatch_ext.adapters.trl.engines import engine_of
+from mismatch_ext.adapters.trl.correction import phantom
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import TrainerRun
-from mismatch_ext.adapters.trl.refusals import TRAINERS, refuse
+from mismatch_ext.adapters.trl.host import Gap, ResumeCallback
+from mismatch_ext.adapters.trl.lora import check_base, check_tied
+from mismatch_ext.adapters.trl.measured import MeasuredRun
+from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.passes import RolloutPass
+from mismatch_ext.adapters.trl.refusals import TRAINERS, check_device, check_peers, check_reference, refuse
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
+from mismatch_ext.rollout import RolloutRecord
 
 
-def attach(trainer: GRPOTrainer) -> Attached:
+def attach(trainer: GRPOTrainer | RLOOTrainer) -> Attached:
     """Measure this trainer's runs: the gap at each generation, proof of each weight update, alarms, run directory and report.
 
     Call it after the constructor and before `train`. Parameters, samples and random numbers stay as they are, bit for bit. The
@@ -41,71 +50,137 @@ def attach(trainer: GRPOTrainer) -> Attached:
     on a CPU gets its weights through vLLM's reload, because TRL's own update does not suit it.
 
     Args:
-        trainer: A `GRPOTrainer` with `use_vllm=True`, or one of a subclass.
+        trainer: A `GRPOTrainer` or `RLOOTrainer` with `use_vllm=True`, or one of a subclass.
 
     Returns:
         What measures; `verdict` is the judgment of the last weight update.
 
     Raises:
-        ConfigError: There is no engine, the trainer is no GRPOTrainer, or it is measured already.
+        ConfigError: There is no engine, the trainer is of another class, or it is measured already.
         RunDirectoryError: The run directory cannot be written.
     """
-    block = MismatchConfig(level="observe")
+    block = MismatchConfig()
     refuse(TRAINERS, type(trainer), block)
-    if not isinstance(trainer, GRPOTrainer):
+    if not isinstance(trainer, GRPOTrainer | RLOOTrainer):
         raise ConfigError(
-            f"attach({type(trainer).__name__}): allowed is a GRPOTrainer of TRL or of a subclass. Use MismatchRLOOTrainer for "
-            "RLOO, or MismatchCallback for other trainers."
+            f"attach({type(trainer).__name__}): allowed is a GRPOTrainer or RLOOTrainer of TRL, or one of a subclass. Use "
+            "MismatchCallback for other trainers."
         )
     if not trainer.use_vllm:
         raise ConfigError(
             "attach: use_vllm=False, so that one model samples and trains and there is no gap between two. Set use_vllm=True."
         )
-    if getattr(trainer.args, "mismatch", None) is not None or "mismatch_attached" in vars(trainer):
+    if getattr(trainer, "mm", None) is not None:
         raise ConfigError(
-            f"attach: this {type(trainer).__name__} is measured already, by its mismatch block or by attach. Leave out one of "
+            f"attach: this {type(trainer).__name__} is measured already, by its mismatch config or by attach. Leave out one of "
             "the two."
         )
     attached = Attached(trainer, block)
-    vars(trainer)["mismatch_attached"] = attached
+    vars(trainer)["mm"] = attached
     return attached
 
 
-class Updates(CheckedGeneration):
-    """Verifies weight updates, and leaves rollouts to TRL."""
+class Noted(CheckedGeneration):
+    """Verifies weight updates, and keeps what the engine returned; when it generates and with what is left to TRL."""
 
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does."""
+    lacks_records = False  # whether the engine returned something in this batch that no record can be made of
+
+    def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        """Generate as TRL does, and keep records of it while there is a batch."""
         self.sync_if_asleep()
-        return self.plain_generate(*args, **kwargs)
+        result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
+        with self._refusing():
+            self.lacks_records = True
+            with self.checks.checking("records"):
+                self.keep(result)
+                self.lacks_records = False
+        return result
+
+    @contextmanager
+    def keeping(self, records: list[RolloutRecord]) -> Any:
+        """Add to a list what is generated in a block, which all ranks enter."""
+        with overridden(self, _kept=records, _refused=None, lacks_records=False):
+            yield
 
 
-class Attached(TrainerRun):
-    """The measurement of one trainer, which `attach` returns; `log` is its run's log, and `verdict` that of the last update."""
+class Attached(MeasuredRun):
+    """The measurement of one trainer, which changes nothing of its training.
 
-    how = ", attached"
+    Args:
+        trainer: The trainer, whose constructor has ended.
+        block: A config that does not act.
+        patches: Descriptions of the patches that its engine was built with.
 
-    def __init__(self, trainer: Any, block: MismatchConfig) -> None:
+    Attributes:
+        log: The run's log.
+        verdict: The judgment of the last weight update.
+    """
+
+    def __init__(self, trainer: Any, block: MismatchConfig, patches: Sequence[Mapping[str, Any]] = ()) -> None:
         with together(AcceleratorRanks(PartialState())):
             super().__init__(trainer, block, trainer.args.output_dir)
+        check_device(trainer.accelerator.device.type, block, engine=trainer.use_vllm)
+        self.patches = [dict(patch) for patch in patches]
+        self.temperature = trainer.temperature
+        self._batch: RolloutPass | None = None
         self.checks.at(lambda: self.step)
-        self.engine = engine_of(trainer, self.ranks)
-        with self.checks.checking("sampling"):
-            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self.log.sampled_with(self.sampling)
+        self._check_settings()
+        if trainer.use_vllm:
+            self.find_engine()
         self.audit()
         with self.checks.checking("attention"), together(self.ranks):
             self.warn_of_attention(trainer._tokenizer)
-        if not self.proves:
-            self.checks.note("weight_sync", "FSDP1 cannot score probe tokens between two steps; use fsdp_version=2.")
-        self.checked = Updates(self, vocabulary=plain_vocabulary(trainer._tokenizer, trainer.accelerator.device))
-        self.checked.begin()
-        self._plain_score = trainer._generate_and_score_completions
-        self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
-        trainer._generate_and_score_completions = self._generate_and_score
-        trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
+        if trainer.use_vllm:
+            self._wrap_engine()
+        self._wrap_trainer()
         self.alarms.install(trainer)
         self.log.announce()
+
+    @property
+    def rollouts(self) -> RolloutPass | None:
+        """The batch that is generated and scored; None between batches."""
+        return self._batch
+
+    def _check_settings(self) -> None:
+        """Note the settings under which the numbers would not mean what they say; none of them ends the run."""
+        trainer = self.trainer
+        with self.checks.checking("versions"):
+            stitches = any(getattr(trainer, name, None) for name in ("tools", "rollout_func"))
+            server = trainer.args.vllm_mode == "server"
+            check_peers(type(trainer), self.block, use_vllm=trainer.use_vllm, server=server, stitches=stitches)
+        with self.checks.checking("sampling"):
+            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
+        self.log.sampled_with(self.sampling)
+        with self.checks.checking("reference"):
+            check_reference(trainer.accelerator, trainer.ref_model is not None)
+        if trainer.use_vllm and is_peft_model(trainer.model):
+            with self.checks.checking("lora"):
+                check_base(trainer.model)
+                check_tied(trainer.model)
+        if self.proves:
+            self.proves = False
+            with self.checks.checking("weight_sync"):
+                self.check_sharding()
+                self.proves = True
+
+    def _wrap_engine(self) -> None:
+        """Take the place of the engine wrapper's methods, and note the gap before the first weight update."""
+        vocabulary = plain_vocabulary(self.trainer._tokenizer, self.trainer.accelerator.device)
+        self.checked = Noted(self, vocabulary=vocabulary)
+        self.checked.begin()
+        self.look_at_vocabulary(vocabulary)
+
+    def _wrap_trainer(self) -> None:
+        """Take the place of the trainer's methods."""
+        trainer = self.trainer
+        trainer.add_callback(ResumeCallback(self))
+        self._plain_generate, self._plain_score = trainer._generate, trainer._generate_and_score_completions
+        self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
+        self._plain_save = trainer._save_checkpoint
+        if self.checked is not None:
+            trainer._generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
+        trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
+        trainer._save_checkpoint = self._save_checkpoint
 
     def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
@@ -114,24 +189,53 @@ class Attached(TrainerRun):
 
     # A batch.
 
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        return self.generated(self._plain_generate, *args, **kwargs)
+
     def _generate_and_score(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Generate and score as TRL does, then measure the gap."""
-        split = self.split
-        output: dict[str, Any] = self._plain_score(*args, **kwargs)
-        with self.checks.checking("gap"), together(self.ranks):
-            if output.get(ROLLOUT) is None:
-                raise RecordError(
-                    f"{type(self.trainer).__name__} returned no {ROLLOUT} with this batch, so there is no gap to measure."
-                )
-            old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
-            mask = output["completion_mask"] * output.get("tool_mask", 1)
-            self.log.observe(split, old, output[ROLLOUT], mask.bool())
-            if (ratio := output.get("importance_sampling_ratio")) is not None:
-                self.log.mask(split, ratio, mask)
+        split, batch, checked = self.split, RolloutPass(), self.checked
+        assert isinstance(checked, Noted)
+        with self.checks.checking("sampling"), together(self.ranks):
+            self.follow_sampling()
+        with overridden(self, _batch=batch), checked.keeping(batch.records):
+            output: dict[str, Any] = self._plain_score(*args, **kwargs)
+            lacks_records = checked.lacks_records
+        records = None
+        with together(self.ranks), self.checks.checking("records"):
+            if not lacks_records:
+                records = self.check_records(output, batch)
+        with self.checks.checking("gap"):
+            gap = self._gap(split, output, records)
+            if split == "train" and isinstance(self.trainer, GRPOTrainer):
+                self.note(**phantom(self.trainer, output, gap, clips=False, ranks=self.ranks))
         return output
 
+    def _gap(self, split: str, output: dict[str, Any], records: Sequence[RolloutRecord] | None) -> Gap:
+        """Measure the gap of a batch; if that fails on one rank, it fails on all."""
+        mask = output["completion_mask"] * output.get("tool_mask", 1)
+        with together(self.ranks):
+            # First, because ranks that share a model take this pass together.
+            old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
+            rollout = output.get(ROLLOUT)
+            if rollout is None:
+                rollout = self._recorded(records, mask)
+            self.log.observe(split, old, rollout, mask.bool())
+            if (ratio := output.get("importance_sampling_ratio")) is not None:
+                self.log.mask(split, ratio, mask)
+        return old, rollout, mask.bool()
+
+    def _recorded(self, records: Sequence[RolloutRecord] | None, mask: Tensor) -> Tensor:
+        """Return the engine's log-probabilities `[B, T]` of a trainer that drops them."""
+        if records is None:
+            raise RecordError(
+                f"{type(self.trainer).__name__} returned no {ROLLOUT} with this batch, and there are no records of its rows to "
+                "take them from, so there is no gap to measure."
+            )
+        return self.recorded_logprobs(records, mask)
+
     def _score_batch(self, output: dict[str, Any]) -> Tensor:
-        """Return the trainer's log-probabilities `[B, T]` by a pass of our own, where TRL took none."""
+        """Return the trainer's log-probabilities `[B, T]` by a pass of our own, where TRL took none or keeps its sums."""
         trainer, training = self.trainer, self.trainer.model.training
         # In evaluation mode there are neither dropout nor gradient checkpointing, and no module counts the pass.
         with evaluating(trainer.model):
@@ -152,3 +256,7 @@ class Attached(TrainerRun):
     def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
         with self.evaluation(str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))):
             return self._plain_evaluate(*args, **kwargs)
+
+    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        self.save(trial)
+        self._plain_save(model, trial, *args, **kwargs)

@@ -16,7 +16,6 @@ from transformers import TrainerState
 from transformers.trainer_pt_utils import AcceleratorConfig
 from trl import GRPOConfig, RLOOConfig
 
-from mismatch_ext.checks import Checks
 from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.presets import resolve
@@ -68,7 +67,7 @@ class MismatchConfigMixin(_Host):
     """Adds `mismatch` to a configuration of TRL: `class MyConfig(MismatchConfigMixin, SomeTrlConfig)`.
 
     With `mismatch.precision` set, `fp16`, `bf16` and the dtype of the trainer's master weights follow from it; a
-    contradicting flag is an error.
+    contradicting flag is an error. A config that does not act changes no setting.
 
     Args:
         mismatch: The block as a mapping, as a JSON or YAML string, or as the path of a JSON or YAML file; None leaves
@@ -92,25 +91,24 @@ class MismatchConfigMixin(_Host):
         if isinstance(self.accelerator_config, BlockAcceleratorConfig):
             # A copy with other settings, and perhaps without a block.
             self.accelerator_config = self.accelerator_config.options()
-        given = MismatchConfig.parse(self.mismatch)
-        if given is not None:
-            self.mismatch, block = given.to_dict(), given
-            refuse(TRAINERS, type(self), block)
-            # Findings of the configuration wait in it for the trainer.
-            self._checks = checks = Checks(block.acts)
-            if block.precision is not None:
-                self._follow_precision(block.precision.dtype)
-            self._follow_objective(block)
+        block = MismatchConfig.parse(self.mismatch)
+        if block is None:
+            super().__post_init__()
+            return
+        self.mismatch = block.to_dict()
+        refuse(TRAINERS, type(self), block)
+        if block.precision is not None:
+            self._follow_precision(block.precision.dtype)
+        self._follow_objective(block)
         super().__post_init__()
-        if given is not None:
-            self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
-            with checks.checking("settled_settings"):
-                self._check_settled(block)
+        self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
+        refuse(SETTINGS, self, block)
+        if block.acts:
+            self._check_settled(block)
 
     def mismatch_block(self) -> MismatchConfig | None:
-        """Return the block with the sections that act, which under `observe` are none; None without a block."""
-        block = MismatchConfig.parse(self.mismatch)
-        return None if block is None else block
+        """Return the config; None without one."""
+        return MismatchConfig.parse(self.mismatch)
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
@@ -129,9 +127,7 @@ class MismatchConfigMixin(_Host):
 
     def expect_claimed(self) -> None:
         """Refuse a trainer that would build its accelerator and train without the block."""
-        if self._claimed:
-            return
-        with self._checks.checking("trainer"):
+        if not self._claimed:
             raise ConfigError(
                 f"mismatch={self.mismatch!r} was given to a trainer that does not know it, and would train without it. Use "
                 "MismatchGRPOTrainer, or put MismatchTrainerMixin before your own trainer class. attach(trainer) measures a "
@@ -140,7 +136,6 @@ class MismatchConfigMixin(_Host):
 
     def _check_settled(self, block: MismatchConfig) -> None:
         """Refuse what can be judged only when the parent has parsed dictionaries and knows processes, optimizer and DeepSpeed."""
-        refuse(SETTINGS, self, block)
         settings = sampling_settings(self, self.generation_kwargs)  # type: ignore[arg-type]  # a mapping by now
         if block.sampling_mask is not None:
             block.sampling_mask.asked(settings)

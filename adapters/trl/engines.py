@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns what TRL sends to its engine."""
 Answer = TypeVar("Answer")
+UNCOMPILED = {"enforce_eager": True}
+"""Arguments of an engine on a CPU, where compiling costs far more at the start than it saves in a short run."""
 
 
 class Colocated(engine.InProcess):
@@ -74,7 +76,7 @@ class Served:
         if isinstance(self._client, CheckedClient):
             self.remote = self._client.remote
         elif self._client is not None:
-            # TRL's own, under `observe`.
+            # TRL's own, where the config does not act.
             timeout = generation.server_timeout or SILENCE
             self.remote = RemoteEngine(ServerHttp(self._client.base_url, requests.Session(), timeout))
         self.fresh, self.longest = self._everywhere(lambda: (is_fresh(self.remote), self.remote.longest))

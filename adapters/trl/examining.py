@@ -80,10 +80,10 @@ class Examiner:
         return examine_batch(rows, computing, copy, self._scored_again())
 
     def _scored_again(self) -> Callable[[Sample], Sample] | None:
-        """Return a function that asks the engine again; None under `observe`, or if the engine is shared or may sleep."""
+        """Return a function that asks the engine again; None if the engine is shared or may sleep."""
         args = self.trainer.args
         alone = args.vllm_mode == "colocate" and args.vllm_tensor_parallel_size == 1 and not args.vllm_enable_sleep_mode
-        if not self.run.checks.acts or not alone:
+        if not alone:
             return None
         return VllmEngine.around(self.trainer.vllm_generation.llm).score
 

@@ -162,7 +162,7 @@ class CheckedGeneration:
     def send_moved(self) -> None:
         """Update the engine if weights changed without a step, as when a checkpoint is loaded; all ranks do so together."""
         # TRL counts steps alone.
-        if self.verifies and self.checks.acts and any(self.run.ranks.gather(self.verifier.moved())):
+        if self.verifies and any(self.run.ranks.gather(self.verifier.moved())):
             self._sync(self.run.ranks)
         self._sent_at = self.run.step
 
@@ -178,27 +178,33 @@ class CheckedGeneration:
         # Given a version, `captured` resets the prefix cache where TRL has not, because the cache holds routes.
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
-        capture = self.checks.around("records", self.engine.captured(version))
         patches = () if self.masks is None else self.masks.patches
-        with capture as outputs, applied(*patches):
+        with self.engine.captured(version) as outputs, applied(*patches):
             result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
-        with self._refusing(), self.checks.checking("records"):
+        with self._refusing():
             supports = None
             if self.masks is not None:
-                supports, result = self.masks.of(result, (outputs or []) if patches else None)
-            prompt_ids, completion_ids, logprobs, _ = result
-            records = to_records(
-                prompt_ids,
-                completion_ids,
-                [[top[0] for top in row] for row in logprobs],
-                provenance=self.provenance(),
-                routing=self._routing(outputs or [], len(completion_ids)),
+                supports, result = self.masks.of(result, outputs if patches else None)
+            self.keep(
+                result,
+                routing=self._routing(outputs, len(result[1])),
                 supports=supports,
-                finish_reasons=_finish_reasons(outputs or [], completion_ids),
+                finish_reasons=_finish_reasons(outputs, result[1]),
             )
-            if self._kept is not None:
-                self._kept += records
         return result
+
+    def keep(self, result: tuple[Any, ...], **known: Any) -> None:
+        """Make records of what TRL's wrapper returned, and keep them while there is a batch; `known` are arguments of theirs."""
+        prompt_ids, completion_ids, logprobs, _ = result
+        records = to_records(
+            prompt_ids,
+            completion_ids,
+            [[top[0] for top in row] for row in logprobs],
+            provenance=self.provenance(),
+            **known,
+        )
+        if self._kept is not None:
+            self._kept += records
 
     def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
         """Return the routes of the completions that were just sampled, in their order."""

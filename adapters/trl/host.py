@@ -1,6 +1,6 @@
 """What every trainer of TRL with a block has: two sides read back and audited, a log beside TRL's, and a state of its own.
 
-The trainer holds it as `trainer.mm`. `run.TrlRun` is GRPO's and RLOO's, and `attach` has its own.
+The trainer holds it as `trainer.mm`. `run.TrlRun` is that of a config that acts, and `attach.Attached` of any other.
 """
 
 from __future__ import annotations
@@ -13,21 +13,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from accelerate import PartialState
-from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, read_deepspeed, reduce_in_float32
-from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.deepspeed import forget_order, read_deepspeed
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
-from mismatch_ext.adapters.accelerate.sharded import gathered, held, is_sharded, same_everywhere
+from mismatch_ext.adapters.accelerate.sharded import held, is_sharded, same_everywhere
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.attention import dropped_cap
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
-from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
+from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import ratio_bias, step_of_checkpoint
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.refusals import check_device
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
@@ -36,20 +34,17 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
-from mismatch_ext.errors import ConfigError, RunDirectoryError
+from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.log import RunLog, run_folder, run_info
-from mismatch_ext.lr import gap_statistics, leading_sums
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
-from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
-from mismatch_ext.sums import over_ranks
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
 
@@ -73,8 +68,7 @@ class TrainerRun:
     kl: Any = None
     routing: Any = None
     engine: Any = None  # what is asked for scores; None where one model samples and trains
-    checked: CheckedGeneration | None = None  # None without vLLM, and where wrapping failed and the run is observed
-    how = ""  # how the trainer came by it, for the header of the metrics file
+    checked: CheckedGeneration | None = None  # None without vLLM
 
     def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
         self.trainer, self.block = trainer, block
@@ -97,18 +91,10 @@ class TrainerRun:
         self.patches: list[dict[str, Any]] = []  # descriptions of those in use
         self.audit_report: AuditReport | None = None
         self.eval_split = "eval/default"  # each evaluation's metrics are kept apart
-        self.readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
+        self.proves = block.monitor.weight_sync != "off"  # whether weight updates are verified
         self._sync_audited = self._bias_told = False
         self._unwritten: list[tuple[str, str, str]] = []  # events
         self._checkpoint: str | None = None  # that the training goes on from
-
-    # What a trainer of another kind says in its own way.
-
-    def check_sharding(self) -> None:
-        """Refuse sections that do not work with sharded parameters."""
-
-    def check_model(self) -> None:
-        """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
 
     @property
     def scored_sampling(self) -> SamplingSettings:
@@ -130,32 +116,7 @@ class TrainerRun:
         """What a batch counts for: "train", or the evaluation that runs."""
         return "train" if self.trainer.model.training else self.eval_split
 
-    # Construction: both sides are read back, and refused if they are not as asked.
-
-    def accelerator_created(self) -> None:
-        """Turn on float16, which accelerate leaves off on a CPU, as asked, and check the model, which TRL has loaded."""
-        trainer, precision = self.trainer, self.block.precision
-        with self.checks.checking("device"):
-            check_device(trainer.accelerator.device.type, self.block, engine=trainer.use_vllm)
-        with self.checks.checking("sharding"):
-            self.check_sharding()
-        if precision is not None and precision.dtype == "float16":
-            if trainer.is_deepspeed_enabled:
-                reduce_in_float32(configured(trainer.accelerator))  # the rest of float16 is DeepSpeed's own
-            else:
-                compute_in_float16(trainer.accelerator, precision)
-        self.check_model()
-
-    def check_precision(self) -> None:
-        """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
-        if self.block.precision is None:
-            return
-        policy = PrecisionPolicy.of(self.block.precision)
-        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
-        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
-        accelerator = self.trainer.accelerator
-        parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)
-        self.readiness = check_readiness(parameters, self.block.precision)
+    # Both sides are read back.
 
     def audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back, and refuse those that are not as asked."""
@@ -193,7 +154,7 @@ class TrainerRun:
         return run_info(
             self.block,
             TRL,
-            host=f"trl {installed('trl')} {type(self.trainer).__name__}{self.how}",
+            host=f"trl {installed('trl')} {type(self.trainer).__name__}",
             **of_arguments(self.trainer.args, self.trainer.model),
             trainer=self.readings["trainer"],
             engine=self.readings.get("engine"),
@@ -227,12 +188,6 @@ class TrainerRun:
         """Whether the model can score before training has begun, and scores as it does from then on."""
         # DeepSpeed casts the model when training begins.
         return not is_sharded(self.trainer.accelerator) and not self.trainer.is_deepspeed_enabled
-
-    @property
-    def proves(self) -> bool:
-        """Whether weight updates are verified: FSDP1 cannot score probes, which `enforce` has refused before."""
-        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        return self.block.monitor.weight_sync != "off" and (fsdp is None or fsdp.fsdp_version != 1)
 
     @property
     def verdict(self) -> SyncVerdict | None:
@@ -295,31 +250,6 @@ class TrainerRun:
             self._unwritten.append((level, name, message))  # the main process writes it at the next log
         if level == "warning" or self.block.monitor.weight_sync == "warn":
             warnings.warn(message, stacklevel=2)
-
-    # The learning rate.
-
-    def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
-        """Let a fresh batch of completions lead the rate of the step that learns from it."""
-        if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
-            return
-        trigger = self.lr.config.trigger
-        if trigger == "response_length":
-            if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
-                raise ConfigError(
-                    f"mismatch.lr.trigger='response_length': {type(self.trainer).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} "
-                    "of its rollouts; give mismatch.lr.period, or another trigger."
-                )
-            # TRL's values are over all ranks, and each batch has the same number of completions.
-            lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
-            self.lr.rate.collect(lengths)
-        elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
-            sums = over_ranks(leading_sums(*gap), self.ranks)
-            self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
-
-    def grad_norm(self, norm: Any) -> None:
-        """Let the gradient norm lead the rate of the step that is about to be taken."""
-        if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
-            self.lr.rate.collect({"grad_norm": float(norm)})
 
     # Logs.
 

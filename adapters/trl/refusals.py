@@ -159,7 +159,7 @@ DEEPSPEED = (
     ),
     Row(
         "monitor.weight_sync",
-        "mismatch.monitor.weight_sync={b.monitor.weight_sync!r} with zero_optimization.offload_param.device='nvme'",
+        "a check of weight updates with zero_optimization.offload_param.device='nvme'",
         lambda s, b: s.get("zero_optimization", {}).get("offload_param", {}).get("device") == "nvme",
         "weights on a disk are not read to see whether they moved",
         "allowed: 'cpu', 'none'; or set mismatch.monitor.weight_sync='off' to go on unverified",
@@ -174,7 +174,7 @@ DEEPSPEED = (
 # `s` is the version of FSDP. torch does not start FSDP1 on a CPU, so that the weight check was never run with it.
 FSDP = (
     Row(
-        "monitor.weight_sync", "mismatch.monitor.weight_sync={b.monitor.weight_sync!r} with fsdp_version=1",
+        "monitor.weight_sync", "a check of weight updates with fsdp_version=1",
         lambda s, b: s == 1, "weights were verified with FSDP2's shards alone",
         "set fsdp_version: 2 in accelerate's config, or mismatch.monitor.weight_sync='off' to go on unverified",
     ),

@@ -1,4 +1,4 @@
-"""GRPO's and RLOO's side of the `mismatch:` block, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
+"""GRPO's and RLOO's side of a config that acts, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
 
 Order of a rollout: `batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `scoring.score` (old
 policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`, then `host.logged`.
@@ -7,17 +7,15 @@ policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`,
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from accelerate.utils import is_peft_model
-from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
-from mismatch_ext.adapters.accelerate.sharded import ZERO3, is_sharded, zero_stage
-from mismatch_ext.adapters.transformers import vocabulary_surplus
-from mismatch_ext.adapters.transformers.lr import LrCallback
+from mismatch_ext.adapters.accelerate.deepspeed import configured, reduce_in_float32
+from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
+from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.behavior import check_trainer
@@ -30,21 +28,21 @@ from mismatch_ext.adapters.trl.correction import (
     native_options,
     phantom,
 )
-from mismatch_ext.adapters.trl.engines import Served, engine_of
+from mismatch_ext.adapters.trl.engines import UNCOMPILED
 from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
+from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base, check_tied
+from mismatch_ext.adapters.trl.measured import MeasuredRun
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.refusals import check_reference, check_sharding
+from mismatch_ext.adapters.trl.refusals import check_device, check_reference
 from mismatch_ext.adapters.trl.replay import ScoreReplay
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
-from mismatch_ext.adapters.trl.turns import joined_turns
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
@@ -55,34 +53,32 @@ from mismatch_ext.patches.vllm.cpu_moe_repack import cpu_moe_repack
 from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from trl import GRPOTrainer, RLOOTrainer
-from trl.trainer import grpo_trainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, RecordError, ReplayError
+from mismatch_ext.errors import ConfigError, ReplayError
 from mismatch_ext.kl import KlTerm, ragged_bias
-from mismatch_ext.names import PREFIX
+from mismatch_ext.lr import gap_statistics, leading_sums
 from mismatch_ext.patching import Patch
-from mismatch_ext.precision.audit import EngineReading
+from mismatch_ext.precision.audit import EngineReading, audit
+from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
+from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
-from mismatch_ext.rollout import RolloutRecord, expect_present, one_provenance
+from mismatch_ext.sums import over_ranks
 
 
-class TrlRun(TrainerRun):
-    """The block's side of a `GRPOTrainer` or `RLOOTrainer`."""
+class TrlRun(MeasuredRun):
+    """The side of a config that acts of a `GRPOTrainer` or `RLOOTrainer`."""
 
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
     kl_reward: KlReward | None = None  # among TRL's rewards, if a part of the KL is there
-    _unchecked: str | None = None  # what of a server cannot be checked
-    _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
+    readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
-        self.checks.add(config._checks.unwritten, warned=True)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective, self.examiner = Scoring(self), Objective(self), Examiner(self)
 
@@ -103,7 +99,7 @@ class TrlRun(TrainerRun):
         r3 = self.block.routing is not None and self.block.routing.mode == "R3"
         if config.use_vllm and config.vllm_mode == "server":
             # What a server computes in is in its own command, which is checked.
-            return [] if not self.checks.acts else [SERVER_CLIENT.calling(client_of(ServerCheck(self.block)))]
+            return [SERVER_CLIENT.calling(client_of(ServerCheck(self.block)))]
         if not config.use_vllm:
             return []
         arguments: dict[str, Any] = {}
@@ -117,8 +113,7 @@ class TrlRun(TrainerRun):
             # The sampled token comes in addition.
             arguments["max_logprobs"] = self.block.sampling_mask.asked(sampling_settings(config, given))
         if config.device.type == "cpu":
-            # Compiling costs a CPU engine far more at its start than it saves in a short run.
-            arguments["enforce_eager"] = True
+            arguments |= UNCOMPILED
             patches = cpu_routes_patches() if FLAG in arguments else []
         return [engine_arguments(arguments), *patches] if arguments else []
 
@@ -128,28 +123,39 @@ class TrlRun(TrainerRun):
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
-    def check_sharding(self) -> None:
-        """Refuse sections that do not work with sharded parameters."""
-        fsdp = getattr(self.trainer.accelerator.state, "fsdp_plugin", None)
-        check_sharding(
-            self.block,
-            deepspeed=configured(self.trainer.accelerator) if self.trainer.is_deepspeed_enabled else None,
-            fsdp=None if fsdp is None else fsdp.fsdp_version,
-        )
+    def accelerator_created(self) -> None:
+        """Turn on float16, which accelerate leaves off on a CPU, as asked, and check the model, which TRL has loaded."""
+        trainer, precision = self.trainer, self.block.precision
+        check_device(trainer.accelerator.device.type, self.block, engine=trainer.use_vllm)
+        self.check_sharding()
+        if precision is not None and precision.dtype == "float16":
+            if trainer.is_deepspeed_enabled:
+                reduce_in_float32(configured(trainer.accelerator))  # the rest of float16 is DeepSpeed's own
+            else:
+                compute_in_float16(trainer.accelerator, precision)
+        self.check_model()
+
+    def check_precision(self) -> None:
+        """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
+        if self.block.precision is None:
+            return
+        policy = PrecisionPolicy.of(self.block.precision)
+        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
+        # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
+        accelerator = self.trainer.accelerator
+        parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)
+        self.readiness = check_readiness(parameters, self.block.precision)
 
     def check_model(self) -> None:
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
         trainer = self.trainer
-        with self.checks.checking("doctor"):
-            check_examinable(self.block, trainer.model)
-        with self.checks.checking("reference"):
-            # As TRL decides whether it builds one.
-            built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
-            check_reference(trainer.accelerator, built)
+        check_examinable(self.block, trainer.model)
+        # As TRL decides whether it builds one.
+        built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
+        check_reference(trainer.accelerator, built)
         if trainer.use_vllm and is_peft_model(trainer.model):
-            with self.checks.checking("lora"):
-                check_base(trainer.model)
-                check_tied(trainer.model)
+            check_base(trainer.model)
+            check_tied(trainer.model)
         if self.block.routing is not None:
             try:
                 self.scoring.routing = ScoreReplay(self.block.routing, trainer.model, trainer.args.seed)
@@ -180,35 +186,24 @@ class TrlRun(TrainerRun):
             settings = resolve(self.block.correction)
             if native_options(settings) is None:
                 self.correction = CorrectionTerm(settings, self.ranks)
-        with self.checks.checking("sampling"):
-            self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
+        self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
         self.log.sampled_with(self.scored_sampling)
-        self.checks.at(lambda: self.step)
         self.alarms.install(trainer)
-        with self.checks.checking("reference"):
-            check_reference(trainer.accelerator, trainer.ref_model is not None)
+        check_reference(trainer.accelerator, trainer.ref_model is not None)
         if trainer.use_vllm:
-            with self.checks.checking("engine"):
-                self._find_engine()
-        with self.checks.checking("precision"):
-            self.audit()
-        with self.checks.checking("versions"):
-            self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
+            self.find_engine()
+        self.audit()
+        self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
-        with self.checks.checking("attention"), together(self.ranks):
+        with together(self.ranks):
             self.warn_of_attention(trainer._tokenizer)
         if trainer.use_vllm:
-            with self.checks.checking("engine"):
-                with together(self.ranks):
-                    vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
-                    wrapped = self._wrapped_engine(patch_digest, vocabulary)
-                self.checked = wrapped  # on all ranks or none
-                wrapped.begin()
-                self._vocabulary = vocabulary
-                if zero_stage(trainer.accelerator) != ZERO3:  # whose model runs when training has begun
-                    self._check_vocabulary()
-        with self.checks.checking("banner"):
-            self.log.announce()
+            with together(self.ranks):
+                vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
+                self.checked = self._wrapped_engine(patch_digest, vocabulary)
+            self.checked.begin()
+            self.look_at_vocabulary(vocabulary)
+        self.log.announce()
 
     def _reward_kl(self) -> None:
         """Put the KL penalty among the reward functions, as TRL does with an environment's own reward."""
@@ -222,8 +217,6 @@ class TrlRun(TrainerRun):
         trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
         if self.readiness is not None:
             self.warn(READINESS, self.readiness)
-        if self._unchecked is not None:
-            self.warn("server", self._unchecked)
         if (added := self.objective.reads.sentence()) is not None:
             self.warn("trl_loss", added)
         settings = None if self.correction is None else self.correction.settings
@@ -236,31 +229,6 @@ class TrlRun(TrainerRun):
             ragged = ragged_bias(self.block.kl, f"loss_type={loss_type!r}", "loss_type='dapo' or 'dr_grpo'")
             if ragged is not None:
                 self.warn("kl_ragged", ragged)
-
-    def follow_sampling(self) -> None:
-        """Take the settings that TRL's engine wrapper samples with now, which a callback may have changed."""
-        trainer, engine = self.trainer, self.trainer.vllm_generation
-        if not hasattr(grpo_trainer, "add_fused_lm_head"):
-            self.temperature = trainer.temperature  # without this head, which has its own, TRL reads it at each pass
-        if {engine.temperature, trainer.temperature} != {self.temperature}:
-            raise ConfigError(
-                f"the temperature is {engine.temperature} in trainer.vllm_generation and {trainer.temperature} in the trainer, "
-                f"which scores with {self.temperature}. Give it in the trainer's arguments, and change it nowhere else."
-            )
-        found = sampling_settings(engine, trainer.args.generation_kwargs)
-        if found == self.sampling:
-            return
-        self.sampling = found
-        self.log.sampled_with(self.scored_sampling)
-
-    def _find_engine(self) -> None:
-        """Note what stands behind TRL's wrapper."""
-        self.engine = found = engine_of(self.trainer, self.ranks)
-        if isinstance(found, Served):
-            if not self.checks.acts:
-                with self.checks.checking("server"):
-                    found.check(ServerCheck(self.block), self.trainer.accelerator.device.type)
-            self._unchecked = found.unchecked()
 
     def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
@@ -278,7 +246,7 @@ class TrlRun(TrainerRun):
         """Return what keeps a base model that TRL merges adapters into; None where it merges none, or into a copy."""
         # DeepSpeed's stage 3 drops what is merged with the gathered copy, and shards of FSDP's are not looked into.
         model: Any = self.trainer.vllm_generation.model
-        if is_sharded(self.trainer.accelerator) or not self.checks.acts or not is_peft_model(model):
+        if is_sharded(self.trainer.accelerator) or not is_peft_model(model):
             return None
         return Base(model, self.engine.reading().model_dtype)
 
@@ -294,29 +262,6 @@ class TrlRun(TrainerRun):
             )
         return EngineMasks(min(self.block.sampling_mask.asked(self.sampling), vocabulary), vocabulary)
 
-    def _check_vocabulary(self) -> None:
-        """Warn of ids that the model has and the tokenizer has not, once."""
-        vocabulary, self._vocabulary = self._vocabulary, None
-        if vocabulary is None:
-            return
-        accelerator = self.trainer.accelerator
-        model = accelerator.unwrap_model(self.trainer.model)
-        surplus = vocabulary_surplus(model, len(self.trainer._tokenizer), vocabulary[None, :64], self.autocast)
-        forget_order(accelerator)
-        if surplus is not None:
-            self.warn("vocabulary", str(surplus), vars(surplus))
-
-    def info(self) -> dict[str, Any]:
-        """Return the header of the run's metrics file."""
-        header = super().info()
-        checked = self.checked
-        return header if checked is None else header | {"provenance": dataclasses.asdict(checked.provenance())}
-
-    def sent(self, dtypes: frozenset[str]) -> None:
-        """Look at the vocabulary of a model that could not run before, and audit both sides once more."""
-        self._check_vocabulary()
-        super().sent(dtypes)
-
     # One rollout batch.
 
     @contextlib.contextmanager
@@ -329,28 +274,9 @@ class TrlRun(TrainerRun):
         with overridden(self.scoring, rollouts=batch, passes=passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
-                with self.checks.checking("sampling"), together(self.ranks):
+                with together(self.ranks):
                     self.follow_sampling()
             yield batch
-
-    def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records."""
-        batch, trainer = self.rollouts, self.trainer
-        if batch is None or not batch.fresh:
-            return host(*args, **kwargs)
-        own = getattr(trainer, "rollout_func", None) is not None
-        joins = self.checked is not None and (own or getattr(trainer, "tools", None))
-        with overridden(batch, joining=bool(joins)):
-            output = host(*args, **kwargs)
-        if self.checked is not None:
-            self.checked.agree()
-        batch.prompts = [list(ids) for ids in output[0]]
-        batch.generated += zip(*output[:2], strict=False)
-        if joins:
-            with self.checks.checking("records"), together(self.ranks):
-                metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
-                self._note(**metrics)
-        return output
 
     def rewarded(
         self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
@@ -378,7 +304,7 @@ class TrlRun(TrainerRun):
             if self.scoring.masking is not None:
                 output[MASKS] = self.scoring.batch_masks(batch, output)
         if self.scoring.masking is not None:
-            self._note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
+            self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
@@ -391,39 +317,29 @@ class TrlRun(TrainerRun):
         if gap is not None and self.correction is not None:
             self._correct(self.correction, output, gap[0], mask)
         if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
-            with self.checks.checking("correction"):
-                self.log.mask(self.split, ratio, mask)
+            self.log.mask(self.split, ratio, mask)
         if training and gap is not None and isinstance(self.trainer, GRPOTrainer):
             settings = None if self.correction is None else self.correction.settings
-            with self.checks.checking("gap"):
-                clips = clips_engine_ratio(settings, self.trainer.loss_type)
-                self._note(**phantom(self.trainer, output, gap, clips, self.ranks))
+            clips = clips_engine_ratio(settings, self.trainer.loss_type)
+            self.note(**phantom(self.trainer, output, gap, clips, self.ranks))
         if training:
             self.steer(self.trainer._metrics["train"], gap)
         self.objective.follow_batch(output, mask, batch, gap)
         return output
 
-    def _note(self, **metrics: float) -> None:
-        """Add metrics of a batch to those that TRL logs the mean of."""
-        for name, value in metrics.items():
-            self.trainer._metrics[self.mode][PREFIX + name].append(value)
-
-    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
-        """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
-        records = gap = None
-        with together(self.ranks), self.checks.checking("records"):
+    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap:
+        """Measure the gap of a batch, whose records have to be those of its rows."""
+        with together(self.ranks):
             records = self.check_records(output, batch)
-        with self.checks.checking("gap"):
-            with together(self.ranks):
-                # First, because ranks that share a model take this pass together.
-                old_logprobs = self.old_logprobs(output)
-                if ROLLOUT not in output:
-                    output[ROLLOUT] = self._recorded_logprobs(records, mask)
-                found = (old_logprobs, output[ROLLOUT], mask.bool())
-                self.log.observe(self.split, *found)
-            gap = found  # on all ranks or none, because what follows is over all of them
-            with together(self.ranks):
-                self.examiner.examine(output, found, records)
+        with together(self.ranks):
+            # First, because ranks that share a model take this pass together.
+            old_logprobs = self.old_logprobs(output)
+            if ROLLOUT not in output:
+                output[ROLLOUT] = self.recorded_logprobs(records, mask)
+            gap = (old_logprobs, output[ROLLOUT], mask.bool())
+            self.log.observe(self.split, *gap)
+        with together(self.ranks):
+            self.examiner.examine(output, gap, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -431,26 +347,7 @@ class TrlRun(TrainerRun):
         figures = correction.apply(output, old_logprobs, mask)
         if (shift := baseline_shift(output, mask, self.ranks)) is not None:
             figures = figures | {"rejected_adv_shift": shift}
-        self._note(**figures)
-
-    def check_records(self, output: dict[str, Any], rollouts: RolloutPass) -> list[RolloutRecord]:
-        """Return the rollout of each row, refusing those not of the present weights, or not the tokens being trained on."""
-        if rollouts.records and self.checked is not None:
-            origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(rollouts.records))
-            expect_present(origin, self.checked.weight_version)
-        return rollouts.records_of(output)
-
-    def _recorded_logprobs(self, records: Sequence[RolloutRecord] | None, mask: Tensor) -> Tensor:
-        """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
-        if records is None:
-            raise RecordError(
-                f"{type(self.trainer).__name__} keeps no log-probabilities of the engine, and its completions are stitched from "
-                "several generations: there is no gap to measure. Remove the mismatch block, or what stitches them."
-            )
-        rows = pad_sequence(
-            [torch.tensor(record.rollout_logprobs, dtype=torch.float32) for record in records], batch_first=True
-        )
-        return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
+        self.note(**figures)
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
@@ -468,21 +365,43 @@ class TrlRun(TrainerRun):
     def score_again(self, output: Mapping[str, Any]) -> Tensor:
         return scored_again(self.trainer, output, training=self.trainer.model.training)
 
+    # The learning rate.
+
+    def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
+        """Let a fresh batch of completions lead the rate of the step that learns from it."""
+        if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
+            return
+        trigger = self.lr.config.trigger
+        if trigger == "response_length":
+            if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
+                raise ConfigError(
+                    f"mismatch.lr.trigger='response_length': {type(self.trainer).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} "
+                    "of its rollouts; give mismatch.lr.period, or another trigger."
+                )
+            # TRL's values are over all ranks, and each batch has the same number of completions.
+            lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
+            self.lr.rate.collect(lengths)
+        elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
+            sums = over_ranks(leading_sums(*gap), self.ranks)
+            self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
+
+    def grad_norm(self, norm: Any) -> None:
+        """Let the gradient norm lead the rate of the step that is about to be taken."""
+        if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
+            self.lr.rate.collect({"grad_norm": float(norm)})
+
     # Logs, and what a checkpoint holds.
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
         extra, by_layer = super().extra_metrics(split, of_training)
         if of_training:
-            with self.checks.checking("metrics"):
-                extra |= self.examiner.metrics()
+            extra |= self.examiner.metrics()
         return extra, by_layer
 
     def further_metrics(self) -> dict[str, float]:
-        """Return metrics of weight updates and of DeepSpeed's scaler."""
+        """Return metrics of weight updates, and what rounding leaves of adapters."""
         metrics = super().further_metrics()
-        if self.trainer.is_deepspeed_enabled:
-            metrics |= scale_metrics(self.trainer.accelerator)
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
         return metrics
@@ -491,13 +410,3 @@ class TrlRun(TrainerRun):
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
         self.objective.begin_anew()
-
-    def state(self) -> dict[str, Any]:
-        """Return what a checkpoint holds beside the host's own, as JSON-able data."""
-        return super().state() | ({} if self.checked is None else self.checked.state_dict())
-
-    def go_on_from(self, state: dict[str, Any]) -> None:
-        """Take over our own state from a checkpoint."""
-        super().go_on_from(state)
-        if self.checked is not None and state.get("weight_version") is not None:
-            self.changed(self.checked.load_state_dict(state))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from mismatch_ext.errors import asking_engine
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.weights import Decoded
 
@@ -36,9 +37,14 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
 
     Returns:
         Log-probabilities `[N, T-1]`, float64, of tokens 1..T-1 given those before them.
+
+    Raises:
+        EngineError: The engine fails.
     """
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
-    outputs = llm.generate(prompts, prefill_params(), use_tqdm=False)
+    params = prefill_params()
+    with asking_engine("score probe tokens"):
+        outputs = llm.generate(prompts, params, use_tqdm=False)
     rows = [
         [entry[token].logprob for entry, token in zip(_after_first(out), ids[1:], strict=True)]
         for out, ids in zip(outputs, token_ids, strict=True)
@@ -55,6 +61,9 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
         llm: An engine in this process.
         token_ids: N prompts of the same length P.
         count: Number of tokens to sample after each prompt.
+
+    Raises:
+        EngineError: The engine fails.
     """
     from vllm import SamplingParams
 
@@ -64,8 +73,9 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
     ]
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
     # Even for requests with seeds, vLLM's CPU sampler also draws from torch's global generator, and drops what it drew.
-    with forked_rng(torch.device("cpu")):
-        outputs = [out.outputs[0] for out in llm.generate(prompts, sampling, use_tqdm=False)]
+    with forked_rng(torch.device("cpu")), asking_engine("decode after probe tokens"):
+        requests = llm.generate(prompts, sampling, use_tqdm=False)
+    outputs = [request.outputs[0] for request in requests]
     logprobs = [
         [entry[token].logprob for entry, token in zip(filter(None, out.logprobs or ()), out.token_ids, strict=True)]
         for out in outputs

@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
+from mismatch_ext.adapters.trl.attach import Noted
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.examining import Examiner
 from mismatch_ext.adapters.trl.kl import BASELINE
@@ -32,7 +33,7 @@ from trl import GRPOTrainer
 
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import PrecisionError, RecordError, RoutingError, WeightSyncError
+from mismatch_ext.errors import EngineError, PrecisionError, RecordError, RoutingError, WeightSyncError
 from mismatch_ext.kl import KlTerm
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import WORLD, gathered
@@ -69,7 +70,7 @@ class Verifier:
         """Accept what was sent."""
 
 
-def checked(**changes: Any) -> Any:
+def checked(kind: type[generation.CheckedGeneration] = generation.CheckedGeneration, **changes: Any) -> Any:
     """Return the wrapper around TRL's, with weights of which each rank has a part."""
 
     def parameters() -> Iterator[tuple[str, Tensor]]:
@@ -86,7 +87,7 @@ def checked(**changes: Any) -> Any:
         sent=lambda dtypes: None, examines=False,
     )  # fmt: skip
     engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
-    found = object.__new__(generation.CheckedGeneration)
+    found = object.__new__(kind)
     vars(found).update(
         _inner=SimpleNamespace(), plain_generate=lambda *_, **__: ([], [], [], None), checks=Checks(True), layout=None,
         engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer, _kept=None,
@@ -121,7 +122,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         model=SimpleNamespace(training=True), _metrics={"train": defaultdict(list)}, state=SimpleNamespace(global_step=STEP),
         epsilon_low=0.2, epsilon_high=0.2, importance_sampling_level="token", _tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
-    found.mm = mm = object.__new__(TrlRun)
+    found.mm = found._acting = mm = object.__new__(TrlRun)
     vars(mm).update(
         trainer=found, checked=wrapper, block=block,
         kl=None if block.kl is None else KlTerm(block.kl, 0.1), checks=Checks(True),
@@ -243,47 +244,51 @@ def refused_mask(fails: bool) -> None:
         found.agree()
 
 
-def observed(case: Callable[[Any], Any], fails: bool, **changes: Any) -> str:
-    """Go on after a finding, with as many collectives on both ranks; return how many checks failed on any rank."""
+def measured(case: Callable[[Any], Any], **changes: Any) -> str:
+    """Go on after a failed check, with as many collectives on both ranks; return how many failed on any rank."""
     checks = Checks(False)
-    found = checked(checks=checks, **changes)
+    found = checked(Noted, checks=checks, **changes)
     with found.keeping([]):
         case(found)
         found.agree()
     assert gathered("after") == ["after"] * 2
-    return f"verifies {found.verifies}, {max(gathered(sum(checks.counts.values())))} findings"
+    return f"verifies {found.verifies}, {max(gathered(sum(checks.counts.values())))} failed"
 
 
-def observed_begin(fails: bool) -> str:
+def measured_begin(fails: bool) -> str:
     """Fail on one rank in noting the gap before the first update."""
     verifier = Verifier()
-    verifier.begin = fail(OSError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
+    verifier.begin = fail(EngineError("out of memory")) if fails else lambda: None  # type: ignore[attr-defined]
 
     def case(found: Any) -> None:
         found.engine.fresh, found.run.step = True, 0
         found._sync(WORLD)
 
-    return observed(case, fails, verifier=verifier)
+    return measured(case, verifier=verifier)
 
 
-def observed_score(fails: bool) -> str:
+def measured_score(fails: bool, error: Exception) -> str:
     """Fail on one rank in scoring the probes."""
 
     def case(found: Any) -> None:
-        if fails:
-            found.run.score = fail(OSError("out of memory"))
-        else:
-            found.run.score = lambda probes: 1
+        found.run.score = fail(error) if fails else lambda probes: 1
         found._sync(WORLD)
 
-    return observed(case, fails)
+    return measured(case)
 
 
-def observed_rollout(fails: bool) -> str:
+def measured_rollout(fails: bool) -> str:
     """Get a rollout of one rank's engine that is refused."""
     rows = ([[1]], [[2]], [[[float("nan") if fails else -1.0]]], None)
     case = lambda found: found.generate([[1]])  # noqa: E731
-    return observed(case, fails, plain_generate=lambda *_, **__: rows, provenance=_origin)
+    return measured(case, plain_generate=lambda *_, **__: rows, provenance=_origin)
+
+
+def mistaken_rollout(fails: bool) -> str:
+    """Make a mistake with a rollout on one rank."""
+    rows = ([[1]], [[2]], None if fails else [[[-1.0]]], None)
+    case = lambda found: found.generate([[1]])  # noqa: E731
+    return measured(case, plain_generate=lambda *_, **__: rows, provenance=_origin)
 
 
 def served_update(fails: bool) -> None:
@@ -354,9 +359,11 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "engine": lambda fails: broken_verdict(fails, OSError("engine is gone"), "verifier", "verify"),
     "rollouts": refused_rollout,
     "masks": refused_mask,
-    "observed begin": observed_begin,
-    "observed score": observed_score,
-    "observed rollouts": observed_rollout,
+    "measured begin": measured_begin,
+    "measured score": lambda fails: measured_score(fails, EngineError("out of memory")),
+    "measured rollouts": measured_rollout,
+    "mistaken score": lambda fails: measured_score(fails, AttributeError("a mistake of ours")),
+    "mistaken rollouts": mistaken_rollout,
     "served update": served_update,
     "served answer": served_answer,
     "sampling": lambda fails: method(fails, "follow_sampling", RecordError("another temperature")),

@@ -9,7 +9,6 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -17,7 +16,7 @@ import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
 from mismatch_ext.adapters.vllm import weights
 from transformers import TrainerCallback
-from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
+from trl import GRPOConfig, GRPOTrainer, SFTTrainer
 from trl.generation import vllm_generation
 
 from mismatch_ext.errors import ConfigError
@@ -171,7 +170,7 @@ def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
         "slept": slept,
         "steps": trainer.state.global_step,
         "verdict": measured.verdict and measured.verdict.status,
-        "findings": [event.message for event in read_run(measured.log.run_dir).events if event.name == "observed"],
+        "findings": [event.message for event in read_run(measured.log.run_dir).events if event.name == "check_failed"],
     }
 
 
@@ -180,7 +179,7 @@ def at_two_temperatures(model: str, out: str) -> list[str]:
     trainer = build(model, out, generation_kwargs={"temperature": 0.5}, max_steps=1)
     measured = attach(trainer)
     trainer.train()
-    return [event.message for event in read_run(measured.log.run_dir).events if event.name == "observed"]
+    return [event.message for event in read_run(measured.log.run_dir).events if event.name == "check_failed"]
 
 
 def refused(model: str, out: str) -> dict[str, str]:
@@ -193,7 +192,7 @@ def refused(model: str, out: str) -> dict[str, str]:
         except ConfigError as error:
             said[name] = str(error)
 
-    ask("rloo", object.__new__(RLOOTrainer))
+    ask("other", object.__new__(SFTTrainer))
     args = arguments(out, use_vllm=False, bf16=False)
     given: dict[str, Any] = {"model": model, "reward_funcs": graded, "train_dataset": rows()}
     ask("no engine", GRPOTrainer(args=GRPOConfig(**args), **given))
@@ -201,7 +200,7 @@ def refused(model: str, out: str) -> dict[str, str]:
     block.use_vllm = True
     ask("block", block)
     twice = object.__new__(GRPOTrainer)
-    vars(twice).update(use_vllm=True, args=SimpleNamespace(), mismatch_attached=None)
+    vars(twice).update(use_vllm=True, mm=object())
     ask("twice", twice)
     return said
 

@@ -56,7 +56,7 @@ def attached(model: str, out: str) -> dict[str, Any]:
             found[name]["verdict"] = measured.verdict and measured.verdict.status
             if trainer.accelerator.is_main_process:
                 events = read_run(measured.log.run_dir).events
-                found[name]["findings"] = [event.message for event in events if event.name == "observed"]
+                found[name]["findings"] = [event.message for event in events if event.name == "check_failed"]
     return found
 
 

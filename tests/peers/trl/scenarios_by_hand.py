@@ -29,6 +29,7 @@ from tests.peers.trl.scenarios_training import digest_of
 
 Inputs = dict[str, Any]
 RATE, ALPHA, ENTROPY, CLAMP, STEPS = 1e-2, 0.7, 0.05, 0.01, 3
+ALARMS = {"alarms": {"reward": {"above": -10.0, "patience": 1, "action": "stop"}}}
 TIED = 1e-5
 """How far apart entropies of equal prefixes may be, nats: float32 rounds them by the row that they are in."""
 ADAM_EPSILON = 1e-3
@@ -716,8 +717,8 @@ def given(model: str, out: str, cases: list[dict[str, Any]]) -> list[dict[str, A
     return [compared(model, f"{out}/{number}", case) for number, case in enumerate(cases)]
 
 
-def observed(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
-    """Train the runs of some seeds twice, without a block and with one that observes."""
+def measured(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:
+    """Train the runs of some seeds twice, without a block and with one whose sections are left out, so that alarms remain."""
     torch.set_num_threads(1)
     found = []
     for seed in range(first, last):
@@ -728,7 +729,7 @@ def observed(model: str, out: str, first: int, last: int) -> list[dict[str, Any]
         result: dict[str, Any] = {"case": case}
         for name, of_kind, args in (
             ("stock", (User, GRPOTrainer), {}),
-            ("observed", bases, {"mismatch": {"level": "observe", **case["block"]}}),
+            ("measured", bases, {"mismatch": {"level": "observe", **case["block"], "monitor": ALARMS}}),
         ):
             trainer, _ = built(model, f"{out}/{seed}-{name}", case, of_kind, args)
             trainer.train()

@@ -55,7 +55,7 @@ def frozen(trainer: Any) -> str:
 
 def drift(model: str, out: str) -> dict[str, Any]:
     """Merge and unmerge as TRL does for weight updates, without and with the repair; then lose an adapter on the way."""
-    block = {"monitor": {"default_alarms": False}}
+    block = {"monitor": {"default_alarms": False, "weight_sync": "error"}}
     trainer: Any = build(
         model,
         out,

@@ -60,18 +60,17 @@ def train(model: str, out: str, url: str, block: Any, **overrides: Any) -> dict[
 
 
 def stock(model: str, out: str, url: str) -> dict[str, Any]:
-    """Train with stock GRPOTrainer, the same measured by `attach`, then with ours: without a block, and with one that observes.
+    """Train with stock GRPOTrainer, the same measured by `attach`, then with ours: without a block, and with {}.
 
     TRL's client reaches no CPU, so all of them have our transport; what else ours does, it does with a block alone.
     """
     found: dict[str, Any] = {}
-    observed = {"mismatch": {"level": "observe", "precision": {"dtype": "float16"}}}
     generation.VLLMClient = client_of(lambda remote, device: None)(generation.VLLMClient)  # type: ignore[misc]
     for name, trainer_class, config_class, block in (
         ("stock", GRPOTrainer, GRPOConfig, {}),
         ("attached", GRPOTrainer, GRPOConfig, {}),
         ("ours", MismatchGRPOTrainer, MismatchGRPOConfig, {}),
-        ("observed", MismatchGRPOTrainer, MismatchGRPOConfig, observed),
+        ("measured", MismatchGRPOTrainer, MismatchGRPOConfig, {"mismatch": {}}),
     ):
         args = config_class(
             **_arguments(
@@ -85,8 +84,8 @@ def stock(model: str, out: str, url: str) -> dict[str, Any]:
         found[name] = history(trainer)
         if measured is not None:
             found["verdict"] = measured.verdict and measured.verdict.status
-    runs = [read_run(Path(out, name, "mismatch")) for name in ("attached", "observed")]
-    found["findings"] = [event.message for run in runs for event in run.events if event.name == "observed"]
+    runs = [read_run(Path(out, name, "mismatch")) for name in ("attached", "measured")]
+    found["failed"] = [event.message for run in runs for event in run.events if event.name == "check_failed"]
     return found
 
 

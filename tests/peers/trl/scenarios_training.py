@@ -30,6 +30,8 @@ from tests.peers.engines.kept_decode import keep_decode
 from tests.peers.engines.sleeping import note_updates, sleepy
 from tests.peers.trl.ends import watch_ends
 
+VERIFIED = {"monitor": {"weight_sync": "error"}}
+"""A config that acts, and changes no number."""
 KEPT = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 
 
@@ -183,7 +185,7 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     from peft import LoraConfig
 
     block: dict[str, Any] = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
-    block["monitor"] = {"doctor": "first_batch"}
+    block["monitor"] = {"doctor": "first_batch", "weight_sync": "error"}
     trainer = MismatchGRPOTrainer(
         model=model,
         reward_funcs=graded,
@@ -273,7 +275,7 @@ def stale(model: str, out: str, dtype: str) -> dict[str, Any]:
 def sleeping(model: str, out: str, loses: str = "") -> dict[str, Any]:
     """Train with an engine that sleeps between generations, where sleep takes its weights, and buffers of a name for good."""
     with sleepy(loses) as slept:
-        trainer = build(model, out, {}, vllm_enable_sleep_mode=True)
+        trainer = build(model, out, VERIFIED, vllm_enable_sleep_mode=True)
         error = ""
         note_updates(trainer.mm.engine, trainer.vllm_generation, slept)
         try:
@@ -305,7 +307,7 @@ def engine_dies(model: str, out: str, **overrides: Any) -> dict[str, Any]:
 
 def nan_logprobs(model: str, out: str) -> dict[str, Any]:
     """Make the engine report NaN for one sampled token of the second batch."""
-    trainer = build(model, out, {}, max_steps=5)
+    trainer = build(model, out, VERIFIED, max_steps=5)
     checked = trainer.mm.checked
     generate = checked.plain_generate
     calls = []

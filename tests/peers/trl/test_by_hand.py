@@ -107,6 +107,6 @@ def test_steps_on_an_engines_rollouts(
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("first", "last"), [*draws(5, 85)])
-def test_a_block_that_observes_changes_no_bit(run: Run, dense: Path, tmp_path: Path, first: int, last: int) -> None:
-    for result in run(scenarios.observed, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect():
-        assert result["observed"] == result["stock"] and len(result["stock"]["logged"]) > 3, result["case"]
+def test_a_block_that_does_not_act_changes_no_bit(run: Run, dense: Path, tmp_path: Path, first: int, last: int) -> None:
+    for result in run(scenarios.measured, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect():
+        assert result["measured"] == result["stock"] and len(result["stock"]["logged"]) > 3, result["case"]

@@ -247,9 +247,11 @@ ENDS = {
     "engine": "engine is gone",
     "rollouts": "log-probability nan",
     "masks": "more tokens are left",
-    "observed begin": "verifies True, 1 findings",
-    "observed score": "verifies True, 1 findings",
-    "observed rollouts": "verifies True, 1 findings",
+    "measured begin": "verifies True, 1 failed",
+    "measured score": "verifies True, 1 failed",
+    "measured rollouts": "verifies True, 1 failed",
+    "mistaken score": "a mistake of ours",
+    "mistaken rollouts": "'NoneType' object is not iterable",
     "served update": "the server is gone",
     "served answer": "the server holds other weights",
     "sampling": "another temperature",
@@ -284,6 +286,8 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
     found = [dict(line.split(": ", 1) for line in lines if line.split(": ")[0] in ENDS) for lines in told]
     for ends in found:
         assert {name: words for name, words in ENDS.items() if words not in ends.get(name, "")} == {}
+    for case in ("mistaken score", "mistaken rollouts"):
+        assert "OtherRankError: rank 1: " in found[0][case] and "OtherRankError" not in found[1][case]
     # Of four samples of one prompt, two have a KL of 0.5 a token and two, on the other rank, of -0.5.
     assert [ends["baseline"] for ends in found] == ["baseline [-0.5, -0.333, -0.167]", "baseline [0.5, 0.333, 0.167]"]
 

@@ -35,7 +35,7 @@ from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
 
 Make = Callable[..., Any]
-DOCTOR = {"monitor": {"doctor": "on_alarm"}}
+DOCTOR = {"monitor": {"doctor": "on_alarm", "weight_sync": "error"}}
 R3 = {"routing": {"mode": "R3"}}
 MASKS: dict[str, Any] = {"sampling_mask": {}}
 FP16 = {"precision": {"dtype": "float16"}}
@@ -122,15 +122,15 @@ RLOO = {"kind": "MismatchRLOOConfig"}
 CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     (
         "config",
-        {},
+        SURGE,
         {"generation_kwargs": {"temperature": 0.5}},
         ["['temperature']=0.5 but temperature=1.0", "remove it"],
     ),
-    ("config", {}, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
-    ("config", {}, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
-    ("config", {}, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
+    ("config", SURGE, {"generation_kwargs": {"logprobs": 5}}, ["generation_kwargs['logprobs']=5", "allowed: 0"]),
+    ("config", SURGE, {"generation_kwargs": {"n": 2}}, ["generation_kwargs['n']=2", "allowed: 1"]),
+    ("config", SURGE, {"generation_kwargs": '{"n": 2}'}, ["generation_kwargs['n']=2"]),  # as on a command line
     ("config", MASKS, {"top_k": 4, "temperature": 0.0}, ["RecordError", "sampling temperature=0.0", "allowed: > 0"]),
-    ("config", {}, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
+    ("config", SURGE, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
     ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
@@ -158,8 +158,8 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
         ["PrecisionError", "torch_autocast", "Remove"],
     ),
     ("launch", SURGE, {"deepspeed": {"scheduler": {}}}, ["mismatch.lr with a scheduler in DeepSpeed's"]),
-    ("launch", {}, {"deepspeed": NVME}, ["weight_sync='error' with zero_optimization.offload_param.device='nvme'"]),
-    ("launch", {}, {"fsdp": 1}, ["weight_sync='error' with fsdp_version=1", "fsdp_version: 2"]),
+    ("launch", {}, {"deepspeed": NVME}, ["weight updates with zero_optimization.offload_param.device='nvme'"]),
+    ("launch", SURGE, {"fsdp": 1}, ["weight updates with fsdp_version=1", "fsdp_version: 2"]),
     # By the trainer, before it loads the model.
     ("trainer", IN_REWARDS, {"options": {"tools": [len]}}, ["kl.reward_path='rewards' with tools", "'surrogate'"]),
     # By the callback, in a trainer of TRL's own, before the engine.
@@ -305,7 +305,7 @@ def test_a_run_directory_that_cannot_be_written_is_refused_before_the_model_is_l
 ) -> None:
     (tmp_path / "file").write_text("taken")
     with pytest.raises(RunDirectoryError, match="mismatch.monitor.run_dir"):
-        construct(NOWHERE, {"monitor": {"run_dir": str(tmp_path / "file" / "sub")}})
+        construct(NOWHERE, {"lr": {}, "monitor": {"run_dir": str(tmp_path / "file" / "sub")}})
     assert (tmp_path / "file").read_text() == "taken"
 
 
@@ -339,7 +339,7 @@ def test_a_trainer_without_a_method_that_ours_overrides_is_refused(
     else:
         monkeypatch.setattr(GRPOTrainer, "_calculate_rewards", changed)
     with pytest.raises(SeamError, match=f"{words}.*pip install trl=="):
-        construct(NOWHERE, {})
+        construct(NOWHERE, SURGE)
 
 
 def test_gmpo_is_refused_what_its_loss_has_no_seam_for_before_the_model_is_loaded(peers: Any, configure: Make) -> None:
@@ -452,8 +452,9 @@ def test_a_block_given_to_a_trainer_that_ignores_it_is_refused_before_the_engine
     from trl import GRPOTrainer
 
     given: dict[str, Any] = {"model": str(dense), "reward_funcs": peers.graded, "train_dataset": peers.rows()}
-    with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
-        GRPOTrainer(args=configure(FP16), **given)
+    for block in (FP16, {}, {"level": "observe", **FP16}):
+        with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
+            GRPOTrainer(args=configure(block), **given)
     served = configure(SURGE, use_vllm=False, bf16=False)
     peers.MismatchGRPOTrainer(args=served, **given)
     with pytest.raises(ConfigError, match="Use MismatchGRPOTrainer"):
@@ -516,7 +517,7 @@ def test_the_callback_beside_a_block_is_refused(peers: Any, construct: Make, den
     from mismatch_ext.adapters.trl import MismatchCallback
 
     with pytest.raises(ConfigError, match="on a trainer that has a mismatch block already"):
-        construct(dense, SURGE, {"callbacks": [MismatchCallback({"monitor": {}})]})
+        construct(dense, SURGE, {"callbacks": [MismatchCallback(SURGE)]})
 
 
 # And nothing else.

@@ -115,15 +115,15 @@ def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
     assert [rank["steps of the overtaken"] for rank in found] == [1, 1]
 
 
-def test_runs_without_a_block_observed_or_attached_are_stock(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
+def test_runs_without_a_block_measured_or_attached_are_stock(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
     found = run(scenarios.stock, model=moe, out=tmp_path, url=server).expect()
     assert len(found["stock"]) == 2 and all(step["grad_norm"] > 0 for step in found["stock"])
-    for stock, *others in zip(*(found[name] for name in ("stock", "ours", "observed", "attached")), strict=True):
+    for stock, *others in zip(*(found[name] for name in ("stock", "ours", "measured", "attached")), strict=True):
         for logged in others:
             # The server forms batches as requests come in, and rounds by batches: tokens are the same, sums nearly.
             assert {key: logged[key] for key in stock} == pytest.approx(stock, rel=1e-3, abs=1e-5)
         assert others[0].keys() == stock.keys() and others[2]["mismatch/weight_sync_gap"] > 0
-    assert not found["findings"] and found["verdict"] == "in_sync"
+    assert not found["failed"] and found["verdict"] == "in_sync"
 
 
 @pytest.mark.nightly

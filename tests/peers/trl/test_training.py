@@ -107,8 +107,9 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
 def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dense: Path, tmp_path: Path) -> None:
     """TRL's engine reports log-probabilities of what top_p has left, and its trainer knows nothing of top_p."""
     alarms = {name: {"above": 1e-3, "patience": 1} for name in ("logp_abs_diff_mean", "k3_kl")}
-    ran = run(scenarios.train, model=dense, out=tmp_path, block={"monitor": {"doctor": "on_alarm", "alarms": alarms}},
-        top_p=0.9, per_device_train_batch_size=64, num_generations=8,
+    monitor = {"doctor": "on_alarm", "alarms": alarms, "weight_sync": "error"}
+    ran = run(scenarios.train, model=dense, out=tmp_path, block={"monitor": monitor}, top_p=0.9,
+        per_device_train_batch_size=64, num_generations=8,
     )  # fmt: skip
     ran.expect()
     # Two alarms at the first step, of which one is enough; those of later steps come too soon after it.
