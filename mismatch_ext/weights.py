@@ -669,7 +669,7 @@ class WeightVerifier:
         try:
             verdict = self.judge(sent, look)
         except EngineError as error:
-            self._say("warning", UNANSWERED_EVENT, f"nothing is known of this weight update: {error}")
+            self.say_unanswered(error)
             return None
         if not verdict.ok:
             confirmed = verdict.clear or self.state.doubted
@@ -693,6 +693,10 @@ class WeightVerifier:
                 "no trainable parameter, no gradient reaches the weights, every advantage is 0, or float16 skips every step.",
             )
         return verdict
+
+    def say_unanswered(self, error: EngineError) -> None:
+        """Say that the engine did not answer, so that nothing is known of this update; the next one is judged as ever."""
+        self._say("warning", UNANSWERED_EVENT, f"nothing is known of this weight update: {error}")
 
     def _say(self, level: str, name: str, message: str) -> None:
         """Write an event, with the engine's name where there are several."""

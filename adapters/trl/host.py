@@ -307,9 +307,10 @@ class TrainerRun:
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of weight updates, and what else only this trainer has, without their prefix."""
-        # Where a failed check does not end the run, a rank may have no verdict.
-        lone = not self.checks.acts and self.trainer.use_vllm and self.block.monitor.weight_sync != "off"
-        if self.verdict is None and not (lone and self.ranks.size > 1):
+        if not self.trainer.use_vllm or not self.proves:
+            return {}
+        # Of several ranks, one may have no verdict: its engine has not answered.
+        if self.verdict is None and self.ranks.size == 1:
             return {}
         gap = self._gap_over_ranks(None if self.verdict is None else self.verdict.gap_mean)
         return {} if gap is None else {"weight_sync_gap": gap}

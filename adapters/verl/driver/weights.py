@@ -22,6 +22,7 @@ from mismatch_ext.adapters.verl.driver.servers import (
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
+from mismatch_ext.errors import EngineError
 from mismatch_ext.weights import (
     BitSums,
     Decoded,
@@ -129,12 +130,17 @@ class RolloutWeights:
         """Check that each engine computes with the weights that the actor had when it was asked.
 
         `stepped` says whether the actor's optimizer has stepped since the last update.
-        Raises WeightSyncError if one does not and `monitor.weight_sync` is "error", EngineError if a server does not answer.
+        If a server does not answer, nothing is known of this update, which is a warning. Raises WeightSyncError as
+        `WeightVerifier.verify` does.
         """
         if self._looked is None:
             return
         look, self._looked = self._looked, None
-        self._ask()
+        try:
+            self._ask()
+        except EngineError as error:
+            self._verifiers[0].say_unanswered(error)
+            return
         for verifier in self._verifiers:
             verifier.verify(self._sums, look, stepped=stepped)
 

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.rollout import RolloutRecord, SamplingSettings, collate
 from mismatch_ext.routing import RoutingShape
@@ -139,18 +138,13 @@ def updated(verified: Verified, model: nn.Module) -> dict[str, Any]:
     verdicts["sent"] = verified.update()
     change(0.25)
     send, verified.parameters = verified.parameters, lambda: iter([(LEAST, dict(model.named_parameters())[LEAST])])
-    try:
-        verified.update()
-    except WeightSyncError as error:
-        refused = str(error)
-    else:
-        refused = "nothing was raised"
+    part = verified.update()
     verified.parameters = send
     verdicts["sent whole"] = verified.update()
     return {
         "statuses": {name: verdict.status for name, verdict in verdicts.items()},
         "messages": {name: verdict.message for name, verdict in verdicts.items()},
-        "a part sent": refused,
+        "a part sent": part.message,
         "version": verified.rollout.weight_version,
         "saved": sorted(verified.verifier.state_dict()),
     }

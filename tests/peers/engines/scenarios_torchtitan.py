@@ -147,13 +147,14 @@ def _own_names(example: Any, out: str) -> str:
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     rollout = TorchRollout(AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32))
     try:
-        with Run({"monitor": {}}, trainer, rollout, out).start() as run:
-            batch = run.batch(rollout.generate([tokenizer(prompt).input_ids for prompt in PROMPTS]))
-            with torch.no_grad():
-                run.measure(batch, run.score(batch))
-            logprobs = run.score(batch)
-            run.step(-logprobs[batch.response_mask].mean())
-            run.send()
+        with Run({"monitor": {"weight_sync": "error"}}, trainer, rollout, out).start() as run:
+            for _ in range(2):
+                batch = run.batch(rollout.generate([tokenizer(prompt).input_ids for prompt in PROMPTS]))
+                with torch.no_grad():
+                    run.measure(batch, run.score(batch))
+                logprobs = run.score(batch)
+                run.step(-logprobs[batch.response_mask].mean())
+                run.send()
     except WeightSyncError as error:
         return str(error)
     return ""

@@ -121,3 +121,10 @@ def test_verls_loggers_keep_a_users_metric_with_our_prefix_in_its_name(run: Run)
         sorted(["mismatch/k3_kl", "mismatch/alarms_raised", *names])
         == run(scenarios.users_own_metrics, names=ours).expect()
     )
+
+
+def test_a_server_that_does_not_answer_the_probes_ends_nothing(run: Run) -> None:
+    found = run(scenarios.busy_servers).expect()
+    ((level, name, message),) = found["said"]
+    assert (level, name) == ("warning", "weight_sync_unanswered") and "did not answer within 120 seconds" in message
+    assert found["gap"] is None
