@@ -45,7 +45,7 @@ WRITE = "write records with mismatch_ext.doctor.write_rollouts"
 TEXTS = f"which holds texts alone; the doctor needs token ids and the engine's log-probabilities: {WRITE}"
 OURS = (
     "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs (token ids and nats, one per response token): "
-    'rename yours, or see "Logged rollouts" in docs/doctor.md'
+    'rename yours, or see "Logged rollouts" in docs/doctor.md.'
 )
 ZIP, PARQUET = b"PK\x03\x04", b"PAR1"
 # Rewards are often numpy numbers; unpickling these cannot run code from the file.
@@ -138,7 +138,7 @@ _OWN = Format(
     settings="provenance",
     routes="routes",
     lists_unused=True,
-    hint="A line holds prompt_ids, response_ids and rollout_logprobs.",
+    hint=OURS,
 )
 # Also --dump-details: slime/observability/rollout_data_utils.py (THUDM/slime, commit
 # 624b824a898ab0ec1fcb4d373004c7f3852bf515). `slime_rows` adds `step`.
@@ -269,7 +269,7 @@ def _recognized(content: Any, container: str, where: str) -> Format:
                 raise RecordError(f"{where} is of {format.files}, {format.refused}.")
             return format
     keys = ", ".join(sorted(map(str, content))[:12]) or "nothing"
-    raise RecordError(f"{where} holds {keys}, which no format that is known here has; read are {_readable()}. {OURS}.")
+    raise RecordError(f"{where} holds {keys}, which no format that is known here has; read are {_readable()}. {OURS}")
 
 
 def _readable() -> str:
@@ -278,21 +278,19 @@ def _readable() -> str:
 
 def _response(format: Format, row: Mapping[str, Any], where: str) -> LoggedResponse | None:
     """Return a row's response; None if the policy sampled none of its tokens."""
-    keys = format.keys
-    given = {field: row.get(key) for field, key in keys.items() if field in IDS or row.get(key) is not None}
-    if format.is_batch:
-        given = {field: _only(column, f"{where}: {keys[field]}") for field, column in given.items()}
-    values = checked(Values, given, where, keys)
+    values = _values(format, row, where)
     sequence = [*values.prompt_ids, *values.response_ids, *values.tokens][: values.length]
     scored = values.trainer_logprobs
     if format.is_whole:
         mask = values.mask[: values.length]
-        if len(mask) != len(sequence):
-            raise RecordError(f"{where}: {len(mask)} {format.mask} for {len(sequence)} tokens; the two must be equal.")
+        scored = None if scored is None else scored[: values.length]
+        for key, column in ((format.mask, mask), (format.trainer_logprobs, scored)):
+            if column is not None and len(column) != len(sequence):
+                raise RecordError(f"{where}: {len(column)} {key} for {len(sequence)} tokens; the two must be equal.")
         start = mask.index(True) if True in mask else len(sequence)
         columns = slice(start, values.length)
         # Frameworks write zeros where nothing was scored.
-        scored = scored if any((scored or [])[: values.length]) else None
+        scored = scored if any(scored or ()) else None
     else:
         start = max(0, len(sequence) - (values.response_length or len(values.response_ids)))
         columns = slice(None)
@@ -301,10 +299,10 @@ def _response(format: Format, row: Mapping[str, Any], where: str) -> LoggedRespo
     # A row that names its response stays even if all of it is masked, so that its weight version counts.
     if not any(mask) and format.response_ids is None:
         return None
-    if "logprobs" not in given:
-        raise RecordError(f"{where} has no {format.logprobs}. {format.hint}")
+    if "logprobs" not in values.model_fields_set:
+        raise RecordError(f"{where} has no {format.logprobs}. {format.hint}".rstrip())
     trainer_logprobs = None if scored is None else tuple(scored[columns])
-    unused = row.keys() - set(keys.values()) if format.lists_unused else ()
+    unused = row.keys() - set(format.keys.values()) if format.lists_unused else ()
     return LoggedResponse(
         where=where,
         prompt_ids=tuple(sequence[:start]),
@@ -318,6 +316,15 @@ def _response(format: Format, row: Mapping[str, Any], where: str) -> LoggedRespo
         routes=_routes(values.routes, f"{where}: {format.routes}"),
         unused=tuple(unused),
     )
+
+
+def _values(format: Format, row: Mapping[str, Any], where: str) -> Values:
+    """Return what a row holds under the format's keys."""
+    keys = format.keys
+    given = {field: row.get(key) for field, key in keys.items() if field in IDS or row.get(key) is not None}
+    if format.is_batch:
+        given = {field: _only(column, f"{where}: {keys[field]}") for field, column in given.items()}
+    return checked(Values, given, where, keys)
 
 
 def _only(column: Any, place: str) -> Any:

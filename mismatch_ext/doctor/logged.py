@@ -179,13 +179,8 @@ class Logged:
 
     def trainer(self, sample: Sample) -> Floats | None:
         """Return the log's own `trainer_logprobs` `[N]`, NaN where it has none; None if all are, or copy the engine's."""
-        rows = zip(self.responses, sample.masks, strict=True)
-        scored = np.array([
-            value
-            for response, mask in rows
-            for value, sampled in zip(response.trainer_logprobs or (math.nan,) * len(mask), mask, strict=True)
-            if sampled
-        ])  # fmt: skip
+        columns = [response.trainer_logprobs or (None,) * len(response.mask) for response in self.responses]
+        scored = sample.sampled(columns)
         known = np.isfinite(scored)
         return None if (scored == sample.engine)[known].all() else scored
 

@@ -145,6 +145,8 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
         (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids must be a list with one entry, found [[1], [2]]"),
         (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths: Input should be a valid integer, found 12.0"),
         (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token counts as sampled"),
+        (NEMO | {"prev_logprobs": [[]]}, "line 2: 0 prev_logprobs for 13 tokens; the two must be equal"),
+        (NEMO | {"token_loss_mask": [[]]}, "line 2: 0 token_loss_mask for 13 tokens; the two must be equal"),
         (PRIME | {"traces": [{}]}, "line 2: traces.0.nodes: Field required, found {}"),
         (changed(1, logprobs=[]), "line 2, trace 0, node 1: 9 token_ids, 9 values of mask and 0 logprobs"),
         (changed(0, mask=[True]), "line 2, trace 0, node 0: 10 token_ids, 1 values of mask and 0 logprobs"),
