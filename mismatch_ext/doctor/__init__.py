@@ -2,7 +2,7 @@
 
 from mismatch_ext.doctor.causes import REMEDIES, Cause, Remedy, remedy
 from mismatch_ext.doctor.diagnose import Diagnosis, NamedCause, Scores, diagnose, rescored
-from mismatch_ext.doctor.logged import read_rollouts, write_rollouts
+from mismatch_ext.doctor.log_formats import read_rollouts, write_rollouts
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.doctor.text import report
 

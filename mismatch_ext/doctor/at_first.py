@@ -68,12 +68,7 @@ def first_answer(logged: Logged, threshold: float) -> FirstAnswer:
         )
     logged = replace(logged, responses=tuple(replace(response, routes=None) for response in logged.responses))
     sample = logged.sample()
-    trainer = np.array([
-        value
-        for response in logged.responses
-        for value, sampled in zip(response.trainer_logprobs or (), response.mask, strict=True)
-        if sampled
-    ])  # fmt: skip
+    trainer = sample.sampled([response.trainer_logprobs or () for response in logged.responses])
     if not np.isfinite(trainer).all():
         at = np.flatnonzero(~np.isfinite(trainer))[0]
         raise RecordError(

@@ -97,7 +97,11 @@ class Sample:
     @cached_property
     def engine(self) -> Floats:
         """The engine's log-probability of each token `[N]`; NaN where it reported none."""
-        rows = zip(self.logprobs, self.masks, strict=True)
+        return self.sampled(self.logprobs)
+
+    def sampled(self, columns: Sequence[Sequence[float | None]]) -> Floats:
+        """Return the values of the sampled tokens `[N]`, from one value for each response token; NaN where it is None."""
+        rows = zip(columns, self.masks, strict=True)
         sampled = [value for values, mask in rows for value, is_sampled in zip(values, mask, strict=True) if is_sampled]
         return np.array([math.nan if value is None else float(value) for value in sampled], dtype=np.float64)
 

@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.doctor import read_rollouts
+from mismatch_ext.errors import MismatchError, RunDirectoryError
 from mismatch_ext.log_reading import RunData
 from mismatch_ext.report import closing_lines, judge, load_runs, summarize, tables, verdict
 from mismatch_ext.report.doctor import read_why
@@ -256,3 +258,69 @@ def test_an_odd_value_in_the_doctors_file(tmp_path: Path) -> None:
     for text in ("[" * 100_000, "[]", "3", "", "{"):
         file.write_text(text)
         assert outcome(load_runs(tmp_path), tmp_path)[1] - known, text[:9]
+
+
+ROLLOUTS: dict[str, dict[str, Any]] = {
+    "own": {
+        "prompt_ids": [1, 2], "response_ids": [3], "rollout_logprobs": [-1.0], "response_mask": [True], "weight_version": 1,
+        "step": 2, "trainer_logprobs": [-1.1], "provenance": {"weight_version": 1, "sampling": {"temperature": 0.5}},
+        "routes": {"start": 0, "layers": [0], "num_experts": 2, "shape": [2, 1, 1], "dtype": "uint8", "experts": "AAA="},
+    },
+    "slime": {
+        "samples": [
+            {
+                "tokens": [1, 2, 3], "response_length": 1, "rollout_log_probs": [-1.0], "loss_mask": [1],
+                "weight_versions": ["1"], "rollout_routed_experts": [[[0]], [[1]]],
+            }
+        ]
+    },
+    "nemo-rl": {
+        "token_ids": [[1, 2, 3, 0]], "input_lengths": [3], "token_loss_mask": [[0, 0, 1, 0]],
+        "generation_logprobs": [[0, 0, -1.0, 0]], "prev_logprobs": [[-0.5, -0.5, -1.1, 0]], "idx": 0,
+    },
+    "prime-rl": {
+        "env": {}, "task": {}, "run": {"work": {"policy": {"start": 1, "end": 2}}},
+        "traces": [
+            {
+                "agent": {"trainable": True},
+                "calls": [{"node": 1, "sampling": {"temperature": 0.5}}],
+                "nodes": [
+                    {"token_ids": [1, 2], "mask": [False, False], "logprobs": []},
+                    {"parent": 0, "token_ids": [3], "mask": [True], "logprobs": [-1.0]},
+                ],
+            }
+        ],
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", list(ROLLOUTS))
+def test_an_odd_value_in_logged_rollouts(name: str, tmp_path: Path) -> None:
+    file = tmp_path / "rollouts"
+
+    def read(row: Any) -> str:
+        if name == "slime":
+            torch.save(row, file)
+        else:
+            file.write_text(json.dumps(row))
+        try:
+            return repr(read_rollouts(file))
+        except MismatchError as error:
+            return f"refused: {error}"
+
+    usual = read(ROLLOUTS[name])
+    assert "prompt_ids=(1, 2), response_ids=(3,)" in usual
+    for path in places(ROLLOUTS[name]):
+        for value in WRONG:
+            found = read(changed(ROLLOUTS[name], path, value))
+            assert not found.startswith("refused") or str(file) in found, (path, value)
+    for row in ([], 3, "x", None):
+        assert read(row).startswith("refused"), row
+
+
+def test_text_that_is_no_json_in_logged_rollouts(tmp_path: Path) -> None:
+    file = tmp_path / "rollouts.jsonl"
+    for odd in ("{", "[" * 100_000, '{"prompt_ids": ' + "1" * 5000):
+        file.write_text(odd)
+        with pytest.raises(MismatchError, match="line 1 is no JSON"):
+            read_rollouts(file)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from mismatch_ext.doctor import read_rollouts, write_rollouts
+from mismatch_ext.doctor import log_formats, read_rollouts, write_rollouts
 from mismatch_ext.doctor.logged import Logged, of_nearest
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError, RunDirectoryError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
@@ -127,28 +127,31 @@ def changed(node: int, **fields: Any) -> dict[str, Any]:
     [
         ({"input": "1+1=", "output": "2", "score": 1.0, "step": 1}, "rollout_data_dir or validation_data_dir, which holds"),
         ({"prompt_ids": [1], "response_ids": [2]}, "line 2 has no rollout_logprobs"),
-        (GOOD | {"rollout_logprobs": [-1.0]}, "response 1: 2 tokens, 2 mask values and 1"),
+        (GOOD | {"rollout_logprobs": [-1.0]}, "line 2: 1 logprobs for 2 response_ids"),
         (GOOD | {"rollout_logprobs": [-1.0, None]}, "response 1, token 1: the engine's log-probability is nan"),
         (GOOD | {"rollout_logprobs": [-1.0, "x"]}, "line 2: rollout_logprobs.1: Input should be a valid number, found x"),
         (GOOD | {"response_ids": [2, -3]}, "line 2: response_ids.1: Input should be greater than or equal to 0, found -3"),
         (GOOD | {"response_mask": [1, 2]}, "line 2: response_mask.1: Input should be a valid boolean"),
         (GOOD | {"prompt_ids": []}, "line 2: prompt_ids: List should have at least 1 item"),
         (GOOD | {"provenance": {"weight_version": 1.5}}, "line 2: provenance.weight_version"),
-        (GOOD | {"routes": {}}, "line 2 has no routes.start, routes.layers"),
+        (GOOD | {"routes": {}}, "line 2: routes.start: Field required, found {}"),
         (GOOD | {"routes": ROUTES | {"experts": "AA=="}}, "line 2: routes cannot be read: ValueError"),
         (GOOD | {"provenance": {"sampling": {"top_p": 0.9}}, "x": 1}, ""),
         ([1], "line 2 is a list"),
         ({"text": "1+1="}, "line 2 holds text, which no format that is known here has"),
+        ({"samples": []}, "line 2 holds samples, which no format that is known here has"),
         ({"text": "1+1="}, "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs"),
         (NEMO | {"generation_logprobs": None}, "line 2 has no generation_logprobs"),
-        (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids: List should have at most 1 item"),
-        (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths.0: Input should be a valid integer"),
-        (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token is sampled already"),
-        (PRIME | {"traces": [{}]}, "line 2 has no traces.0.nodes"),
-        (changed(1, logprobs=[]), "line 2, trace 0, node 1: 0 logprobs for"),
-        (changed(0, mask=[True]), "line 2, trace 0, node 0: 10 token_ids and 1 values of mask"),
+        (NEMO | {"token_ids": [[1], [2]]}, "line 2: token_ids must be a list with one entry, found [[1], [2]]"),
+        (NEMO | {"input_lengths": [12.0]}, "line 2: input_lengths: Input should be a valid integer, found 12.0"),
+        (NEMO | {"token_loss_mask": [[1] * 21]}, "line 2: its first token counts as sampled"),
+        (NEMO | {"prev_logprobs": [[]]}, "line 2: 0 prev_logprobs for 13 tokens; the two must be equal"),
+        (NEMO | {"token_loss_mask": [[]]}, "line 2: 0 token_loss_mask for 13 tokens; the two must be equal"),
+        (PRIME | {"traces": [{}]}, "line 2: traces.0.nodes: Field required, found {}"),
+        (changed(1, logprobs=[]), "line 2, trace 0, node 1: 9 token_ids, 9 values of mask and 0 logprobs"),
+        (changed(0, mask=[True]), "line 2, trace 0, node 0: 10 token_ids, 1 values of mask and 0 logprobs"),
         (changed(1, parent=1), "line 2, trace 0, node 1: parent 1 must be the number of a node before it"),
-        (changed(0, mask=[False]), "line 2, trace 0, node 0: 10 token_ids and 1 values of mask"),
+        (changed(0, mask=[False]), "line 2, trace 0, node 0: 10 token_ids, 1 values of mask and 0 logprobs"),
     ],
 )  # fmt: skip
 def test_a_line_that_cannot_be_used_is_named(row: Any, words: str, tmp_path: Path) -> None:
@@ -181,6 +184,56 @@ def test_one_weight_version_can_be_chosen(tmp_path: Path) -> None:
     assert len(found.responses) == 2 and found.left_out == 1
     with pytest.raises(RecordError, match=r"no response of weight version 5; it has 3 \(1 responses\), 4 \(2"):
         read_rollouts(path, "5")
+
+
+def test_a_new_format_is_one_entry_of_the_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {
+        "ids": [5, 12, 3, 4],
+        "answer_tokens": 2,
+        "sampled": [1, 0],
+        "nll_free": [-0.5, 0.0],
+        "trainer": [-0.25, -4.0],
+        "policy": 7,
+        "update": 8,
+        "sampling_params": {"temperature": 0.5},
+        "experts": np.ones((3, 4, 4), int).tolist(),
+    }
+    path = tmp_path / "new.jsonl"
+    path.write_text(f"{json.dumps(row)}\n" * 2)
+    with pytest.raises(RecordError, match="line 1 holds answer_tokens, experts, ids"):
+        read_rollouts(path)
+    new = log_formats.Format(
+        name="a new trainer",
+        files="a new trainer's dump",
+        recognized_by=("ids", "nll_free"),
+        tokens="ids",
+        response_length="answer_tokens",
+        mask="sampled",
+        logprobs="nll_free",
+        trainer_logprobs="trainer",
+        versions="policy",
+        step="update",
+        settings="sampling_params",
+        routes="experts",
+        hint="Set log_ids.",
+    )
+    monkeypatch.setattr(log_formats, "FORMATS", (*log_formats.FORMATS, new))
+    logged = read_rollouts(path)
+    first = logged.responses[0]
+    assert logged.host == "a new trainer" and len(logged.responses) == 2
+    assert (first.prompt_ids, first.response_ids, first.mask) == ((5, 12), (3, 4), (True, False))
+    assert (first.logprobs, first.trainer_logprobs) == ((-0.5, 0.0), (-0.25, -4.0))
+    assert (first.versions, first.step, first.settings) == (("7",), "8", {"temperature": 0.5})
+    assert first.routes is not None and first.routes.experts.shape == (3, 4, 4)
+    path.write_text(json.dumps(row | {"nll_free": None}))
+    with pytest.raises(RecordError, match=r"line 1 has no nll_free\. Set log_ids\."):
+        read_rollouts(path)
+    path.write_text(json.dumps(row | {"nll_free": [-0.5, "x"]}))
+    with pytest.raises(RecordError, match=r"line 1: nll_free\.1: Input should be a valid number, found x"):
+        read_rollouts(path)
+    path.write_text(json.dumps({"text": "1+1="}))
+    with pytest.raises(RecordError, match="read are .*, a new trainer's dump"):
+        read_rollouts(path)
 
 
 PLAIN = {"prompt_ids": [5, 12], "response_ids": [3], "rollout_logprobs": [-0.1]}
@@ -294,10 +347,10 @@ def test_what_could_run_code_is_not_unpickled(tmp_path: Path) -> None:
     ("fields", "words"),
     [
         ({"rollout_log_probs": None}, "sample 1 has no rollout_log_probs"),
-        ({"rollout_log_probs": [-1.0, -1.0]}, "response 1: 1 tokens, 1 mask values and 2"),
-        ({"response_length": 2}, "sample 1: response_length 2 is not between 1 and its 2 tokens"),
+        ({"rollout_log_probs": [-1.0, -1.0]}, "sample 1: 2 logprobs for 1 response_ids"),
+        ({"response_length": 2}, "sample 1: its first token counts as sampled; a prompt must have a token"),
         ({"rollout_routed_experts": [0.5]}, "sample 1: rollout_routed_experts is torch.float32"),
-        ({"tokens": None}, "sample 1 has no tokens"),
+        ({"tokens": None}, "sample 1: tokens: Input should be a valid list, found None"),
     ],
 )
 def test_a_sample_of_slimes_that_cannot_be_used_is_named(fields: dict[str, Any], words: str, tmp_path: Path) -> None:
@@ -327,7 +380,7 @@ def test_a_file_that_is_damaged_is_named(tmp_path: Path) -> None:
         with pytest.raises(RecordError, match=words):
             read_rollouts(tmp_path / name)
     torch.save([1, 2], tmp_path / "other.pt")
-    with pytest.raises(RecordError, match="not as slime's --save-debug-rollout-data writes it"):
+    with pytest.raises(RecordError, match="other.pt is a list; it must be an object"):
         read_rollouts(tmp_path / "other.pt")
 
 
