@@ -22,9 +22,11 @@ from __future__ import annotations
 import base64
 import binascii
 import codecs
+import gzip
 import json
 import math
 import pickle
+import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -60,7 +62,7 @@ LATE = {
     "of each as --model, with its --weight-version. Otherwise sync weights more often or lower the learning rate",
 }
 """What several weight versions of a log mean, by whether rollouts of one step have several; None if the log does not say."""
-ZIP, PARQUET = b"PK\x03\x04", b"PAR1"
+ZIP, PARQUET, GZIP = b"PK\x03\x04", b"PAR1", b"\x1f\x8b"
 # Keys by which a line is recognized. Of verl's files no tokenizer recovers the ids: texts are decoded without special tokens.
 KEYS = {
     OWN: {"prompt_ids", "response_ids"},
@@ -116,6 +118,17 @@ class _Routes(_Row):
     experts: str
 
 
+class _Kept(_Row):
+    """What a run says of a row that it kept as evidence (`mismatch_ext.evidence`)."""
+
+    row: int
+    chosen: str
+    reason: str
+    left_pads: int = 0
+    right_pads: int = 0
+    trainer: dict[str, Setting] = {}
+
+
 class _Own(_Row):
     prompt_ids: Annotated[Ids, Field(min_length=1)]
     response_ids: Annotated[Ids, Field(min_length=1)]
@@ -126,6 +139,7 @@ class _Own(_Row):
     trainer_logprobs: Logprobs | None = None
     provenance: _Provenance | None = None
     routes: _Routes | None = None
+    kept: _Kept | None = None
 
 
 class _Slime(_Row):
@@ -190,6 +204,16 @@ class LoggedRoutes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Why and how a run kept a row as evidence."""
+
+    reason: str
+    worst: bool  # whether its gap is among the largest of its batch
+    width: int  # tokens and pads of the row's prompt in the batch that was scored
+    trainer: Mapping[str, Any]  # how the trainer computed
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggedResponse:
     """One response, from the first sampled token on."""
 
@@ -204,6 +228,7 @@ class LoggedResponse:
     settings: Mapping[str, Any] = field(default_factory=dict)
     routes: LoggedRoutes | None = None
     unused: tuple[str, ...] = ()  # keys of its row that are not read
+    kept: Kept | None = None  # why a run kept this row; None for a log
 
     @property
     def version(self) -> str:
@@ -351,6 +376,10 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
     """Read a file of logged rollouts, or those of one version; raises RecordError, or RunDirectoryError if it cannot be read."""
     try:
         data = path.read_bytes()
+        if data.startswith(GZIP):
+            data = gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecordError(f"{path} is a damaged gzip file: {error}. Copy it again, or take another.") from error
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}.") from error
     if data.startswith(PARQUET):
@@ -394,18 +423,22 @@ def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
         "response_mask": list(map(bool, record.response_mask)),
         "provenance": asdict(record.provenance),
     }
-    trace = record.routing
-    if routes and trace is not None:
-        experts = trace.experts.cpu().numpy()
-        line["routes"] = {
-            "start": trace.start,
-            "layers": list(trace.layers),
-            "num_experts": trace.num_experts,
-            "shape": list(experts.shape),
-            "dtype": experts.dtype.name,
-            "experts": base64.b64encode(experts.astype(DTYPES[experts.dtype.name]).tobytes()).decode("ascii"),
-        }
+    if routes and record.routing is not None:
+        line["routes"] = line_of_routes(record.routing)
     return line
+
+
+def line_of_routes(trace: RoutingTrace) -> dict[str, Any]:
+    """Return the routes of a response as a line holds them."""
+    experts = trace.experts.cpu().numpy()
+    return {
+        "start": trace.start,
+        "layers": list(trace.layers),
+        "num_experts": trace.num_experts,
+        "shape": list(experts.shape),
+        "dtype": experts.dtype.name,
+        "experts": base64.b64encode(experts.astype(DTYPES[experts.dtype.name]).tobytes()).decode("ascii"),
+    }
 
 
 def _text_file(path: Path, data: bytes) -> tuple[str, list[LoggedResponse | None]]:
@@ -491,8 +524,19 @@ def _own_line(row: Mapping[str, Any], where: str) -> list[LoggedResponse | None]
             settings=settings,
             unused=tuple(unused),
             routes=None if line.routes is None else _own_routes(line.routes, where),
+            kept=None if line.kept is None else _own_kept(line),
         )
     ]
+
+
+def _own_kept(line: _Own) -> Kept:
+    assert line.kept is not None
+    return Kept(
+        reason=line.kept.reason,
+        worst=line.kept.chosen == "worst",
+        width=line.kept.left_pads + len(line.prompt_ids),
+        trainer=line.kept.trainer,
+    )
 
 
 def _own_routes(routes: _Routes, where: str) -> LoggedRoutes:
