@@ -29,6 +29,9 @@ from mismatch_ext.routing import RoutingTrace
 
 WORST, OTHERS = 8, 8
 """Rows of a file: those with the largest gaps, and others from all over the batch."""
+ENOUGH, MOST_ROWS = 4096, 256
+"""If responses are short, there are more others: until a file has so many sampled tokens, or so many rows. A doctor cannot tell
+causes apart by a few hundred tokens, and gives shares from 2,000 on."""
 MOST_FILES = 3
 """Files of a run, those before a resume included."""
 FILES = "evidence-*.jsonl.gz"
@@ -44,7 +47,7 @@ class EvidenceRow:
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
-    rollout: Sequence[float]
+    rollout: Sequence[float | None]
     """The engine's log-probability of each response token, nats."""
     mask: Sequence[bool]
     """True where the policy sampled the token."""
@@ -52,6 +55,8 @@ class EvidenceRow:
     """The trainer's log-probabilities, nats; None if the row was refused before it was scored."""
     provenance: Provenance | None = None
     routes: RoutingTrace | None = None
+    sampled_after: int | None = None
+    """Finished optimizer steps of the weights that sampled it; None if these are the weights that scored it."""
     left: int = 0
     """Pads before the prompt in the batch that was scored."""
     right: int = 0
@@ -69,8 +74,11 @@ class HeldBatch(Protocol):
     def names(self) -> Sequence[Sequence[str]]:
         """Return what each row may be called in the messages of errors."""
 
-    def gaps(self) -> Tensor:
-        """Return each row's mean |trainer - engine| over its sampled tokens `[B]`; NaN if one of them is not finite."""
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """Return each row's mean |trainer - engine| over its sampled tokens, and their number, both `[B]`.
+
+        The mean is NaN if one of the values is not finite, and 0 if no trainer has scored the row.
+        """
 
     def row(self, number: int) -> EvidenceRow:
         """Return a row."""
@@ -117,18 +125,10 @@ class ColumnBatch:
             return [[name] for name in by_number]
         return [[name, f"rollout {known}"] for name, known in zip(by_number, self.known_as, strict=True)]
 
-    def gaps(self) -> Tensor:
-        """Return each row's mean gap `[B]`, or without a trainer 0, and NaN where a sampled token has no finite value."""
-        return torch.tensor([self._gap_of(number) for number in range(len(self.prompts))])
-
-    def _gap_of(self, number: int) -> float:
-        row = self.row(number)
-        sampled = np.array(row.mask, dtype=bool)
-        engine = np.array(row.rollout, dtype=np.float64)
-        trainer = engine if row.trainer is None else np.array(row.trainer, dtype=np.float64)
-        if not np.isfinite(engine[sampled]).all() or not np.isfinite(trainer[sampled]).all():
-            return math.nan
-        return float(np.abs(trainer - engine)[sampled].mean()) if sampled.any() else 0.0
+    def sizes(self) -> tuple[Tensor, Tensor]:
+        """Return each row's mean gap and its number of sampled tokens, both `[B]`."""
+        rows = [self.row(number) for number in range(len(self.prompts))]
+        return torch.tensor([gap_of(row) for row in rows]), torch.tensor([sum(row.mask) for row in rows])
 
     def row(self, number: int) -> EvidenceRow:
         """Return a row without padding."""
@@ -151,6 +151,16 @@ class ColumnBatch:
             left=left,
             right=right,
         )
+
+
+def gap_of(row: EvidenceRow) -> float:
+    """Return a row's mean |trainer - engine|, nats; NaN if a value is not finite, and 0 if no trainer has scored the row."""
+    sampled = np.array(row.mask, dtype=bool)
+    engine = np.array(row.rollout, dtype=np.float64)
+    trainer = engine if row.trainer is None else np.array(row.trainer, dtype=np.float64)
+    if not np.isfinite(engine[sampled]).all() or not np.isfinite(trainer[sampled]).all():
+        return math.nan
+    return float(np.abs(trainer - engine)[sampled].mean()) if sampled.any() else 0.0
 
 
 def trainer_settings(reading: TrainerReading, *, temperature: float, replays: bool, **more: Any) -> dict[str, Any]:
@@ -182,8 +192,8 @@ def _unpadded(values: Any, present: Any) -> tuple[list[int], int, int]:
     return entries[first : last + 1], first, len(entries) - last - 1
 
 
-def pick_rows(gaps: Tensor, named: Iterable[int] = ()) -> tuple[list[int], list[int]]:
-    """Return the worst rows of a batch and some others, by each row's gap `[B]`.
+def pick_rows(gaps: Tensor, tokens: Tensor, named: Iterable[int] = ()) -> tuple[list[int], list[int]]:
+    """Return the worst rows of a batch and some others, by each row's gap and number of sampled tokens, both `[B]`.
 
     The worst are the rows that are `named`, then those that are not finite, then those with the largest gaps. The others are
     evenly spread over the rest, so that they show what is usual.
@@ -192,10 +202,19 @@ def pick_rows(gaps: Tensor, named: Iterable[int] = ()) -> tuple[list[int], list[
     by_size = sizes.argsort(descending=True, stable=True).tolist()
     worst = list(dict.fromkeys([*named, *by_size]))[:WORST]
     rest = sorted(set(range(len(gaps))) - set(worst))
-    if len(rest) <= OTHERS:
-        return worst, rest
-    places = np.linspace(0, len(rest) - 1, OTHERS).round().astype(int)
-    return worst, [rest[place] for place in places]
+    count, others = OTHERS, _spread(rest, OTHERS)
+    while count < min(len(rest), MOST_ROWS - WORST) and int(tokens[worst + others].sum()) < ENOUGH:
+        count = min(2 * count, MOST_ROWS - WORST)
+        others = _spread(rest, count)
+    return worst, others
+
+
+def _spread(rows: Sequence[int], count: int) -> list[int]:
+    """Return so many of some rows, evenly spread."""
+    if len(rows) <= count:
+        return list(rows)
+    places = np.linspace(0, len(rows) - 1, count).round().astype(int)
+    return [rows[place] for place in places]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +307,7 @@ def set_aside(folder: Path, number: int) -> None:
 def lines_of(batch: HeldBatch, reason: str) -> list[dict[str, Any]]:
     """Return the lines of a file: the worst rows of a batch, and others; rows without a token are left out."""
     named = [row for row, names in enumerate(batch.names()) if any(_mentions(reason, name) for name in names)]
-    worst, others = pick_rows(batch.gaps(), named)
+    worst, others = pick_rows(*batch.sizes(), named)
     settings = dict(batch.settings())
     lines = []
     for chosen, rows in (("worst", worst), ("other", others)):
@@ -313,7 +332,12 @@ def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, 
         "rollout_logprobs": _or_null(row.rollout),
         "response_mask": [bool(value) for value in row.mask],
         "step": step,
-        "kept": {**kept, "left_pads": row.left, "right_pads": row.right},
+        "kept": {
+            **kept,
+            "sampled_after": row.sampled_after,
+            "left_pads": row.left,
+            "right_pads": row.right,
+        },
     }
     if row.trainer is not None:
         line["trainer_logprobs"] = _or_null(row.trainer)
@@ -324,5 +348,6 @@ def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, 
     return line
 
 
-def _or_null(values: Sequence[float]) -> list[float | None]:
-    return [float(value) if math.isfinite(value) else None for value in values]
+def _or_null(values: Sequence[float | None]) -> list[float | None]:
+    # TRL's engine wrapper has None for NaN.
+    return [float(value) if value is not None and math.isfinite(value) else None for value in values]

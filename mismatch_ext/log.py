@@ -29,6 +29,7 @@ from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
 from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.evidence import EVENT as EVIDENCE
 from mismatch_ext.evidence import Evidence, HeldBatch, Kept, set_aside
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
@@ -690,10 +691,12 @@ class RunLog:
         """Say which checkpoint an alarm that stops training has saved, and how to examine with it what was kept."""
         if self.stopped is None or self.ranks.rank != 0:
             return
-        message = f"the alarm that stops training saved {checkpoint}."
-        if self.evidence is not None and self.evidence.last is not None:
-            message += f" To examine the rows that were kept: {self.evidence.last.command(checkpoint)}"
-        self.event("info", "stopped", message, {"checkpoint": str(checkpoint)})
+        message, data = f"the alarm that stops training saved {checkpoint}.", {"checkpoint": str(checkpoint)}
+        kept = None if self.evidence is None else self.evidence.last
+        if kept is not None:
+            data |= {"path": str(kept.path), "command": kept.command(checkpoint)}
+            message += f" To examine the rows that were kept: {data['command']}"
+        self.event("info", EVIDENCE, message, data)
         self._tell(message)
 
     # What a checkpoint holds.

@@ -132,7 +132,8 @@ def hosts_of_log(sides: Run, arguments: argparse.Namespace, stated: Mapping[str,
     """Return whose lines to change are of use to who gives a log: those of the named host, or of a loop of one's own."""
     if arguments.trl is not None or arguments.verl is not None:
         return ("verl" if arguments.trl is None else "trl", sides.engine)
-    return (*((stated["engine"],) if stated.get("engine") in SEEDS else SEEDS), "loop")
+    engines = (stated["engine"],) if stated.get("engine") in SEEDS else tuple(SEEDS)
+    return (*engines, stated.get("host", "loop"))
 
 
 def _in_dtype(sides: Run, arguments: argparse.Namespace, dtype: str, host: HostRun | None) -> Run:

@@ -125,7 +125,10 @@ class Attached(TrainerRun):
                 )
             old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
             mask = output["completion_mask"] * output.get("tool_mask", 1)
-            self.log.observe(split, old, output[ROLLOUT], mask.bool())
+            held = self.evidence_of(output, output[ROLLOUT])
+            held.trainer = old
+            with self.log.holding(split, held):
+                self.log.observe(split, old, output[ROLLOUT], mask.bool())
             if (ratio := output.get("importance_sampling_ratio")) is not None:
                 self.log.mask(split, ratio, mask)
         return output

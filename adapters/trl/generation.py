@@ -16,6 +16,7 @@ from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
+from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.rollout import Provenance, RolloutRecord, to_records
@@ -187,15 +188,26 @@ class CheckedGeneration:
             if self.masks is not None:
                 supports, result = self.masks.of(result, (outputs or []) if patches else None)
             prompt_ids, completion_ids, logprobs, _ = result
-            records = to_records(
-                prompt_ids,
-                completion_ids,
-                [[top[0] for top in row] for row in logprobs],
-                provenance=self.provenance(),
-                routing=self._routing(outputs or [], len(completion_ids)),
-                supports=supports,
-                finish_reasons=_finish_reasons(outputs or [], completion_ids),
+            sampled = [[top[0] for top in row] for row in logprobs]
+            provenance = self.provenance()
+            batch = ColumnBatch(
+                prompts=prompt_ids,
+                responses=completion_ids,
+                rollout=sampled,
+                provenance=provenance,
+                step=self.run.step,
+                settings=self.run.trainer_settings,
             )
+            with self.run.log.refusing(self.run.split, batch):
+                records = to_records(
+                    prompt_ids,
+                    completion_ids,
+                    sampled,
+                    provenance=provenance,
+                    routing=self._routing(outputs or [], len(completion_ids)),
+                    supports=supports,
+                    finish_reasons=_finish_reasons(outputs or [], completion_ids),
+                )
             if self._kept is not None:
                 self._kept += records
         return result

@@ -61,6 +61,7 @@ from trl.trainer import grpo_trainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError
+from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.names import PREFIX
 from mismatch_ext.patching import Patch
@@ -370,7 +371,8 @@ class TrlRun(TrainerRun):
         """Measure a batch that TRL has generated and scored, correct it, and adapt to it."""
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
-        with together(self.ranks):
+        held = self.evidence_of(output, output.get(ROLLOUT))
+        with together(self.ranks), self.log.refusing(self.split, held):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(batch, output)
             if self.routing is not None:
@@ -382,7 +384,7 @@ class TrlRun(TrainerRun):
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
-        gap = self._gap(batch, output, mask) if self.trainer.use_vllm else None
+        gap = self._gap(batch, output, mask, held) if self.trainer.use_vllm else None
         if gap is not None and self.routing is not None and self.routing.draws.native_gap():
             with overridden(self.scoring, routing=None):
                 native = self.score_again(output)
@@ -408,18 +410,20 @@ class TrlRun(TrainerRun):
         for name, value in metrics.items():
             self.trainer._metrics[self.mode][PREFIX + name].append(value)
 
-    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap | None:
+    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor, held: ColumnBatch) -> Gap | None:
         """Measure the gap of a batch; None on every rank if a check of it failed and the run is observed."""
         records = gap = None
-        with together(self.ranks), self.verdicts.checking("records"):
+        with together(self.ranks), self.verdicts.checking("records"), self.log.refusing(self.split, held):
             records = self.check_records(output, batch)
         with self.verdicts.checking("gap"):
-            with together(self.ranks):
+            with together(self.ranks), self.log.holding(self.split, held):
                 # First, because ranks that share a model take this pass together.
                 old_logprobs = self.old_logprobs(output)
                 if ROLLOUT not in output:
                     output[ROLLOUT] = self._recorded_logprobs(records, mask)
                 found = (old_logprobs, output[ROLLOUT], mask.bool())
+                held.trainer, held.rollout = old_logprobs, output[ROLLOUT]
+                held.routes = None if records is None else [record.routing for record in records]
                 self.log.observe(self.split, *found)
             gap = found  # on all ranks or none, because what follows is over all of them
             with together(self.ranks):

@@ -124,6 +124,7 @@ class _Kept(_Row):
     row: int
     chosen: str
     reason: str
+    sampled_after: int | None = None
     left_pads: int = 0
     right_pads: int = 0
     trainer: dict[str, Setting] = {}
@@ -208,6 +209,7 @@ class Kept:
     """Why and how a run kept a row as evidence."""
 
     reason: str
+    late: bool  # whether later weights scored it than those that sampled it
     worst: bool  # whether its gap is among the largest of its batch
     width: int  # tokens and pads of the row's prompt in the batch that was scored
     trainer: Mapping[str, Any]  # how the trainer computed
@@ -368,6 +370,8 @@ def _ensure_temperature(row: LoggedResponse) -> None:
 
 
 def _scored_late(rows: Sequence[LoggedResponse]) -> bool:
+    if rows and all(row.kept is not None for row in rows):
+        return any(row.kept.late for row in rows if row.kept is not None)
     versions = {version for row in rows for version in row.versions}
     return any(len(versions) > 1 if row.step is None else row.step != row.version for row in rows)
 
@@ -533,6 +537,7 @@ def _own_kept(line: _Own) -> Kept:
     assert line.kept is not None
     return Kept(
         reason=line.kept.reason,
+        late=line.kept.sampled_after not in (None, line.step),
         worst=line.kept.chosen == "worst",
         width=line.kept.left_pads + len(line.prompt_ids),
         trainer=line.kept.trainer,

@@ -136,8 +136,12 @@ def _alarms(run: RunData) -> list[str]:
 
 
 def _evidence(run: RunData) -> list[str]:
-    """Return the commands that examine what the run has kept."""
-    return [str(event.data["command"]) for event in kept_events(run, EVIDENCE) if "command" in event.data]
+    """Return a command for each file of rows that the run has kept, the last one that was said: it names the checkpoint."""
+    commands: dict[str, str] = {}
+    for event in kept_events(run, EVIDENCE):
+        if "command" in event.data:
+            commands[str(event.data["path"])] = str(event.data["command"])
+    return list(commands.values())
 
 
 def _untrained(run: RunData) -> list[str]:

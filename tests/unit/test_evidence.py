@@ -50,22 +50,29 @@ def batch_of(gaps: list[float], length: int = 4, step: int = 6) -> ColumnBatch:
 def test_the_worst_rows_are_kept_and_others_from_all_over_the_batch() -> None:
     gaps = torch.tensor([0.01 * (row % 7) for row in range(100)])
     gaps[[3, 50, 97]] = torch.tensor([9.0, math.nan, math.inf])
-    worst, others = pick_rows(gaps)
+    worst, others = pick_rows(gaps, torch.full((100,), 1000))
     assert worst[:3] == [50, 97, 3] and len(worst) == len(others) == 8
     assert gaps[worst[3:]].min() >= gaps[others].max()
     assert not set(worst) & set(others) and others == sorted(others) and others[0] < 10 and others[-1] > 90
 
 
 def test_a_row_that_a_message_names_is_among_the_worst() -> None:
-    batch = batch_of([float(row) for row in range(40)])
+    batch = batch_of([float(row) for row in range(40)], length=600)
     kept = lines_of(batch, "RecordError: row 2 of mixed provenance, unlike row 21.")
     assert [line["kept"]["row"] for line in kept[:3]] == [2, 21, 39]
-    assert {line["kept"]["chosen"] for line in kept[:8]} == {"worst"}
+    assert [line["kept"]["chosen"] for line in kept] == ["worst"] * 8 + ["other"] * 8
 
 
 def test_a_small_batch_is_kept_whole() -> None:
-    assert pick_rows(torch.tensor([1.0, 3.0, 2.0])) == ([1, 2, 0], [])
-    assert [len(part) for part in pick_rows(torch.zeros(11))] == [8, 3]
+    assert pick_rows(torch.tensor([1.0, 3.0, 2.0]), torch.ones(3)) == ([1, 2, 0], [])
+    assert [len(part) for part in pick_rows(torch.zeros(11), torch.ones(11))] == [8, 3]
+
+
+@pytest.mark.parametrize(("tokens", "rows"), [(256, 16), (64, 72), (1, 256)])
+def test_of_short_responses_more_are_kept(tokens: int, rows: int) -> None:
+    """As many as the doctor needs to tell causes apart, and no more than a limit."""
+    worst, others = pick_rows(torch.zeros(2000), torch.full((2000,), tokens))
+    assert len(worst) == 8 and len(others) == rows - 8
 
 
 def test_padding_is_cut_off_and_counted() -> None:
@@ -78,7 +85,7 @@ def test_padding_is_cut_off_and_counted() -> None:
     assert batch.row(0) == EvidenceRow(
         prompt_ids=[5], response_ids=[7, 8], rollout=[-0.5, -0.5], trainer=[-1.5, -1.5], mask=[True, False], left=2, right=1
     )  # fmt: skip
-    assert batch.gaps().tolist() == [1.0, 1.0]
+    assert [sizes.tolist() for sizes in batch.sizes()] == [[1.0, 1.0], [1, 3]]
 
 
 def test_values_that_are_not_finite_count_as_the_worst_where_the_policy_sampled() -> None:
@@ -88,7 +95,7 @@ def test_values_that_are_not_finite_count_as_the_worst_where_the_policy_sampled(
     batch.mask = torch.tensor([[True] * 4] * 3 + [[True, False, True, True]])
     first, *_, last = lines_of(batch, "an alarm")
     assert first["kept"]["row"] == 2 and first["rollout_logprobs"] == [-1.0, None, -1.0, -1.0]
-    assert last["kept"]["row"] == 3 and math.isnan(batch.gaps()[2]) and batch.gaps()[3] == 0
+    assert last["kept"]["row"] == 3 and [math.isnan(gap) for gap in batch.sizes()[0]] == [False, False, True, False]
 
 
 # The file.
@@ -107,7 +114,7 @@ def test_a_file_is_a_log_that_the_doctor_reads(tmp_path: Path) -> None:
     logged = read_rollouts(path)
     assert len(logged.responses) == len(PROMPTS) * 4 and logged.settings["temperature"] == sampling.temperature
     (kept, *_) = [response.kept for response in logged.responses]
-    assert kept is not None and kept.worst and "mismatch/k3_kl is" in kept.reason
+    assert kept is not None and kept.worst and not logged.scored_late and "mismatch/k3_kl is" in kept.reason
     assert kept.trainer == {"dtype": "float32", "weights": "float32", "temperature": 1.0, "replays": False}
     assert {response.step for response in logged.responses} == {"0"}  # the weights before the first step scored it
     assert all(response.trainer_logprobs is not None and not response.unused for response in logged.responses)
