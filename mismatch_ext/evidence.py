@@ -69,7 +69,8 @@ class HeldBatch(Protocol):
     step: int
     """Finished optimizer steps of the weights that scored it."""
     settings: Callable[[], Mapping[str, Any]]
-    """Returns how the trainer computes: `dtype`, `weights`, `temperature`, `head`, `attention`, `replays`; some may be absent."""
+    """Returns how the trainer computes: `host`, and `dtype`, `weights`, `temperature`, `head`, `attention` and `replays` by
+    the names of the doctor's `Run`. Some may be absent."""
 
     def names(self) -> Sequence[Sequence[str]]:
         """Return what each row may be called in the messages of errors."""
@@ -163,10 +164,17 @@ def gap_of(row: EvidenceRow) -> float:
     return float(np.abs(trainer - engine)[sampled].mean()) if sampled.any() else 0.0
 
 
-def trainer_settings(reading: TrainerReading, *, temperature: float, replays: bool, **more: Any) -> dict[str, Any]:
+def trainer_settings(
+    reading: TrainerReading, *, host: str, temperature: float, replays: bool, **more: Any
+) -> dict[str, Any]:
     """Return `HeldBatch.settings` from what was read back of a trainer, with what only its adapter knows."""
     held = reading.parameter_dtypes
-    settings: dict[str, Any] = {"dtype": reading.compute_dtype, "temperature": temperature, "replays": replays}
+    settings: dict[str, Any] = {
+        "host": host,
+        "dtype": reading.compute_dtype,
+        "temperature": temperature,
+        "replays": replays,
+    }
     if held:
         settings["weights"] = max(held, key=held.__getitem__)
     return settings | more

@@ -413,7 +413,7 @@ class Run:
         def settings() -> dict[str, Any]:
             temperature = self.rollout.sampling.temperature
             replays = routing is not None and routing.mode == "R3"
-            return trainer_settings(self.trainer.reading(), temperature=temperature, replays=replays)
+            return trainer_settings(self.trainer.reading(), host="loop", temperature=temperature, replays=replays)
 
         return ColumnBatch.of_records(records, trainer=trainer, step=self.steps, settings=settings)
 

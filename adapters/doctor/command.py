@@ -45,9 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
         logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
         sides, said = as_logged(sides, arguments, logged.settings, host)
+        stated = dict(logged.settings)
+        if logged.kept is not None:
+            sides = as_kept(sides, arguments, logged.kept.trainer, host)
+            stated["host"] = logged.kept.trainer.get("host", "loop")
         diagnosis = examine_logged(sides, logged, **how)
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said)).for_hosts(
-            hosts_of_log(sides, arguments, logged.settings)
+            hosts_of_log(sides, arguments, stated)
         )
     else:
         prompts = prompts_of(arguments, host, sides.model)
@@ -126,6 +130,25 @@ def as_logged(
     whose = "the run's" if arguments.temperature is None else "by --temperature"
     said = f"the trainer is scored at temperature {sides.temperature:g}, {whose}; the log was sampled at {heat:g}"
     return sides, (said,)
+
+
+def as_kept(sides: Run, arguments: argparse.Namespace, trainer: Mapping[str, Any], host: HostRun | None) -> Run:
+    """Return the run with its trainer as a run has described it in its evidence; options and a host's file go first."""
+    if host is not None:
+        return sides
+    changes: dict[str, Any] = {}
+    for option, field, key in (
+        ("trainer_dtype", "trainer_dtype", "dtype"),
+        ("temperature", "temperature", "temperature"),
+        ("trainer_head", "head", "head"),
+        ("trainer_attention", "attention", "attention"),
+        (None, "trainer_weights", "weights"),
+        (None, "replays", "replays"),
+    ):
+        given = option is not None and getattr(arguments, option) is not None
+        if key in trainer and not given:
+            changes[field] = trainer[key]
+    return replace(sides, **changes)
 
 
 def hosts_of_log(sides: Run, arguments: argparse.Namespace, stated: Mapping[str, Any]) -> tuple[str, ...]:

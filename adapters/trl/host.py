@@ -244,6 +244,7 @@ class TrainerRun:
         trainer, routing = self.trainer, self.block.routing
         return trainer_settings(
             self.readings["trainer"],
+            host="trl",
             temperature=float(trainer.temperature),
             replays=routing is not None and routing.mode == "R3",
             head="float32" if getattr(trainer.args, "cast_lm_head_to_fp32", False) else "",

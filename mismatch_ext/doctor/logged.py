@@ -264,6 +264,12 @@ class Logged:
         return {name: value for name, (value, _) in first.items()}
 
     @property
+    def kept(self) -> Kept | None:
+        """What a run says of the rows that it kept as evidence; None for any other log."""
+        every = [response.kept for response in self.responses]
+        return None if None in every else every[0]
+
+    @property
     def versions(self) -> dict[str, int]:
         """The number of responses of each weight version."""
         return dict(sorted(Counter(response.version for response in self.responses).items()))

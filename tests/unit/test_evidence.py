@@ -115,7 +115,8 @@ def test_a_file_is_a_log_that_the_doctor_reads(tmp_path: Path) -> None:
     assert len(logged.responses) == len(PROMPTS) * 4 and logged.settings["temperature"] == sampling.temperature
     (kept, *_) = [response.kept for response in logged.responses]
     assert kept is not None and kept.worst and not logged.scored_late and "mismatch/k3_kl is" in kept.reason
-    assert kept.trainer == {"dtype": "float32", "weights": "float32", "temperature": 1.0, "replays": False}
+    computing = {"dtype": "float32", "weights": "float32", "temperature": 1.0, "replays": False}
+    assert kept.trainer == {"host": "loop", **computing}
     assert {response.step for response in logged.responses} == {"0"}  # the weights before the first step scored it
     assert all(response.trainer_logprobs is not None and not response.unused for response in logged.responses)
     # The warning names the command, and so do the event and the summary.
