@@ -337,6 +337,10 @@ class MonitorConfig:
     built-in ones. Evaluation metrics are not watched."""
     default_alarms: Flag = True
     """Whether built-in alarms that `alarms` does not name are on."""
+    evidence: Flag = True
+    """Whether an alarm, a failed weight check or a refused row keeps rows of the batch in the run folder, for the
+    doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
+    token ids. There are at most three files a run."""
     doctor: Literal["first_batch", "on_alarm"] | None = None
     """Which batch of a TRL run the doctor examines: the first one, or the next one after an alarm, once for each
     metric; None examines none. Meanwhile the main process holds a copy of the weights; see docs/doctor.md. With verl,

@@ -29,7 +29,9 @@ from mismatch_ext.checks import METRIC, Checks
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
 from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
-from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
+from mismatch_ext.evidence import EVENT as EVIDENCE
+from mismatch_ext.evidence import Evidence, HeldBatch, Kept, set_aside
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
@@ -42,6 +44,7 @@ from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
+from mismatch_ext.weights import EVENT as WEIGHT_SYNC
 
 if TYPE_CHECKING:
     from mismatch_ext.doctor.in_run import RunDoctor
@@ -205,6 +208,7 @@ def _set_aside(path: Path, new_from: int | None) -> None:
         number += 1
     new = b"" if new_from is None else path.read_bytes()[new_from:]
     path.rename(aside)
+    set_aside(path.parent, number)
     if new:
         write_whole(path, new)
     logger.warning("%s holds an earlier run; it is kept as %s.", path, aside.name)
@@ -392,8 +396,11 @@ class RunLog:
         self._of_probes: dict[str, float] = {}
         self._lost = 0  # lines since the last one that could be written
         self.doctor: RunDoctor | None = None
+        self.evidence: Evidence | None = None
         if ranks.rank == 0:
             ensure_writable(run_dir)
+            if block.monitor.evidence:
+                self.evidence = Evidence(run_dir, self.event, self._tell)
             self.checks.report_to(self._write_event)
             if block.monitor.doctor is not None:
                 from mismatch_ext.doctor.in_run import RunDoctor  # the doctor reads runs
@@ -406,6 +413,8 @@ class RunLog:
         """Open a segment for a training; `resume_step` is the last step of the checkpoint that it resumes."""
         self._open("training", resume_step)
         self._new_from = None
+        if self.evidence is not None:
+            self.evidence.begin()
 
     @contextlib.contextmanager
     def evaluation(self, step: int) -> Iterator[None]:
@@ -478,6 +487,8 @@ class RunLog:
         if self._segment != "training":
             return
         at = self._step() if step is None else step
+        if self.evidence is not None:
+            self.evidence.measured(at)  # no other batch will come
         # With several ranks merging is a collective operation, and after a failure the other ranks may not take part.
         if self.ranks.size == 1 and (left := self.flush("train", at)):
             self.write(at, left)
@@ -494,6 +505,8 @@ class RunLog:
         """Write an event of the current step, or of `step`; before the first segment, keep it until that is open."""
         if self.ranks.rank == 0:
             self._write_event(self._step() if step is None else step, level, name, message, data)
+        if self.evidence is not None and (name, level) == (WEIGHT_SYNC, "error"):
+            self.evidence.await_batch(message)
 
     def _write_event(self, *event: Any) -> None:
         if self._stream is None:
@@ -507,6 +520,28 @@ class RunLog:
     def sampled_with(self, sampling: SamplingSettings) -> None:
         """Set the sampling settings of the tokens that are observed from now on."""
         self._sampling = sampling
+
+    @contextlib.contextmanager
+    def refusing(self, split: str, batch: HeldBatch) -> Iterator[None]:
+        """Run a check of a batch; if it fails, rows of a training batch are kept as evidence, and the error goes on.
+
+        Only the main process keeps rows, which are its own, and it waits for no other rank.
+        """
+        try:
+            yield
+        except MismatchError as error:
+            if self.evidence is not None and split == "train":
+                self.evidence.keep(batch.step + 1, f"{type(error).__name__}: {error}", batch)
+            raise
+
+    @contextlib.contextmanager
+    def holding(self, split: str, batch: HeldBatch) -> Iterator[None]:
+        """Measure a batch as under `refusing`, and hold it afterwards, so that an alarm of its step can keep rows of it."""
+        with self.refusing(split, batch):
+            yield
+        if self.evidence is not None and split == "train":
+            self.evidence.hold(batch)
+            self.evidence.measured(batch.step + 1)
 
     def observe(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
         """Add a batch of `[B, T]` log-probabilities to a split; with `native`, of the trainer's own routing."""
@@ -666,15 +701,35 @@ class RunLog:
         stop = None
         self._of_probes = self._growth_of_probes(step, metrics)
         self.alarms, alarms = watch(self.alarms, {**metrics, **self._of_probes}, self.rules, step)
+        kept = self._kept_for([alarm.message for alarm in alarms if alarm.status == "raised"], step)
         for alarm in alarms:
             self.event(alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm), step=step)
             if alarm.status == "raised":
-                self._tell(alarm.message)
+                self._tell(alarm.message if kept is None else f"{alarm.message} {kept.sentence()}")
+                kept = None  # it is said once
                 if self.doctor is not None:
                     self.doctor.raised(alarm)
             if alarm.stops:
                 stop = alarm.message
         return stop
+
+    def _kept_for(self, alarms: Sequence[str], step: int) -> Kept | None:
+        """Keep rows of the batch that alarms were raised about; None if nothing was kept."""
+        if self.evidence is None or not alarms:
+            return None
+        return self.evidence.keep(step, " ".join(alarms))
+
+    def saved(self, checkpoint: Path) -> None:
+        """Say which checkpoint an alarm that stops training has saved, and how to examine with it what was kept."""
+        if self.stopped is None or self.ranks.rank != 0:
+            return
+        message, data = f"the alarm that stops training saved {checkpoint}.", {"checkpoint": str(checkpoint)}
+        kept = None if self.evidence is None else self.evidence.last
+        if kept is not None:
+            data |= {"path": str(kept.path), "command": kept.command(checkpoint)}
+            message += f" To examine the rows that were kept: {data['command']}"
+        self.event("info", EVIDENCE, message, data)
+        self._tell(message)
 
     def _growth_of_probes(self, step: int, metrics: Mapping[str, Any]) -> dict[str, float]:
         """Return how much the gap of the probes has grown over the last logs; nothing where no update was verified."""

@@ -39,6 +39,7 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks
 from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
+from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
 from mismatch_ext.lr import LrControl, gap_statistics, leading_sums, length_statistics, length_sums
@@ -284,12 +285,12 @@ class Run:
                         "before the next rollouts, or set mismatch.monitor.weight_sync='off'."
                     )
             batch = None
-            with self._checks.checking("records"):
+            with self._checks.checking("records"), self._log.refusing(split, self._held(records)):
                 batch = collate(records, self.trainer.device, split)
             if batch is None:  # it was refused, and the run goes on: take one provenance, and no routes
                 alike = [replace(record, provenance=records[0].provenance, routing=None) for record in records]
                 batch = collate(alike, self.trainer.device, split)
-            with self._checks.checking("records"):
+            with self._checks.checking("records"), self._log.refusing(split, self._held(records)):
                 expect_present(batch.provenance, self.rollout.weight_version)
             if self.block.routing is not None and self.block.routing.mode == "R3" and batch.routing is None:
                 raise RoutingError(
@@ -378,7 +379,8 @@ class Run:
         mask, measured = batch.response_mask, False
         gap = (old.detach(), batch.rollout_logprobs, mask)
         with self._together(batch.split):
-            with self._checks.checking("measure"):
+            held = self._held(batch.records, trainer=old.detach())
+            with self._checks.checking("measure"), self._log.holding(batch.split, held):
                 self._log.observe(batch.split, *gap)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
@@ -403,6 +405,17 @@ class Run:
                 gap = (torch.zeros_like(gap[0]), torch.zeros_like(gap[1]), torch.zeros_like(mask))
             sums = over_ranks(leading_sums(*gap), self.ranks)
             self._rate.collect(gap_statistics(sums), float(sums["tokens"]))
+
+    def _held(self, records: Sequence[RolloutRecord], trainer: Tensor | None = None) -> ColumnBatch:
+        """Return rollouts as a batch that can be kept as evidence."""
+        routing = self.block.routing
+
+        def settings() -> dict[str, Any]:
+            temperature = self.rollout.sampling.temperature
+            replays = routing is not None and routing.mode == "R3"
+            return trainer_settings(self.trainer.reading(), host="loop", temperature=temperature, replays=replays)
+
+        return ColumnBatch.of_records(records, trainer=trainer, step=self.steps, settings=settings)
 
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.

@@ -45,9 +45,13 @@ def run(arguments: argparse.Namespace) -> int:
         logged = read_rollouts(arguments.rollouts, arguments.weight_version)
         _writable(arguments.out)
         sides, said = as_logged(sides, arguments, logged.settings, host)
+        stated = dict(logged.settings)
+        if logged.kept is not None:
+            sides = as_kept(sides, arguments, logged.kept.trainer, host)
+            stated["host"] = logged.kept.trainer.get("host", "loop")
         diagnosis = examine_logged(sides, logged, **how)
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *said)).for_hosts(
-            hosts_of_log(sides, arguments, logged.settings)
+            hosts_of_log(sides, arguments, stated)
         )
     else:
         prompts = prompts_of(arguments, host, sides.model)
@@ -128,11 +132,31 @@ def as_logged(
     return sides, (said,)
 
 
+def as_kept(sides: Run, arguments: argparse.Namespace, trainer: Mapping[str, Any], host: HostRun | None) -> Run:
+    """Return the run with its trainer as a run has described it in its evidence; options and a host's file go first."""
+    if host is not None:
+        return sides
+    changes: dict[str, Any] = {}
+    for option, field, key in (
+        ("trainer_dtype", "trainer_dtype", "dtype"),
+        ("temperature", "temperature", "temperature"),
+        ("trainer_head", "head", "head"),
+        ("trainer_attention", "attention", "attention"),
+        (None, "trainer_weights", "weights"),
+        (None, "replays", "replays"),
+    ):
+        given = option is not None and getattr(arguments, option) is not None
+        if key in trainer and not given:
+            changes[field] = trainer[key]
+    return replace(sides, **changes)
+
+
 def hosts_of_log(sides: Run, arguments: argparse.Namespace, stated: Mapping[str, Any]) -> tuple[str, ...]:
     """Return whose lines to change are of use to who gives a log: those of the named host, or of a loop of one's own."""
     if arguments.trl is not None or arguments.verl is not None:
         return ("verl" if arguments.trl is None else "trl", sides.engine)
-    return (*((stated["engine"],) if stated.get("engine") in SEEDS else SEEDS), "loop")
+    engines = (stated["engine"],) if stated.get("engine") in SEEDS else tuple(SEEDS)
+    return (*engines, stated.get("host", "loop"))
 
 
 def _in_dtype(sides: Run, arguments: argparse.Namespace, dtype: str, host: HostRun | None) -> Run:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from mismatch_ext.doctor import Diagnosis, Sample
     from mismatch_ext.doctor.diagnose import Engine
     from mismatch_ext.doctor.logged import Logged
+    from mismatch_ext.doctor.sample import Floats
 
 # Engine settings that a remedy removes, by the family of the cause, under vLLM's and SGLang's names.
 MENDED = {
@@ -134,6 +136,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
         RoutingError: The routes do not fit the model.
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.doctor.run_pass import with_run_pass
     from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
 
     from mismatch_ext.doctor.logged import of_nearest
@@ -165,10 +168,16 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
                 ),
             )
             sample = logged.sample(shape)
-        diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick)
-        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
         own = logged.trainer(sample)
-        if own is not None:
+        # Of rows that a run has kept, it is known that these are its trainer's, and how that computed.
+        computed = own if logged.kept is not None and own is not None and np.isfinite(own).all() else None
+        diagnosis, scorer = _diagnosed(sides, model, sample, rung, seed=seed, quick=quick, computed=computed)
+        diagnosis = replace(diagnosis, notes=(*diagnosis.notes, logged.said(shape is not None), *notes))
+        if computed is not None:
+            rung("run's own pass")
+            width = max(response.kept.width for response in logged.responses if response.kept is not None)
+            diagnosis = with_run_pass(diagnosis, scorer, computed, replays=sides.replays, prompt_width=width)
+        elif own is not None:
             rung("log's trainer")
             stated, late = known.get("temperature"), logged.scored_late
             diagnosis = against_logged(diagnosis, sample, scorer.scores, own, stated, scored_late=late)
@@ -198,6 +207,7 @@ def _diagnosed(
     engine: Engine | None = None,
     seed: int,
     quick: bool,
+    computed: Floats | None = None,
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
     from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
@@ -219,6 +229,7 @@ def _diagnosed(
         layout="right" if left_out else sides.layout,
         head=sides.head,
         attention=sides.attention,
+        computed=computed,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)

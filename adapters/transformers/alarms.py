@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mismatch_ext.log import RunLog
 
@@ -66,7 +68,9 @@ class AlarmCallback(TrainerCallback):
         self.left_out = {name: logs.pop(name) for name in [*logs] if name not in shown}
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Note that the checkpoint of a stop was saved."""
+        """Say where the checkpoint of a stop was saved."""
+        if self._unsaved:
+            self._log().saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._unsaved = False
 
     def on_epoch_end(

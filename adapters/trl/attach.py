@@ -202,7 +202,8 @@ class Attached(MeasuredRun):
             output: dict[str, Any] = self._plain_score(*args, **kwargs)
             lacks_records = checked.lacks_records
         records = None
-        with together(self.ranks), self.checks.checking("records"):
+        held = self.evidence_of(output, output.get(ROLLOUT))
+        with together(self.ranks), self.checks.checking("records"), self.log.refusing(split, held):
             if not lacks_records:
                 records = self.check_records(output, batch)
         with self.checks.checking("gap"):
@@ -220,7 +221,11 @@ class Attached(MeasuredRun):
             rollout = output.get(ROLLOUT)
             if rollout is None:
                 rollout = self._recorded(records, mask)
-            self.log.observe(split, old, rollout, mask.bool())
+            held = self.evidence_of(output, rollout)
+            held.trainer = old
+            held.routes = None if records is None else [record.routing for record in records]
+            with self.log.holding(split, held):
+                self.log.observe(split, old, rollout, mask.bool())
             if (ratio := output.get("importance_sampling_ratio")) is not None:
                 self.log.mask(split, ratio, mask)
         return old, rollout, mask.bool()

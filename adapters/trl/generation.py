@@ -16,6 +16,7 @@ from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
+from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.patching import applied
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, agree, together
 from mismatch_ext.rollout import Provenance, RolloutRecord, to_records
@@ -196,13 +197,18 @@ class CheckedGeneration:
     def keep(self, result: tuple[Any, ...], **known: Any) -> None:
         """Make records of what TRL's wrapper returned, and keep them while there is a batch; `known` are arguments of theirs."""
         prompt_ids, completion_ids, logprobs, _ = result
-        records = to_records(
-            prompt_ids,
-            completion_ids,
-            [[top[0] for top in row] for row in logprobs],
-            provenance=self.provenance(),
-            **known,
+        sampled = [[top[0] for top in row] for row in logprobs]
+        provenance = self.provenance()
+        batch = ColumnBatch(
+            prompts=prompt_ids,
+            responses=completion_ids,
+            rollout=sampled,
+            provenance=provenance,
+            step=self.run.step,
+            settings=self.run.trainer_settings,
         )
+        with self.run.log.refusing(self.run.split, batch):
+            records = to_records(prompt_ids, completion_ids, sampled, provenance=provenance, **known)
         if self._kept is not None:
             self._kept += records
 

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate import PartialState
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order, read_deepspeed
 from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
@@ -19,7 +20,7 @@ from mismatch_ext.adapters.accelerate.sharded import held, is_sharded, same_ever
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
-from mismatch_ext.adapters.transformers.attention import dropped_cap
+from mismatch_ext.adapters.transformers.attention import dropped_cap, implementation_of
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
@@ -35,6 +36,7 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.log import RunLog, run_folder, run_info
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
@@ -180,6 +182,35 @@ class TrainerRun:
         dropped = dropped_cap(model, score if self.prepared else None)
         if dropped is not None:
             self.warn("attention", str(dropped))
+
+    # Evidence.
+
+    def evidence_of(self, output: Mapping[str, Any], rollout: Tensor | None) -> ColumnBatch:
+        """Return a batch of TRL's, of which rows can be kept; `rollout` is None while nobody has the engine's scores of it."""
+        present = output["completion_mask"]
+        return ColumnBatch(
+            prompts=output["prompt_ids"],
+            prompt_mask=output["prompt_mask"],
+            responses=output["completion_ids"],
+            response_mask=present,
+            rollout=torch.full(present.shape, torch.nan) if rollout is None else rollout,
+            mask=present * output.get("tool_mask", 1),
+            provenance=None if self.checked is None else self.checked.provenance(),
+            step=self.step,
+            settings=self.trainer_settings,
+        )
+
+    def trainer_settings(self) -> dict[str, Any]:
+        """Return how the trainer computes, as the doctor needs it to examine what was kept."""
+        trainer, routing = self.trainer, self.block.routing
+        return trainer_settings(
+            self.readings["trainer"],
+            host="trl",
+            temperature=float(trainer.temperature),
+            replays=routing is not None and routing.mode == "R3",
+            head="float32" if getattr(trainer.args, "cast_lm_head_to_fp32", False) else "",
+            attention=implementation_of(trainer.accelerator.unwrap_model(trainer.model)),
+        )
 
     # Weight updates.
 

@@ -57,6 +57,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums
 from mismatch_ext.patching import Patch
@@ -296,7 +297,8 @@ class TrlRun(MeasuredRun):
         """Measure a batch that TRL has generated and scored, correct it, and adapt to it."""
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
-        with together(self.ranks):
+        held = self.evidence_of(output, output.get(ROLLOUT))
+        with together(self.ranks), self.log.refusing(self.split, held):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(batch, output)
             if self.routing is not None:
@@ -308,7 +310,7 @@ class TrlRun(MeasuredRun):
         mask = output["completion_mask"]
         if "tool_mask" in output:
             mask = mask * output["tool_mask"]
-        gap = self._gap(batch, output, mask) if self.trainer.use_vllm else None
+        gap = self._gap(batch, output, mask, held) if self.trainer.use_vllm else None
         if gap is not None and self.routing is not None and self.routing.draws.native_gap():
             with overridden(self.scoring, routing=None):
                 native = self.score_again(output)
@@ -327,16 +329,18 @@ class TrlRun(MeasuredRun):
         self.objective.follow_batch(output, mask, batch, gap)
         return output
 
-    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor) -> Gap:
+    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor, held: ColumnBatch) -> Gap:
         """Measure the gap of a batch, whose records have to be those of its rows."""
-        with together(self.ranks):
+        with together(self.ranks), self.log.refusing(self.split, held):
             records = self.check_records(output, batch)
-        with together(self.ranks):
+        with together(self.ranks), self.log.holding(self.split, held):
             # First, because ranks that share a model take this pass together.
             old_logprobs = self.old_logprobs(output)
             if ROLLOUT not in output:
                 output[ROLLOUT] = self.recorded_logprobs(records, mask)
             gap = (old_logprobs, output[ROLLOUT], mask.bool())
+            held.trainer, held.rollout = old_logprobs, output[ROLLOUT]
+            held.routes = [record.routing for record in records]
             self.log.observe(self.split, *gap)
         with together(self.ranks):
             self.examiner.examine(output, gap, records)

@@ -6,12 +6,13 @@ of a row. If a line or a file is not one flat row, write a function for it in `l
 
 from __future__ import annotations
 
-import base64
 import codecs
+import gzip
 import json
 import math
 import pickle
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ import torch
 from pydantic import BeforeValidator, Field
 
 from mismatch_ext.doctor.log_rows import (
-    DTYPES,
     Flags,
     Id,
     Ids,
@@ -30,13 +30,14 @@ from mismatch_ext.doctor.log_rows import (
     Rows,
     Strict,
     checked,
+    line_of_routes,
     one_row,
     own_rows,
     prime_rl_rows,
     short,
     slime_rows,
 )
-from mismatch_ext.doctor.logged import OWN, Logged, LoggedResponse, LoggedRoutes
+from mismatch_ext.doctor.logged import OWN, Kept, Logged, LoggedResponse, LoggedRoutes
 from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.rollout import RolloutRecord
@@ -47,7 +48,7 @@ OURS = (
     "A line of our own has the keys prompt_ids, response_ids and rollout_logprobs (token ids and nats, one per response token): "
     'rename yours, or see "Logged rollouts" in docs/doctor.md.'
 )
-ZIP, PARQUET = b"PK\x03\x04", b"PAR1"
+ZIP, PARQUET, GZIP = b"PK\x03\x04", b"PAR1", b"\x1f\x8b"
 # Rewards are often numpy numbers; unpickling these cannot run code from the file.
 NUMBERS: list[Any] = [np.float64(0).__reduce__()[0], np.dtype, codecs.encode]
 NUMBERS += [type(np.dtype(kind)) for kind in ("bool", "int32", "int64", "float32", "float64")]
@@ -74,6 +75,7 @@ class Values(Strict):
     step: Name | None = None
     settings: dict[str, Any] = {}
     routes: Any = None
+    kept: Any = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +108,7 @@ class Format:
     step: str | None = None  # the step that trained on the row
     settings: str | None = None  # an object of sampling settings
     routes: str | None = None  # experts [tokens, layers, experts] from the first token on, or `LoggedRoutes`
+    kept: str | None = None  # why a run kept the row as evidence, a `Kept`
     lists_unused: bool = False  # whether the report lists the keys of a row that are not read
     hint: str = ""  # what to say if a row lacks a key
     refused: str = ""  # why these files cannot be read
@@ -137,6 +140,7 @@ _OWN = Format(
     step="step",
     settings="provenance",
     routes="routes",
+    kept="kept",
     lists_unused=True,
     hint=OURS,
 )
@@ -219,6 +223,10 @@ def _objects(path: Path) -> Iterator[tuple[str, Any, str]]:
     """Yield the object of each line, or the one of a `torch.save` file, with its place and the container."""
     try:
         data = path.read_bytes()
+        if data.startswith(GZIP):
+            data = gzip.decompress(data)
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise RecordError(f"{path} is a damaged gzip file: {error}. Copy it again, or take another.") from error
     except OSError as error:
         raise RunDirectoryError(f"{path} cannot be read: {error.strerror or error}.") from error
     if data.startswith(PARQUET):
@@ -315,6 +323,7 @@ def _response(format: Format, row: Mapping[str, Any], where: str) -> LoggedRespo
         settings=values.settings,
         routes=_routes(values.routes, f"{where}: {format.routes}"),
         unused=tuple(unused),
+        kept=values.kept if isinstance(values.kept, Kept) else None,
     )
 
 
@@ -348,6 +357,9 @@ def _routes(routes: Any, place: str) -> LoggedRoutes | None:
 
 
 def _scored_late(responses: list[LoggedResponse]) -> bool:
+    kept = [response.kept for response in responses if response.kept is not None]
+    if kept and len(kept) == len(responses):
+        return any(row.late for row in kept)
     versions = {version for response in responses for version in response.versions}
     return any(
         len(versions) > 1 if response.step is None else response.step != response.version for response in responses
@@ -380,17 +392,6 @@ def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
         "response_mask": list(map(bool, record.response_mask)),
         "provenance": asdict(record.provenance),
     }
-    trace = record.routing
-    if routes and trace is not None:
-        experts = trace.experts.cpu().numpy()
-        kind = experts.dtype.name
-        packed = base64.b64encode(experts.astype(DTYPES[kind]).tobytes())
-        line["routes"] = {
-            "start": trace.start,
-            "layers": list(trace.layers),
-            "num_experts": trace.num_experts,
-            "shape": list(experts.shape),
-            "dtype": kind,
-            "experts": packed.decode("ascii"),
-        }
+    if routes and record.routing is not None:
+        line["routes"] = line_of_routes(record.routing)
     return line

@@ -14,9 +14,10 @@ from typing import Annotated, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
-from mismatch_ext.doctor.logged import FILE, LoggedRoutes
+from mismatch_ext.doctor.logged import FILE, Kept, LoggedRoutes
 from mismatch_ext.errors import RecordError
 from mismatch_ext.rollout import Provenance
+from mismatch_ext.routing import RoutingTrace
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
 """Rows, each with its place in the file."""
@@ -84,11 +85,24 @@ class _Routes(Strict):
     experts: str  # base64
 
 
+class _Kept(Strict):
+    """What a run says of a row that it kept as evidence (`mismatch_ext.evidence`)."""
+
+    row: int
+    chosen: str
+    reason: str
+    sampled_after: int | None = None
+    left_pads: int = 0
+    right_pads: int = 0
+    trainer: dict[str, Setting] = {}
+
+
 class _OwnLine(Strict):
     weight_version: int | str | None = None
     step: int | None = None
     provenance: _Provenance | None = None
     routes: _Routes | None = None
+    kept: _Kept | None = None
 
 
 def own_rows(line: Mapping[str, Any], where: str) -> Rows:
@@ -106,7 +120,35 @@ def own_rows(line: Mapping[str, Any], where: str) -> Rows:
         version = stated.step
     routes = None if stated.routes is None else _unpacked(stated.routes, where)
     unknown = {f"provenance.{key}": True for key in line.get("provenance") or () if key not in WRITTEN}
-    yield where, {**line, "weight_version": version, "provenance": settings, "routes": routes, **unknown}
+    row = {**line, "weight_version": version, "provenance": settings, "routes": routes, **unknown}
+    if stated.kept is not None:
+        row["kept"] = _kept(stated.kept, line, stated.step)
+    yield where, row
+
+
+def _kept(kept: _Kept, line: Mapping[str, Any], step: int | None) -> Kept:
+    return Kept(
+        reason=kept.reason,
+        late=kept.sampled_after not in (None, step),
+        worst=kept.chosen == "worst",
+        width=kept.left_pads + len(line.get("prompt_ids") or ()),
+        trainer=kept.trainer,
+    )
+
+
+def line_of_routes(trace: RoutingTrace) -> dict[str, Any]:
+    """Return the routes of a response as a line of our own holds them."""
+    experts = trace.experts.cpu().numpy()
+    kind = experts.dtype.name
+    packed = base64.b64encode(experts.astype(DTYPES[kind]).tobytes())
+    return {
+        "start": trace.start,
+        "layers": list(trace.layers),
+        "num_experts": trace.num_experts,
+        "shape": list(experts.shape),
+        "dtype": kind,
+        "experts": packed.decode("ascii"),
+    }
 
 
 def _unpacked(routes: _Routes, where: str) -> LoggedRoutes:

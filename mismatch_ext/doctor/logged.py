@@ -60,6 +60,17 @@ class LoggedRoutes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Why and how a run kept a row as evidence."""
+
+    reason: str
+    late: bool  # whether later weights scored it than those that sampled it
+    worst: bool  # whether its gap is among the largest of its batch
+    width: int  # tokens and pads of the row's prompt in the batch that was scored
+    trainer: Mapping[str, Any]  # how the trainer computed
+
+
+@dataclass(frozen=True, kw_only=True)
 class LoggedResponse:
     """One response, from the first sampled token on."""
 
@@ -74,6 +85,7 @@ class LoggedResponse:
     settings: Mapping[str, Any] = field(default_factory=dict)
     routes: LoggedRoutes | None = None
     unused: tuple[str, ...] = ()  # keys of its row that are not read
+    kept: Kept | None = None  # why a run kept this row; None for a log
 
     def __post_init__(self) -> None:
         if not self.prompt_ids:
@@ -122,6 +134,12 @@ class Logged:
                         "way of sampling with the trainer; split the file."
                     )
         return {name: value for name, (value, _) in first.items()}
+
+    @property
+    def kept(self) -> Kept | None:
+        """What a run says of the rows that it kept as evidence; None for any other log."""
+        every = [response.kept for response in self.responses]
+        return None if None in every else every[0]
 
     @property
     def versions(self) -> dict[str, int]:

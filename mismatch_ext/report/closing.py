@@ -10,6 +10,7 @@ from typing import Any
 
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.checks import EVENT
+from mismatch_ext.evidence import EVENT as EVIDENCE
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
@@ -26,6 +27,7 @@ def closing_lines(run: RunData) -> list[str]:
         *(("alarms", text) for text in _alarms(run)),
         *(("warning", text) for text in _untrained(run)),
         *_parts(run),
+        *(("evidence", text) for text in _evidence(run)),
     ]
     if run.problems:
         rows.append(("problems", f"{len(run.problems)}, the first: {run.problems[0]}"))
@@ -128,6 +130,15 @@ def _alarms(run: RunData) -> list[str]:
         status, step = history[-1]
         lines.append(f"{metric}: {text}{'still raised' if status == 'raised' else f'cleared at step {step}'}")
     return lines
+
+
+def _evidence(run: RunData) -> list[str]:
+    """Return a command for each file of rows that the run has kept, the last one that was said: it names the checkpoint."""
+    commands: dict[str, str] = {}
+    for event in kept_events(run, EVIDENCE):
+        if "command" in event.data:
+            commands[str(event.data["path"])] = str(event.data["command"])
+    return list(commands.values())
 
 
 def _untrained(run: RunData) -> list[str]:

@@ -63,7 +63,8 @@ class Scorer:
     """Scores one sample's tokens with a model that can be changed.
 
     Args:
-        model: The model in float32. Once the trainer's scores are known, its weights are rounded to the engine's dtype, for good.
+        model: The model in float32. Once the trainer's scores are known, its weights are rounded to the engine's dtype, for good;
+            where `computed` is given, what rounding takes away is kept in host memory, and `as_trainer` puts it back.
         sample: The tokens, with the engine's routes if it recorded them.
         trainer_dtype: The dtype that the trainer computes in, under autocast unless it is float32.
         engine_dtype: The dtype that the engine's weights are rounded to.
@@ -106,6 +107,7 @@ class Scorer:
         if head and self._head is None:
             raise ConfigError(f"--trainer-head: {type(model).__name__} has no linear head; leave the option out.")
         self._trainer = (torch_dtype(trainer_dtype), weights_dtype, self._head if head else None)
+        self._trainers_weights: dict[str, Tensor] = {}  # once they are rounded in the model
         self._attention = trainer_implementation(model, attention)
         self._complete = complete_implementation(model)
         if implementation_of(model) != self._complete:
@@ -126,6 +128,8 @@ class Scorer:
         elif layout != "right":
             trainer = self.in_layout(sample, layout, routes=sample.routes if replayed else None)
         rungs = () if computed is not None else tuple(own_noise(self))
+        if computed is not None:
+            self._trainers_weights = lost_by_rounding(model, self.engine_dtype)
         round_weights(model, self.engine_dtype)
         native = self._scored(taken) if taken is not None and sample.routes is not None else None
         self.scores = Scores(
@@ -182,21 +186,29 @@ class Scorer:
         most_rows: int = MOST_ROWS,
         exact: bool = False,
         training: bool = False,
+        prompt_width: int = 0,
     ) -> Floats:
         """Return log-probabilities `[N]` of a sample's tokens under another layout, in the trainer's dtype unless `exact`.
 
-        With `training`, dropout is active.
+        With `training`, dropout is active. Prompts on the left are padded to `prompt_width`, or to the longest of the batch.
         """
+        how: dict[str, Any] = {
+            "layout": layout,
+            "most_rows": most_rows,
+            "training": training,
+            "prompt_width": prompt_width,
+        }
         with nullcontext() if exact else self.as_trainer():
-            row_logprobs = [
-                self._picked(row, logits, sample)
-                for row, logits in self._passes(sample, routes, layout=layout, most_rows=most_rows, training=training)
-            ]
+            row_logprobs = [self._picked(row, logits, sample) for row, logits in self._passes(sample, routes, **how)]
         return self._joined(row_logprobs)
 
-    def as_trainer(self, *, complete: bool = False) -> AbstractContextManager[None]:
+    @contextmanager
+    def as_trainer(self, *, complete: bool = False) -> Iterator[None]:
         """Compute as the run's trainer does; with `complete`, by an attention that computes all of the model."""
-        return as_trainer(self.model, *self._trainer, self._complete if complete else self._attention)
+        attention = self._complete if complete else self._attention
+        with unrounded(self.model, self._trainers_weights, self.engine_dtype):
+            with as_trainer(self.model, *self._trainer, attention):
+                yield
 
     @property
     def _leaves_out(self) -> bool:
@@ -316,6 +328,30 @@ def round_weights(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.copy_(parameter.to(dtype))
 
 
+def lost_by_rounding(model: nn.Module, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Return a copy in host memory of the parameters that `round_weights` would change."""
+    return {
+        name: parameter.detach().to("cpu", copy=True)
+        for name, parameter in model.named_parameters()
+        if not torch.equal(parameter, parameter.to(dtype).to(parameter.dtype))
+    }
+
+
+@contextmanager
+def unrounded(model: nn.Module, weights: dict[str, Tensor], dtype: torch.dtype) -> Iterator[None]:
+    """Give a model the weights that `lost_by_rounding` has kept, and afterwards round them to the dtype again."""
+    parameters = dict(model.named_parameters())
+    try:
+        with torch.no_grad():
+            for name, tensor in weights.items():
+                parameters[name].copy_(tensor)
+        yield
+    finally:
+        with torch.no_grad():
+            for name in weights:
+                parameters[name].copy_(parameters[name].to(dtype))
+
+
 @contextmanager
 def held_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     """Hold a model's weights in a dtype that they are rounded to already, so that nothing is lost on the way there and back."""
@@ -382,8 +418,13 @@ class Laid:
     lengths: tuple[int, ...]
 
 
-def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], layout: str) -> Laid:
-    """Lay prompts and responses into a batch. In TRL's layout, "left", all responses begin in one column."""
+def laid(
+    prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], layout: str, prompt_width: int = 0
+) -> Laid:
+    """Lay prompts and responses into a batch. In TRL's layout, "left", all responses begin in one column.
+
+    That column is at `prompt_width`, or further on if a prompt is longer.
+    """
     rows = [[*prompt, *response] for prompt, response in zip(prompts, responses, strict=True)]
     if layout == "packed":
         starts = np.cumsum([0, *map(len, rows)])[:-1]
@@ -393,7 +434,7 @@ def laid(prompts: Sequence[Sequence[int]], responses: Sequence[Sequence[int]], l
             places=tuple((0, int(start) + len(prompt)) for start, prompt in zip(starts, prompts, strict=True)),
             lengths=tuple(map(len, rows)),
         )  # fmt: skip
-    longest = max(map(len, prompts)) if layout.startswith("left") else 0
+    longest = max(prompt_width, *map(len, prompts)) if layout.startswith("left") else 0
     before = [longest - len(prompt) if longest else 0 for prompt in prompts]
     width = max(left + len(row) for left, row in zip(before, rows, strict=True))
     fill = [(left, width - left - len(row)) for left, row in zip(before, rows, strict=True)]
@@ -447,10 +488,12 @@ def passes(
     layout: str = "right",
     most_rows: int = MOST_ROWS,
     training: bool = False,
+    prompt_width: int = 0,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield each response's row and logits `[T, V]`; batches hold responses of similar length, and no KV cache is used.
 
     `prompt` changes each prompt; `taken` is filled, by response, with the model's own routes, only with padding on the right.
+    `prompt_width` is that of `laid`.
     """
     prompts = [prompt(ids) if prompt else ids for ids in sample.prompts]
     lengths = [len(ids) + len(response) for ids, response in zip(prompts, sample.responses, strict=True)]
@@ -460,7 +503,7 @@ def passes(
     while order:
         count = max(1, min(most_rows, MOST_LOGITS // (lengths[order[0]] * width)))
         batch, order = order[:count], order[count:]
-        made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout)
+        made = laid([prompts[row] for row in batch], [sample.responses[row] for row in batch], layout, prompt_width)
         mode = evaluating(model, training=training)
         with torch.no_grad(), mode, _routed(model, shape, batch, made, routes, taken):
             output = model(**_given(made, device), use_cache=False)

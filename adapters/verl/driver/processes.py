@@ -24,6 +24,7 @@ from omegaconf import DictConfig, OmegaConf
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
+from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log import RunLog, run_info
 from mismatch_ext.names import VERL
 from mismatch_ext.patching import active_patches
@@ -86,6 +87,23 @@ class Processes:
         if resumed is not None and (said := checks.load_state_dict(resumed)):
             self.event("warning", "settings_changed", said)
         return checks
+
+    def trainer_settings(self) -> dict[str, Any]:
+        """Return how the trainer computes, as the doctor needs it to examine what was kept."""
+        if self._checked is None:
+            return {"host": "verl"}
+        routing = self._block.acting.routing
+        return trainer_settings(
+            self._checked.trainer,
+            host="verl",
+            temperature=float(self._rollout.temperature),
+            replays=routing is not None and routing.mode == "R3",
+        )
+
+    @property
+    def experts(self) -> Mapping[str, Any] | None:
+        """The MoE layers of the model, by the first worker's report; None without experts."""
+        return None if self._checked is None else self._checked.worker.get("moe")
 
     @property
     def _unverified(self) -> str | None:

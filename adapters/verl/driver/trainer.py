@@ -22,6 +22,7 @@ from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
+from mismatch_ext.adapters.verl.evidence import StoredBatch
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, left_by_correction, measure, sampled_rows
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
 from mismatch_ext.adapters.verl.replay import NATIVE
@@ -185,22 +186,34 @@ class MismatchTrainer(_Host):
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
+        held = self._held(batch)
         with self._checks.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
-        with self._checks.checking("records"):
+        with self._checks.checking("records"), self._log.refusing("train", held):
             if self._block.sampling_mask is not None:
                 from mismatch_ext.adapters.verl.sampling_mask import check_masks
 
                 check_masks(batch, self.global_steps)
             self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes:
-            with self._checks.checking("routes"):
+            with self._checks.checking("routes"), self._log.refusing("train", held):
                 check_routes(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
-        with self._checks.checking("gap"):
+        with self._checks.checking("gap"), self._log.holding("train", held):
             self._measure_gap(batch)
         return batch
+
+    def _held(self, batch: Any) -> StoredBatch:
+        """Return a batch as one that can be kept as evidence, while its fields are in verl's queue."""
+        processes = self._processes
+        return StoredBatch(
+            batch,
+            self.global_steps - 1,
+            provenance=processes.origins.present,
+            experts=processes.experts if self._has_routes else None,
+            settings=processes.trainer_settings,
+        )
 
     def _measure_gap(self, batch: Any) -> None:
         """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
@@ -342,6 +355,7 @@ class MismatchTrainer(_Host):
                 self.checkpoint_manager.abort_replicas()  # answers are in flight; their clients resume them later
             self.checkpoint_manager.sleep_replicas()
             self._save_checkpoint()
+        self._log.saved(self._folder(self.global_steps))
         self.total_training_steps = self.global_steps
 
     def fit(self, agent_loop_manager: Any, *args: Any, **kwargs: Any) -> None:

@@ -57,6 +57,11 @@ class Routing:
     config, draws = SimpleNamespace(mode="R3"), SimpleNamespace(native_gap=lambda: False)
 
 
+LOG = SimpleNamespace(
+    observe=lambda *_, **__: None, doctor=None, refusing=lambda *_: nullcontext(), holding=lambda *_: nullcontext(),
+)  # fmt: skip
+
+
 class Verifier:
     """Stands in for the check of weight updates; the trainer's digest is that of all ranks."""
 
@@ -84,7 +89,7 @@ def checked(kind: type[generation.CheckedGeneration] = generation.CheckedGenerat
 
     trainer = SimpleNamespace(
         score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=STEP, ranks=WORLD,
-        sent=lambda dtypes: None, examines=False,
+        sent=lambda dtypes: None, examines=False, log=LOG, split="train", trainer_settings=dict,
     )  # fmt: skip
     engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
     found = object.__new__(kind)
@@ -126,7 +131,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
     vars(mm).update(
         trainer=found, checked=wrapper, block=block,
         kl=None if block.kl is None else KlTerm(block.kl, 0.1), checks=Checks(True),
-        ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(observe=lambda *_, **__: None, doctor=None),
+        ranks=WORLD, correction=correction, lr=None, log=LOG,
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: None,
     )  # fmt: skip
     mm.scoring, mm.objective, mm.examiner = Scoring(mm), Objective(mm), Examiner(mm)

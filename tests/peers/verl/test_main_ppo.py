@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build
 from tests.peers.conformance.origins import check_header
@@ -141,6 +142,29 @@ def test_tools_between_the_policys_turns_are_replayed_and_not_counted(experts: t
         filled = [edge for edge, count in zip(position["edges"], position["count"], strict=False) if count]
         # The policy's own tokens are counted through: the last bin begins at 16, as without tools.
         assert max(filled) < TURNS * TURN_TOKENS and sum(position["count"]) == steps[0]["mismatch/tokens"]
+
+
+def test_rows_are_kept_of_the_batch_of_an_alarm_and_of_one_that_is_refused(experts: tuple[VerlRun, Path]) -> None:
+    run, work = experts
+    run.expect_failure(3)
+    folder = work / "checkpoints/mismatch"
+    assert sorted(path.name for path in folder.glob("evidence-*")) == ["evidence-2.jsonl.gz", "evidence-4.jsonl.gz"]
+    alarmed, refused = (read_rollouts(folder / f"evidence-{step}.jsonl.gz") for step in (2, 4))
+    assert len(alarmed.responses) == len(refused.responses) == PROMPTS * ANSWERS
+    for row in alarmed.responses:
+        assert (row.step, row.version) == ("1", "1") and row.routes is not None and row.kept is not None
+        assert "response_length/mean is" in row.kept.reason and row.kept.trainer["replays"] is True
+        assert row.trainer_logprobs is not None and len(row.trainer_logprobs) == len(row.response_ids) == len(row.mask)
+        # A tool's tokens are between the policy's.
+        assert 0 < row.mask.count(False) < row.mask.count(True)
+        gaps = [
+            abs(a - b) for a, b, sampled in zip(row.trainer_logprobs, row.logprobs, row.mask, strict=True) if sampled
+        ]
+        assert max(gaps) < 1e-4
+    for row in refused.responses:
+        assert row.trainer_logprobs is None and row.kept is not None and "RoutingError: " in row.kept.reason
+        assert row.kept.trainer["host"] == "verl"
+    assert f"mismatch-ext doctor --rollouts {folder}/evidence-2.jsonl.gz --model CHECKPOINT" in run.log
 
 
 def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(

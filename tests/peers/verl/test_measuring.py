@@ -52,6 +52,28 @@ def test_values_that_are_no_logprobs_are_named_by_their_rollout(run: Run) -> Non
     assert "prompt_0_0 to prompt_2_0 of step 4 have no old_log_probs" in found["absent old_log_probs"]
 
 
+def test_rows_are_kept_as_they_were_sampled_and_scored(run: Run) -> None:
+    found = run(scenarios.evidence).expect()
+    scored, corrected, unscored = (found[name] for name in ("scored", "corrected", "unscored"))
+    for lines in found.values():
+        # Without the row that verl has filled the batch up with; the row that the message names comes first.
+        assert sorted(line["kept"]["row"] for line in lines) == list(range(6)) and lines[0]["kept"]["row"] == 3
+        assert [line["kept"]["sampled_after"] for line in lines].count(2) == 1 and {line["step"] for line in lines} == {
+            3
+        }
+    assert scored[1]["kept"]["row"] == 4 and len(scored[1]["trainer_logprobs"]) == 30  # the row with the largest gap
+    assert scored[0]["prompt_ids"] == [1, 2, 3, 4, 5, 6] and scored[0]["response_ids"] == [20, 21, 22]
+    assert not any("routes" in line for line in scored + unscored)
+    assert not any("trainer_logprobs" in line for line in unscored)
+    # What verl's correction rejects still counts as sampled.
+    masks = {line["kept"]["row"]: line["response_mask"] for line in corrected}
+    assert masks == {line["kept"]["row"]: line["response_mask"] for line in scored} and any(masks[0])
+    assert {(line["routes"]["start"], tuple(line["routes"]["layers"])) for line in corrected} == {(0, (1, 3))}
+    assert [line["routes"]["shape"][0] for line in corrected] == [
+        len(line["prompt_ids"]) + len(line["response_ids"]) - 1 for line in corrected
+    ]
+
+
 def test_each_token_is_measured_by_its_version(run: Run) -> None:
     found = run(scenarios.by_version).expect()
     # Segments that begin behind another prompt are of a later turn, and say nothing of what is before it.

@@ -34,5 +34,10 @@ def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:
     assert first["coef"][0] == 0.1 and len({*first["coef"], *resumed["coef"]}) >= 3 and resumed["coef"][0] != 0.1
     kinds = [line["kind"] for line in found["lines"]]
     assert kinds.count("step") == 4 and kinds[-1] == "end"
+    # The alarm of the first step has kept its six rows, and is still raised in the resumed run.
+    assert list(found["kept"]) == ["evidence-1.jsonl.gz"]
+    (rows,) = found["kept"].values()
+    assert len(rows) == 6 and {(step, version) for step, version, *_ in rows} == {("0", "0")}
+    assert sum(count for _, _, count, _ in rows) == 76 and all("logp_abs_diff_max is" in row[-1] for row in rows)
     ((level, name, message),) = found["told"]
     assert (level, name) == ("warning", "settings_changed") and "copied holds no mismatch.json" in message

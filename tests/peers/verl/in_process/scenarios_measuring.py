@@ -9,15 +9,19 @@ from typing import Any
 from unittest import mock
 
 import torch
+from mismatch_ext.adapters.verl import evidence as module
 from mismatch_ext.adapters.verl import measure
+from mismatch_ext.adapters.verl.evidence import StoredBatch
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
 from mismatch_ext.adapters.verl.replay import versions
+from mismatch_ext.adapters.verl.rollout.digests import with_digests
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
 from mismatch_ext.config import KlConfig, MismatchConfig, MonitorConfig
 from mismatch_ext.drift import drift_metrics
 from mismatch_ext.errors import EngineError
+from mismatch_ext.evidence import lines_of
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
@@ -58,6 +62,8 @@ def queue(seed: int = 0) -> Queue:
     """Return a batch with a tool's tokens between the policy's."""
     generator = torch.Generator().manual_seed(seed)
     rows: dict[str, list[Any]] = {n: [] for n in ("response_mask", "rollout_log_probs", "log_probs", "ref_log_prob")}
+    rows["prompts"] = [torch.arange(prompt) + 1 for prompt in PROMPTS]
+    rows["responses"] = [torch.arange(response) + 20 for response in RESPONSES]
     for row, (prompt, response) in enumerate(zip(PROMPTS, RESPONSES, strict=True)):
         mask = torch.ones(response, dtype=torch.int64)
         mask[5:9] = 0
@@ -108,6 +114,31 @@ def chunks() -> dict[str, Any]:
     unscored = measured(queue(), None)
     found["unscored"] = [unscored.gap, unscored.lengths.tolist()]
     found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
+    return found
+
+
+def evidence() -> dict[str, Any]:
+    """Return the lines that are kept of a batch, of a corrected one with routes, and of one that nobody has scored."""
+    routes, layers = torch.tensor([[[0, 1], [2, 3]]], dtype=torch.uint8), [1, 3]
+    scored, corrected, unscored = queue(), queue(), queue()
+    scored.rows[OLD][5] = scored.rows[OLD][5] + 3.0
+    del unscored.rows[OLD]
+    corrected.rows["loss_mask"] = list(corrected.rows["response_mask"])
+    corrected.rows["response_mask"] = [mask * 0 for mask in corrected.rows["response_mask"]]
+    corrected.rows["routed_experts"] = []
+    for prompt, response in zip(corrected.rows["prompts"], corrected.rows["responses"], strict=True):
+        ids = [*prompt.tolist(), *response.tolist()]
+        recorded = with_digests(routes.repeat(len(ids) - 1, 1, 1), ids)
+        corrected.rows["routed_experts"].append(torch.from_numpy(recorded))
+    experts = {"layers": layers, "num_experts": 4, "top_k": 2}
+    found = {}
+    for name, given in {"scored": scored, "corrected": corrected, "unscored": unscored}.items():
+        module.tq = given
+        keys = batch(given)
+        for row, tag in enumerate(keys.tags):
+            tag["min_global_steps"] = 2 if row == 1 else 3
+        held = StoredBatch(keys, 3, provenance=None, experts=experts, settings=lambda: {"host": "verl"})
+        found[name] = lines_of(held, "RecordError: rollout prompt_3_0 of step 4 has no old_log_probs")
     return found
 
 

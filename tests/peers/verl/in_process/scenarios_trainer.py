@@ -9,11 +9,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.verl import measure
+from mismatch_ext.adapters.verl import evidence, measure
 from mismatch_ext.adapters.verl.block import RunMode, hand_on
 from omegaconf import DictConfig, open_dict
 
 from mismatch_ext.config import MismatchConfig
+from mismatch_ext.doctor import read_rollouts
 from tests.peers.verl.in_process.losses import host_config
 from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
 from tests.peers.verl.recorded import recorded
@@ -21,7 +22,7 @@ from tests.peers.verl.recorded import recorded
 BLOCK = {
     "kl": {"coef": 0.1, "target_kl": 1e-3, "reward_path": "surrogate"},
     "lr": {"trigger": "response_length"},
-    "monitor": {"weight_sync": "off", "metrics": "all"},
+    "monitor": {"weight_sync": "off", "metrics": "all", "alarms": {"logp_abs_diff_max": {"above": 0.0, "patience": 1}}},
 }
 
 
@@ -119,7 +120,7 @@ class StandIn:
         for _ in range(2):
             self.global_steps += 1
             metrics: dict[str, Any] = {}
-            self.queue = measure.tq = queue(self.global_steps)  # type: ignore[assignment]
+            self.queue = measure.tq = evidence.tq = queue(self.global_steps)  # type: ignore[assignment]
             given = self.step(metrics, {})
             self._save_checkpoint()
             self.on_step_end()
@@ -171,5 +172,10 @@ def steps() -> dict[str, Any]:
         found["told"] = told
         found["states"] = sorted(path.parent.name for path in Path(work).glob("global_step_*/mismatch.json"))
         lines = Path(work, "mismatch", "metrics.jsonl").read_text().splitlines()
+        found["kept"] = {path.name: read_rollouts(path) for path in Path(work, "mismatch").glob("evidence-*")}
+        found["kept"] = {
+            name: [[row.step, row.version, len(row.trainer_logprobs or ()), row.kept.reason] for row in log.responses if row.kept]
+            for name, log in found["kept"].items()
+        }  # fmt: skip
         found["lines"] = [json.loads(line) for line in lines]
     return found
