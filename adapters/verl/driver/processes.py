@@ -92,7 +92,7 @@ class Processes:
         """Return how the trainer computes, as the doctor needs it to examine what was kept."""
         if self._checked is None:
             return {"host": "verl"}
-        routing = self._block.acting.routing
+        routing = self._block.routing
         return trainer_settings(
             self._checked.trainer,
             host="verl",
