@@ -25,6 +25,7 @@ from mismatch_ext.routing import RoutingTrace
 from tests.unit.loops import PROMPTS, learn, sides
 
 ALARM = {"k3_kl": {"above": 0.0, "patience": 1}}
+ENDS = {"monitor": {"weight_sync": "error"}}  # a config that acts, and changes no number
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -199,7 +200,7 @@ def test_a_file_that_cannot_be_written_is_told_once_and_ends_nothing(
 
 def test_a_refused_rollout_is_kept_and_the_error_stays_as_it_is(tmp_path: Path) -> None:
     trainer, rollout = sides(noise=0.0)
-    with pytest.raises(RecordError, match="mixed provenance"), Run({}, trainer, rollout, tmp_path).start() as run:
+    with pytest.raises(RecordError, match="mixed provenance"), Run(ENDS, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
         records = rollout.generate(PROMPTS)
         records[9] = replace(records[9], provenance=replace(records[9].provenance, weight_version=7))
@@ -212,7 +213,7 @@ def test_a_refused_rollout_is_kept_and_the_error_stays_as_it_is(tmp_path: Path) 
 
 def test_a_trainer_that_overflows_leaves_its_rows(tmp_path: Path) -> None:
     trainer, rollout = sides(noise=0.0)
-    with pytest.raises(NonFiniteLogprobError), Run({}, trainer, rollout, tmp_path).start() as run:
+    with pytest.raises(NonFiniteLogprobError), Run(ENDS, trainer, rollout, tmp_path).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             old = run.score(batch)
@@ -229,11 +230,11 @@ def test_a_failed_weight_check_keeps_the_next_batch_or_the_last_one(tmp_path: Pa
     with pytest.warns(UserWarning) if action == "warn" else pytest.raises(WeightSyncError), run.start():
         learn(run, 1)
         rollout.drops_updates = True
-        learn(run, 2)
+        learn(run, 3)
     (path,) = tmp_path.rglob("evidence-*")
     first = lines(path)[0]
-    # The update after step 2 is the first that is dropped.
-    assert (path.name, first["step"]) == {"error": ("evidence-2.jsonl.gz", 1), "warn": ("evidence-3.jsonl.gz", 2)}[
+    # The update after step 2 is the first that is dropped, and the next one leaves no doubt.
+    assert (path.name, first["step"]) == {"error": ("evidence-3.jsonl.gz", 2), "warn": ("evidence-4.jsonl.gz", 3)}[
         action
     ]
     assert "weight" in first["kept"]["reason"]
