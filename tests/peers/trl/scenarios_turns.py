@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_TOKEN, PAD_TOKEN, VOCABULARY
+from mismatch_ext.log_reading import read_run
 from tests.models import tiny_model
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of
@@ -220,7 +221,9 @@ def measured(out: str) -> dict[str, Any]:
         "failed": dict(trainer.mm.checks.counts),
     }
     step = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
-    return found | {"step": step, "failed in it": [[f.check, f.message] for f in trainer.mm.checks.unwritten]}
+    events = read_run(trainer.mm.log.run_dir).events
+    failed = [[e.data["check"], e.data["message"]] for e in events if e.name == "check_failed"]
+    return found | {"step": step, "failed in it": failed}
 
 
 def faults(trainer: Any) -> dict[str, Any]:
