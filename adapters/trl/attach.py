@@ -11,7 +11,7 @@ classes do the same with a config that does not act, such as `mismatch={}`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -97,7 +97,7 @@ class Noted(CheckedGeneration):
         return result
 
     @contextmanager
-    def keeping(self, records: list[RolloutRecord]) -> Any:
+    def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
         """Add to a list what is generated in a block, which all ranks enter."""
         with overridden(self, _kept=records, _refused=None, lacks_records=False):
             yield

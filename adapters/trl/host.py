@@ -315,25 +315,18 @@ class TrainerRun:
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
         extra: dict[str, float] = {}
-        agreement: dict[str, float] = {}
-        # Each collective in a check of its own: a rank on which one fails still takes part in the others.
-        with self.checks.checking("findings"):
-            self.checks.gather(self.ranks)
+        by_layer: dict[str, float] = {}
+        self.checks.gather(self.ranks)
         with self.checks.checking("metrics"):
             extra = self.log.flush(split, self.step)
         if self.routing is not None:
-            with self.checks.checking("metrics"):
-                agreement = self.routing.take_agreement(split, self.ranks)
-        logged, by_layer = of_agreement(agreement)
-        extra |= logged
+            logged, by_layer = of_agreement(self.routing.take_agreement(split, self.ranks))
+            extra |= logged
         if self.routing is not None and (extra or of_training):
-            with self.checks.checking("metrics"):
-                # How many passes were over other tokens than were recorded.
-                extra |= prefixed(self.routing.take_others(split, self.ranks))
+            # How many passes were over other tokens than were recorded.
+            extra |= prefixed(self.routing.take_others(split, self.ranks))
         if of_training:
-            with self.checks.checking("metrics"):
-                extra |= self.training_metrics()
-            extra |= prefixed(self.checks.metrics())
+            extra |= self.training_metrics() | prefixed(self.checks.metrics())
         return extra, by_layer
 
     def further_metrics(self) -> dict[str, float]:
@@ -492,16 +485,14 @@ class GridCallback(TrainerCallback):
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Keep a sample of the weights."""
-        with self._run.checks.checking("metrics"):
-            self._grid.before(self._run.held())
+        self._grid.before(self._run.held())
 
     def on_optimizer_step(self, *_: Any, **kwargs: Any) -> None:
         """Compare them with what the step made of them."""
-        with self._run.checks.checking("metrics"):
-            rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
-            message = self._grid.after(self._run.held(), rate)
-            if message is not None and self._run.trainer.accelerator.is_main_process:
-                self._run.warn(COARSE_ENGINE, message)
+        rate = max(group["lr"] for group in kwargs["optimizer"].param_groups)
+        message = self._grid.after(self._run.held(), rate)
+        if message is not None and self._run.trainer.accelerator.is_main_process:
+            self._run.warn(COARSE_ENGINE, message)
 
 
 def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:

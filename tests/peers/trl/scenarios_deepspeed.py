@@ -97,7 +97,8 @@ def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:
     trainer.train(resume_from_checkpoint=resume)
     engine = engine_of(trainer.accelerator)
     entries = [entry for entry in trainer.state.log_history if "loss" in entry]
-    verdict = trainer.mm.verdict if getattr(trainer, "mm", None) else None
+    mm = getattr(trainer, "mm", None)
+    verdict = None if mm is None else mm.verdict
     return {
         "stage": engine.zero_optimization_stage(),
         "logged": [{key: value for key, value in entry.items() if key in LOGGED or "mismatch/" in key} for entry in entries],
@@ -106,7 +107,8 @@ def outcome(trainer: Any, resume: str | None = None) -> dict[str, Any]:
         "parameters": sorted({str(p.dtype) for p in trainer.model.parameters()}),
         "steps": [engine.global_steps, engine.skipped_steps],
         "verdict": None if verdict is None else verdict.status,
-        "version": getattr(getattr(getattr(trainer, "mm", None), "checked", None), "weight_version", None),
+        "version": getattr(getattr(mm, "checked", None), "weight_version", None),
+        "failed": None if mm is None else dict(mm.checks.counts),
     }  # fmt: skip
 
 

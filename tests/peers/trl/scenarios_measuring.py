@@ -36,6 +36,7 @@ SECTIONS = {
     "correction": {"preset": "token_truncate", "upper": 2.0, "veto": 1e-4}, "kl": {"coef": 0.1},
     "lr": {"period": 2}, "monitor": {"weight_sync": "error"},
 }  # fmt: skip
+ATTACHED = "attached"
 OF_GRPO = (GRPOTrainer, GRPOConfig), (MismatchGRPOTrainer, MismatchGRPOConfig)
 OF_RLOO = (RLOOTrainer, RLOOConfig), (MismatchRLOOTrainer, MismatchRLOOConfig)
 
@@ -94,20 +95,21 @@ def compared(
     faults: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
     **overrides: Any,
 ) -> dict[str, Any]:
-    """Train stock TRL, then once with each block, each under the same faults."""
+    """Train stock TRL, then once with each block (`ATTACHED`: with stock classes and `attach`), each under the same faults."""
     found: dict[str, Any] = {}
     for name, block in {"stock": None, **blocks}.items():
-        trainer_class, config_class = kinds[0] if block is None else kinds[1]
+        is_stock = block is None or block == ATTACHED
+        trainer_class, config_class = kinds[0] if is_stock else kinds[1]
         # Grouped products of experts do not come out the same each time.
         eager = {"experts_implementation": "eager"}
         given = {**arguments(f"{out}/{name}"), "bf16": False, "model_init_kwargs": eager, **overrides}
         if issubclass(config_class, RLOOConfig):
             del given["vllm_importance_sampling_mode"]
-        if block is not None:
+        if not is_stock:
             given["mismatch"] = block
         callbacks = [] if callback is None else [callback()]
         torch.manual_seed(0)
-        with cpu() if block is None else contextlib.nullcontext(), faults():
+        with cpu() if is_stock else contextlib.nullcontext(), faults():
             trainer = trainer_class(
                 model=model,
                 reward_funcs=graded,
@@ -117,6 +119,8 @@ def compared(
             )
             for own in callbacks:
                 own.trainer = trainer  # type: ignore[attr-defined]
+            if block == ATTACHED:
+                attach(trainer)
             found[name] = _trained(trainer, then)
         if block is not None:
             found[name] |= _run_of(f"{out}/{name}")
@@ -124,10 +128,9 @@ def compared(
 
 
 def measured(model: str, out: str, rloo: bool) -> dict[str, Any]:
-    """Measure, and let sections be checked and left out: not even one that the trainer could not have acts."""
-    if rloo:
-        return compared(model, out, {"measured": {}}, OF_RLOO, beta=0.1)
-    return compared(model, out, {"measured": {}, "observed": {"level": "observe", **SECTIONS}}, beta=0.1)
+    """Measure in three ways; of sections that are checked and left out, not even one that the trainer could not have acts."""
+    blocks = {"measured": {}, "attached": ATTACHED, "observed": {"level": "observe", **SECTIONS}}
+    return compared(model, out, blocks, OF_RLOO if rloo else OF_GRPO, beta=0.1)
 
 
 class MovedTemperature(TrainerCallback):

@@ -16,6 +16,7 @@ from vllm import SamplingParams
 
 from examples.arithmetic.task import make_dataset
 from examples.arithmetic.tokenizer import EOS_TOKEN, PAD_TOKEN, VOCABULARY
+from mismatch_ext.log_reading import read_run
 from tests.models import tiny_model
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, digest_of
@@ -203,13 +204,31 @@ def _other_id(ids: list[int], place: int) -> None:
     ids[place] = ids[place] % 14 + 2
 
 
+def _rendered_again(prompts: list[list[int]], first: list[list[int]]) -> None:
+    prompts[2] = list(prompts[2])
+    _other_id(prompts[2], len(first[2]) + 1)
+
+
+def measured(out: str) -> dict[str, Any]:
+    """Train with tools and a config that does not act; then let a chat template render a turn again, in one more step."""
+    trainer = build(out, {}, max_steps=2, top_k=0)
+    batches = Batches(trainer)
+    trainer.train()
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    found = {
+        "history": [{k: v for k, v in entry.items() if "mismatch/" in k} for entry in logs],
+        "batches": list(batches.found),
+        "failed": dict(trainer.mm.checks.counts),
+    }
+    step = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
+    events = read_run(trainer.mm.log.run_dir).events
+    failed = [[e.data["check"], e.data["message"]] for e in events if e.name == "check_failed"]
+    return found | {"step": step, "failed in it": failed}
+
+
 def faults(trainer: Any) -> dict[str, Any]:
     """Plant what goes wrong between turns, one after the other, and take a step each."""
     found: dict[str, Any] = {}
-
-    def rendered_again(prompts: list[list[int]], first: list[list[int]]) -> None:
-        prompts[2] = list(prompts[2])
-        _other_id(prompts[2], len(first[2]) + 1)
 
     def updated(prompts: Any, first: Any) -> None:
         with torch.no_grad():
@@ -227,7 +246,7 @@ def faults(trainer: Any) -> dict[str, Any]:
         "tool's token": lambda starts, columns: columns[1].__setitem__(starts[1] - 1, 1),
         "log-probabilities": moved,
     }
-    found["rendered again"] = attempt(trainer, _generate_single_turn=_again(trainer, rendered_again))
+    found["rendered again"] = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
     for name, change in loops.items():
         found[name] = attempt(trainer, _tool_call_loop=_afterwards(trainer, change))
     found["none"] = attempt(trainer)

@@ -34,6 +34,7 @@ PERIOD = {"period": 2, "warmup_steps": 0}
 SMALL_SCALE = {"fp16": {"enabled": "auto", "initial_scale_power": 8}}
 DENSE: dict[str, dict[str, Any]] = {
     "monitor": {"block": FLOAT32, "overrides": {"save_strategy": "steps", "save_steps": 2}},
+    "measured": {"block": {}},
     "unverified": {"block": {**FLOAT32, "monitor": {"weight_sync": "off"}}},
     "float16": {"block": {**FP16, "lr": PERIOD}, "more": SMALL_SCALE},
     "overflows": {"block": {**FP16, "lr": PERIOD}},
@@ -127,6 +128,13 @@ def test_both_sides_agree_in_float32_after_every_update(dense_runs: dict[str, An
         assert max(series(dense_runs[name], "mismatch/weight_sync_gap")) < 1e-5
     # The weights did move.
     assert len({run["weights"] for run in dense_runs.values() if "weights" in run}) > 3
+
+
+def test_a_config_that_does_not_act_measures(dense_runs: dict[str, Any]) -> None:
+    run = dense_runs["measured"]
+    assert run["failed"] == {}
+    for name in ("mismatch/k3_kl", "mismatch/weight_sync_gap"):
+        assert min(series(run, name)) > 0
 
 
 def test_verifying_changes_no_bit_of_what_is_learned(dense_runs: dict[str, Any]) -> None:

@@ -36,19 +36,18 @@ def check_stock(stock: dict[str, Any], measured: dict[str, Any], steps: int) -> 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("rloo", [False, True])
-def test_an_empty_config_measures_and_sections_under_observe_are_left_out(
+def test_an_empty_config_measures_as_attach_does_and_sections_under_observe_are_left_out(
     run: Run, moe: Path, tmp_path: Path, rloo: bool
 ) -> None:
     found = run(scenarios.measured, model=moe, out=tmp_path, rloo=rloo).expect()
-    for name in ("measured",) if rloo else ("measured", "observed"):
+    for name in ("measured", "attached", "observed"):
         measured = found[name]
         check_stock(found["stock"], measured, steps=3)
         assert measured["end"] == ["completed"] and measured["acts"] is False and measured["failed"] == []
         for entry in measured["ours"]:
             assert entry["mismatch/k3_kl"] > 0 and not {"mismatch/lr_multiplier", "mismatch/kl_coef"} & set(entry)
         assert measured["ours"][-1]["mismatch/weight_sync_gap"] >= 0
-    if not rloo:
-        assert found["measured"]["ours"] == found["observed"]["ours"]
+    assert found["measured"]["ours"] == found["attached"]["ours"] == found["observed"]["ours"]
 
 
 @pytest.mark.numeric

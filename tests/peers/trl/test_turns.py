@@ -76,6 +76,19 @@ def test_a_step_without_a_fault_is_taken(tools: Any) -> None:
     assert tools["faults"]["none"] == {"error": "", "message": "", "gradients": True, "moved": False}
 
 
+def test_a_config_that_does_not_act_measures_turns_and_tells_what_goes_wrong_between_them(
+    run: Run, tmp_path: Path
+) -> None:
+    found = run(scenarios.measured, out=tmp_path).expect()
+    assert found["failed"] == {} and len(found["history"]) == 2
+    for entry, batch in zip(found["history"], found["batches"], strict=True):
+        assert entry["mismatch/turns"] == 3 and entry["mismatch/k3_kl"] > 0
+        assert entry["mismatch/tokens"] == sum(batch["lengths"]) - batch["tool_tokens"]
+    assert found["step"]["error"] == "" and found["step"]["gradients"]
+    check, message = found["failed in it"][0]
+    assert check == "records" and all(re.search(words, message) for words in NAMED["rendered again"]), message
+
+
 # What a rollout_func does wrong, by what it is called.
 OWN = {
     "rendered again": [r"completion 0: token \d+ of the completion .* was given id \d+ as token 0 of the completion"],
