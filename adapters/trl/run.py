@@ -31,7 +31,6 @@ from mismatch_ext.adapters.trl.correction import (
     phantom,
 )
 from mismatch_ext.adapters.trl.engines import Served, engine_of
-from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
@@ -85,7 +84,7 @@ class TrlRun(TrainerRun):
         super().__init__(trainer, block, config.output_dir)
         self.verdicts.add(config._verdicts.unwritten, warned=True)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
-        self.scoring, self.objective, self.examiner = Scoring(self), Objective(self), Examiner(self)
+        self.scoring, self.objective = Scoring(self), Objective(self)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -141,8 +140,6 @@ class TrlRun(TrainerRun):
     def check_model(self) -> None:
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
         trainer = self.trainer
-        with self.verdicts.checking("doctor"):
-            check_examinable(self.block, trainer.model)
         with self.verdicts.checking("reference"):
             # As TRL decides whether it builds one.
             built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
@@ -426,8 +423,6 @@ class TrlRun(TrainerRun):
                 held.routes = None if records is None else [record.routing for record in records]
                 self.log.observe(self.split, *found)
             gap = found  # on all ranks or none, because what follows is over all of them
-            with together(self.ranks):
-                self.examiner.examine(output, found, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -473,14 +468,6 @@ class TrlRun(TrainerRun):
         return scored_again(self.trainer, output, training=self.trainer.model.training)
 
     # Logs, and what a checkpoint holds.
-
-    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
-        extra, by_layer = super().extra_metrics(split, of_training)
-        if of_training:
-            with self.verdicts.checking("metrics"):
-                extra |= self.examiner.metrics()
-        return extra, by_layer
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of weight updates and of DeepSpeed's scaler."""

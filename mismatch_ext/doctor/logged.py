@@ -28,7 +28,7 @@ import math
 import pickle
 import zlib
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -125,6 +125,7 @@ class _Kept(_Row):
     chosen: str
     reason: str
     sampled_after: int | None = None
+    pictured: bool = False
     left_pads: int = 0
     right_pads: int = 0
     trainer: dict[str, Setting] = {}
@@ -210,6 +211,7 @@ class Kept:
 
     reason: str
     late: bool  # whether later weights scored it than those that sampled it
+    pictured: bool  # whether its prompt had an image, which is not in the file
     worst: bool  # whether its gap is among the largest of its batch
     width: int  # tokens and pads of the row's prompt in the batch that was scored
     trainer: Mapping[str, Any]  # how the trainer computed
@@ -282,6 +284,20 @@ class Logged:
             key = ". The key `weight_version` of a row holds its version" if self.host == OWN else ""
             raise RecordError(
                 f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}{key}."
+            )
+        return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
+
+    def of_text(self, placeholders: Collection[int]) -> Logged:
+        """Return the responses to prompts of text alone; `placeholders` are the ids that stand for an image or the like."""
+        chosen = tuple(
+            response
+            for response in self.responses
+            if not (response.kept is not None and response.kept.pictured)
+            and not set(placeholders).intersection(response.prompt_ids)
+        )
+        if not chosen:
+            raise RecordError(
+                f"{self.path}: every prompt has an image or the like, which the doctor does not score; give rows of text."
             )
         return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
 
@@ -544,6 +560,7 @@ def _own_kept(line: _Own) -> Kept:
     return Kept(
         reason=line.kept.reason,
         late=line.kept.sampled_after not in (None, line.step),
+        pictured=line.kept.pictured,
         worst=line.kept.chosen == "worst",
         width=line.kept.left_pads + len(line.prompt_ids),
         trainer=line.kept.trainer,
