@@ -47,8 +47,6 @@ def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
         "routing": {"mode": key},
         "monitor": {} if key == "weight_sync" else {"weight_sync": "off"},
     }
-    if key == "doctor":
-        values["monitor"]["doctor"] = "first_batch"
     block = MismatchConfig.parse({"monitor": values["monitor"], section: values.get(section, {})})
     assert block is not None
     actor, engine = "megatron" if "megatron" in host.using else "fsdp", "sglang" if "sglang" in host.using else "vllm"

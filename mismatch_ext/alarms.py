@@ -130,7 +130,7 @@ DEFAULTS = {
             source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with "
             "mxfp8; the factor is a choice.",
             meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
-            advice="let the doctor examine a batch (TRL: monitor.doctor: on_alarm; verl: `mismatch-ext doctor --verl`), look at "
+            advice="examine the rows that were kept with `mismatch-ext doctor --rollouts`, look at "
             "what the engine quantizes and at whether each weight update is exact, and correct by importance weights until the "
             "cause is found",
             numerics=True,

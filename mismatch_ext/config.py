@@ -341,10 +341,6 @@ class MonitorConfig:
     """Whether an alarm, a failed weight check or a refused row keeps rows of the batch in the run folder, for the
     doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
     token ids. There are at most three files a run."""
-    doctor: Literal["first_batch", "on_alarm"] | None = None
-    """Which batch of a TRL run the doctor examines: the first one, or the next one after an alarm, once for each
-    metric; None examines none. Meanwhile the main process holds a copy of the weights; see docs/doctor.md. With verl,
-    use `mismatch-ext doctor --verl`."""
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and not self.run_dir.strip():
@@ -352,16 +348,10 @@ class MonitorConfig:
                 f"mismatch.monitor.run_dir: {self.run_dir!r} is not allowed; allowed: the path of a folder. Leave it out for the "
                 "default."
             )
-        rules: Mapping[str, Any] = {}
         if self.alarms:
             from mismatch_ext.alarms import rules_of
 
-            rules = rules_of(self)
-        if self.doctor == "on_alarm" and not rules and (self.alarms or not self.default_alarms):
-            raise ConfigError(
-                "mismatch.monitor.doctor: 'on_alarm' without any alarm; allowed: 'first_batch', or an alarm. Name one in "
-                "mismatch.monitor.alarms, or leave default_alarms on."
-            )
+            rules_of(self)  # raises ConfigError for an alarm without a bound
 
 
 @_section("mismatch")
@@ -395,7 +385,6 @@ class MismatchConfig:
         return (
             "monitor",
             *(["monitor.weight_sync"] if self.monitor.weight_sync != "off" else []),
-            *(["monitor.doctor"] if self.monitor.doctor is not None else []),
             *(name for name in sections if getattr(self, name) is not None),
             *([f"routing.{self.routing.mode}"] if self.routing is not None else []),
         )
@@ -503,6 +492,12 @@ def speaking_of(argument: str, path: str) -> Iterator[None]:
 
 # Reading, and refusals: what was found, what is allowed.
 
+GONE = {
+    "mismatch.monitor.doctor": "this key is gone, and no run examines its own batches. Remove it: after an alarm the run keeps "
+    "rows (mismatch.monitor.evidence) and prints the `mismatch-ext doctor` command that examines them."
+}
+"""What to do instead of a key that earlier versions had."""
+
 
 def _keys(path: str) -> list[str]:
     """Return the keys of a section, or of one alarm."""
@@ -531,6 +526,8 @@ def _refusal(error: ValidationError, path: str) -> ConfigError:
     hint = ""
     if kind == "value_error" and isinstance(wrong["ctx"]["error"], ConfigError):
         return wrong["ctx"]["error"]
+    if key in GONE:
+        return ConfigError(f"{key}: {GONE[key]}")
     if kind == "unexpected_keyword_argument":
         known = _known_keys(section)
         return ConfigError(

@@ -60,6 +60,8 @@ class EvidenceRow:
     routes: RoutingTrace | None = None
     sampled_after: int | None = None
     """Finished optimizer steps of the weights that sampled it; None if these are the weights that scored it."""
+    pictured: bool = False
+    """Whether its prompt has an image, which is not kept: its tokens alone do not tell what was scored."""
     left: int = 0
     """Pads before the prompt in the batch that was scored."""
     right: int = 0
@@ -106,6 +108,7 @@ class ColumnBatch:
     trainer: Column | None = None
     provenance: Sequence[Provenance | None] | Provenance | None = None
     routes: Sequence[RoutingTrace | None] | None = None
+    pictures: Sequence[int] | None = None  # how many images each prompt has
     known_as: Sequence[str] | None = None
     step: int = 0
     settings: Callable[[], Mapping[str, Any]] = dict
@@ -154,6 +157,7 @@ class ColumnBatch:
             trainer=None if trainer is None else _plain(trainer)[:count],
             provenance=provenance,
             routes=_entry(self.routes, number),
+            pictured=bool(_entry(self.pictures, number)),
             left=left,
             right=right,
         )
@@ -348,6 +352,7 @@ def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, 
         "kept": {
             **kept,
             "sampled_after": row.sampled_after,
+            "pictured": row.pictured,
             "left_pads": row.left,
             "right_pads": row.right,
         },

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -45,9 +45,6 @@ from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import EVENT as WEIGHT_SYNC
-
-if TYPE_CHECKING:
-    from mismatch_ext.doctor.in_run import RunDoctor
 
 logger = logging.getLogger(__name__)
 
@@ -395,17 +392,12 @@ class RunLog:
         self._growth = self._sync_growth = Growth()
         self._of_probes: dict[str, float] = {}
         self._lost = 0  # lines since the last one that could be written
-        self.doctor: RunDoctor | None = None
         self.evidence: Evidence | None = None
         if ranks.rank == 0:
             ensure_writable(run_dir)
             if block.monitor.evidence:
                 self.evidence = Evidence(run_dir, self.event, self._tell)
             self.checks.report_to(self._write_event)
-            if block.monitor.doctor is not None:
-                from mismatch_ext.doctor.in_run import RunDoctor  # the doctor reads runs
-
-                self.doctor = RunDoctor(block.monitor, run_dir, self.event)
 
     # The run.
 
@@ -707,8 +699,6 @@ class RunLog:
             if alarm.status == "raised":
                 self._tell(alarm.message if kept is None else f"{alarm.message} {kept.sentence()}")
                 kept = None  # it is said once
-                if self.doctor is not None:
-                    self.doctor.raised(alarm)
             if alarm.stops:
                 stop = alarm.message
         return stop

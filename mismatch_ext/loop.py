@@ -847,12 +847,6 @@ class _Pending:
 
 def check_block(block: MismatchConfig) -> None:
     """Refuse a config that asks for something that your own loop cannot have."""
-    if block.monitor.doctor is not None:
-        raise ConfigError(
-            f"mismatch.monitor.doctor={block.monitor.doctor!r}: your own loop is not asked for its model's class and "
-            "configuration; allowed: none. Write its rollouts with mismatch_ext.write_rollouts, and give them to "
-            "`mismatch-ext doctor --rollouts`."
-        )
     if block.sampling_mask is not None:
         raise ConfigError(
             "mismatch.sampling_mask in your own loop, which scores its batches itself: it takes log-probabilities over the "

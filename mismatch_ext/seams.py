@@ -22,7 +22,7 @@ ALL = "monitor"
 """The feature that every block asks for."""
 
 FEATURES = (
-    *(ALL, "monitor.weight_sync", "monitor.doctor"),
+    *(ALL, "monitor.weight_sync"),
     *("precision", "lr", "kl", "correction", "sampling_mask", "routing.R2", "routing.R3"),
 )
 

@@ -14,6 +14,7 @@ from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
+from mismatch_ext.adapters.placeholders import placeholders_of
 
 from mismatch_ext.doctor.diagnose import SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
@@ -150,6 +151,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sides = replace(sides, sampling=known)
     model = load_model(sides.model, config=sides.trainer_config)
     shape = routing_shape(model)
+    logged = logged.of_text(placeholders_of(model.config.to_dict()))
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     notes: tuple[str, ...] = ()

@@ -60,12 +60,6 @@ class MismatchCallback(TrainerCallback, ExportableState):
                     f"mismatch.{name} with MismatchCallback: a callback reaches neither loss nor engine; allowed: lr, "
                     "monitor. Remove it, or use MismatchGRPOTrainer."
                 )
-        if self.block.monitor.doctor is not None:
-            with self._checks.checking("sections"):
-                raise ConfigError(
-                    f"mismatch.monitor.doctor={self.block.monitor.doctor!r} with MismatchCallback: a callback reaches no "
-                    "rollouts; allowed: none. Remove it, or use MismatchGRPOTrainer."
-                )
         self._lr = self._control()
         self._rules = rules_of(self.block.monitor, TRL)
         self._log: RunLog | None = None

@@ -1,4 +1,4 @@
-"""What this package relies on in torch and transformers; routers are not listed, but found in each model."""
+"""What this package relies on in torch; transformers' routers are not listed, but found in each model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,5 @@ SEAMS = (
         ),
         checked="a scaler that is off, and overflows that do not end, are errors",
         upstream="https://github.com/pytorch/pytorch/blob/v2.13.0/torch/amp/grad_scaler.py",
-    ),
-    Seam(
-        name="transformers/weights_at_hand",
-        features=("monitor.doctor",),
-        what="building a copy of a model from weights that are at hand, under a checkpoint's names",
-        claims=(
-            exists("transformers.modeling_utils:PreTrainedModel.from_pretrained", "pretrained_model_name_or_path"),
-        ),
-        checked="a copy with missing or mismatched weights is an error",
-        upstream="https://github.com/huggingface/transformers/blob/v5.10.4/src/transformers/modeling_utils.py",
     ),
 )

@@ -8,7 +8,6 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.transformers.doctor.in_run import SentWeights
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -49,7 +48,6 @@ class CheckedGeneration:
         self._kept: list[RolloutRecord] | None = None
         self._refused: Exception | None = None  # why this rank's rollouts of the batch are refused
         self._sent_at: int | None = None  # step of the last weight update
-        self.sent: SentWeights | None = None  # copy of what the last update sent, where a batch is to be examined
         self._inner = inner = run.trainer.vllm_generation
         self._plain_sync, self._plain_parameters = inner.sync_weights, inner._iter_named_params
         self.plain_generate = inner.generate
@@ -137,13 +135,10 @@ class CheckedGeneration:
         # One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out the
         # same twice.
         self._sending = engine.Sending()
-        self.sent = SentWeights() if self.run.examines else None
         with nullcontext() if self.base is None else self.base.kept():
             for name, parameter in self._plain_parameters(*args, **kwargs):
                 with self.checks.checking("weight_sync"):
                     self._sending.note(name, parameter)
-                if self.sent is not None:
-                    self.sent.note(name, parameter)
                 yield name, parameter
 
     def sync_if_asleep(self) -> None:

@@ -195,6 +195,7 @@ class TrainerRun:
             response_mask=present,
             rollout=torch.full(present.shape, torch.nan) if rollout is None else rollout,
             mask=present * output.get("tool_mask", 1),
+            pictures=output.get("num_images"),
             provenance=None if self.checked is None else self.checked.provenance(),
             step=self.step,
             settings=self.trainer_settings,
@@ -224,11 +225,6 @@ class TrainerRun:
     def verdict(self) -> SyncVerdict | None:
         """The judgment of the last weight update; None before the first."""
         return None if self.checked is None else self.checked.verifier.verdict
-
-    @property
-    def examines(self) -> bool:
-        """Whether the next batch is examined in this process, so that what is sent has to be copied."""
-        return self.log.doctor is not None and self.log.doctor.due
 
     def fingerprint(self) -> str:
         """Return a digest of the present weights, the same on every rank, each of which may hold a part of them."""

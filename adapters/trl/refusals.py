@@ -64,10 +64,6 @@ SETTINGS = (
         for name in ("precision", "correction", "sampling_mask")
     ),
     Row(
-        "monitor.doctor", "mismatch.monitor.doctor={b.monitor.doctor!r} with use_vllm=False",
-        lambda s, b: not s.use_vllm, "there are no two sides to examine", _WITH_ENGINE,
-    ),
-    Row(
         "lr", "use_vllm=False with mismatch.lr.trigger={b.lr.trigger!r}",
         lambda s, b: not s.use_vllm and b.lr.trigger in ("mismatch_kl", "f_tau"), _NO_GAP, _WITH_ENGINE,
     ),
@@ -97,10 +93,6 @@ SETTINGS = (
         "sampling_mask", "mismatch.sampling_mask with generation_kwargs['logprobs']={s.generation_kwargs[logprobs]!r}",
         lambda s, b: "logprobs" in (s.generation_kwargs or {}),
         "masks are read off as many log-probabilities as the section asks for", "remove logprobs",
-    ),
-    Row(
-        "sampling_mask", "mismatch.sampling_mask with mismatch.monitor.doctor={b.monitor.doctor!r}",
-        lambda s, b: b.monitor.doctor is not None, "it examines log-probabilities over the whole vocabulary", "allowed: none",
     ),
     Row(
         "kl", "mismatch.kl.estimator='full'", lambda s, b: b.kl.estimator == "full",

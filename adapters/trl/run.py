@@ -29,7 +29,6 @@ from mismatch_ext.adapters.trl.correction import (
     phantom,
 )
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
-from mismatch_ext.adapters.trl.examining import Examiner, check_examinable
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback
 from mismatch_ext.adapters.trl.kl import KlReward
@@ -81,7 +80,7 @@ class TrlRun(MeasuredRun):
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
-        self.scoring, self.objective, self.examiner = Scoring(self), Objective(self), Examiner(self)
+        self.scoring, self.objective = Scoring(self), Objective(self)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -150,7 +149,6 @@ class TrlRun(MeasuredRun):
     def check_model(self) -> None:
         """Refuse a model that the block does not fit, when TRL has loaded it and not yet started its engine."""
         trainer = self.trainer
-        check_examinable(self.block, trainer.model)
         # As TRL decides whether it builds one.
         built = trainer.args.beta != 0.0 and not is_peft_model(trainer.model)
         check_reference(trainer.accelerator, built)
@@ -342,8 +340,6 @@ class TrlRun(MeasuredRun):
             held.trainer, held.rollout = old_logprobs, output[ROLLOUT]
             held.routes = [record.routing for record in records]
             self.log.observe(self.split, *gap)
-        with together(self.ranks):
-            self.examiner.examine(output, gap, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -395,13 +391,6 @@ class TrlRun(MeasuredRun):
             self.lr.rate.collect({"grad_norm": float(norm)})
 
     # Logs, and what a checkpoint holds.
-
-    def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
-        """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
-        extra, by_layer = super().extra_metrics(split, of_training)
-        if of_training:
-            extra |= self.examiner.metrics()
-        return extra, by_layer
 
     def further_metrics(self) -> dict[str, float]:
         """Return metrics of weight updates, and what rounding leaves of adapters."""

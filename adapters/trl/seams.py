@@ -89,6 +89,6 @@ REFUSALS = (
     Refusal(("GRPOTrainer", "server"), "sampling_mask", "a server's answers have no number for what was cut off"),
     *(
         Refusal(("GRPOTrainer", "alone"), name, _NO_ENGINE, "use_vllm=True")
-        for name in ("precision", "correction", "sampling_mask", "routing.R3", "monitor.doctor", "monitor.weight_sync")
+        for name in ("precision", "correction", "sampling_mask", "routing.R3", "monitor.weight_sync")
     ),
 )  # fmt: skip

@@ -300,10 +300,6 @@ TABLE = (
             "Add that module to it there, or submit the job without it", lambda asked: asked.job_variables.get(MODULES_VARIABLE),
         ),
         Setting(
-            "mismatch.monitor.doctor", given, LEFT_OUT, "no batch is examined in a run of verl",
-            "Remove it, and give the checkpoint to `mismatch-ext doctor --verl`",
-        ),
-        Setting(
             "model_engine", lambda value, asked: value == "megatron" and asked.strategy in FSDP,
             f"'dp', or {ACTOR}.strategy='megatron'", "the actor has Megatron's settings and not its strategy",
             f"Set {ACTOR}.strategy=megatron and {REF}.strategy=megatron, or model_engine=dp",

@@ -27,7 +27,7 @@ from mismatch_ext.rollout import to_provenance
 from mismatch_ext.routing import RoutingShape
 
 if TYPE_CHECKING:
-    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm import RequestOutput, SamplingParams
     from vllm.inputs import TokensPrompt
 
 
@@ -87,13 +87,6 @@ class VllmEngine:
             # Nobody else holds the engine yet, so nobody else could end it.
             self.shutdown()
             raise
-
-    @classmethod
-    def around(cls, llm: LLM) -> VllmEngine:
-        """Wrap an engine that other code in this process has started and will end; no routes are taken from it."""
-        engine = cls.__new__(cls)
-        engine._llm, engine._shape, engine.reading = llm, None, read_engine(llm)
-        return engine
 
     def sample(self, asked: ToSample) -> Sample:
         """Sample responses as the run does.

@@ -92,6 +92,7 @@ class _Kept(Strict):
     chosen: str
     reason: str
     sampled_after: int | None = None
+    pictured: bool = False
     left_pads: int = 0
     right_pads: int = 0
     trainer: dict[str, Setting] = {}
@@ -130,6 +131,7 @@ def _kept(kept: _Kept, line: Mapping[str, Any], step: int | None) -> Kept:
     return Kept(
         reason=kept.reason,
         late=kept.sampled_after not in (None, step),
+        pictured=kept.pictured,
         worst=kept.chosen == "worst",
         width=kept.left_pads + len(line.get("prompt_ids") or ()),
         trainer=kept.trainer,

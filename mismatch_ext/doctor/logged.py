@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,7 @@ class Kept:
 
     reason: str
     late: bool  # whether later weights scored it than those that sampled it
+    pictured: bool  # whether its prompt had an image, which is not in the file
     worst: bool  # whether its gap is among the largest of its batch
     width: int  # tokens and pads of the row's prompt in the batch that was scored
     trainer: Mapping[str, Any]  # how the trainer computed
@@ -154,6 +155,20 @@ class Logged:
             key = ". The key `weight_version` of a row holds its version" if self.host == OWN else ""
             raise RecordError(
                 f"{self.path} holds no response of weight version {version}; it has {listed or 'none at all'}{key}."
+            )
+        return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
+
+    def of_text(self, placeholders: Collection[int]) -> Logged:
+        """Return the responses to prompts of text alone; `placeholders` are the ids that stand for an image or the like."""
+        chosen = tuple(
+            response
+            for response in self.responses
+            if not (response.kept is not None and response.kept.pictured)
+            and not set(placeholders).intersection(response.prompt_ids)
+        )
+        if not chosen:
+            raise RecordError(
+                f"{self.path}: every prompt has an image or the like, which the doctor does not score; give rows of text."
             )
         return replace(self, responses=chosen, left_out=self.left_out + len(self.responses) - len(chosen))
 

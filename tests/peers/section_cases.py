@@ -24,7 +24,6 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "monitor": {
         "defaults": {},
         "alarms": {"alarms": {"loss": {"above": -1e9, "patience": 1}}},
-        "doctor": {"doctor": "first_batch"},
     },
 }
 

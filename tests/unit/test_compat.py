@@ -229,7 +229,6 @@ def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
     for host, feature, why in (
         ("TRL RLOO + vLLM", "correction", "the trainer's loss"),
         ("TRL GRPO + vLLM server", "sampling_mask", "a server's answers"),
-        ("verl + vLLM", "monitor.doctor", "no batch is examined"),
         ("verl Megatron + vLLM", "precision", "set elsewhere"),
     ):
         assert hosts[host][feature].startswith("Refused by name: ") and why in hosts[host][feature]
@@ -238,7 +237,7 @@ def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
 
 def test_features_of_the_table_are_those_that_blocks_ask_for() -> None:
     sections = {"precision": {"dtype": "float16"}, "lr": {}, "correction": {"preset": "tis"}, "kl": {}}
-    sections |= {"monitor": {"doctor": "first_batch"}, "sampling_mask": {}}
+    sections |= {"monitor": {}, "sampling_mask": {}}
     both = {feature for mode in ("R2", "R3") for feature in asked(**sections, routing={"mode": mode})}
     assert both == set(FEATURES) >= {refusal.feature for refusal in compat.refusals()}
 

@@ -200,7 +200,7 @@ def test_configuration_is_frozen() -> None:
         ({"monitor": {"alarms": {"reward": {"above": 1, "below": 2}}}}, ["alarms.reward.below", "2.0", "x < above (1)"]),
         ({"monitor": {"alarms": {"k3_kl": {}, "mismatch/k3_kl": {}}}}, ["'k3_kl' and 'mismatch/k3_kl'", "one metric"]),
         ({"monitor": {"alarms": {"eval_reward": {"above": 1}}}}, ["'eval_reward'", "a metric of the training logs"]),
-        ({"monitor": {"default_alarms": False, "doctor": "on_alarm"}}, ["mismatch.monitor.doctor", "without any alarm"]),
+        ({"monitor": {"doctor": "on_alarm"}}, ["monitor.doctor: this key is gone", "monitor.evidence", "mismatch-ext doctor"]),
         ({"monitor": {"default_alarms": 1}}, ["mismatch.monitor.default_alarms", "1", "allowed: a valid boolean"]),
         ({"lr": False}, ["mismatch.lr: False", "allowed: a mapping", "or {} for its defaults. Left out, it is off"]),
         ({3: {}}, ["unknown key 3"]),
@@ -332,7 +332,7 @@ def test_a_block_with_every_section_is_read_without_torch() -> None:
     block = {
         **{"precision": {"dtype": "float16"}, "correction": {"preset": "token_truncate"}, "kl": {"estimator": "k3"}},
         **{"routing": {"mode": "R3"}, "lr": {}, "sampling_mask": {}},
-        "monitor": {"alarms": {"k3_kl": {"above": 0.1}, "my/reward": {"below": 0.0}}, "doctor": "on_alarm"},
+        "monitor": {"alarms": {"k3_kl": {"above": 0.1}, "my/reward": {"below": 0.0}}, "evidence": False},
     }
     assert {name for name, section in MismatchConfig(**block).to_dict().items() if section is not None} >= block.keys()
     code = (

@@ -23,7 +23,6 @@ from mismatch_ext.adapters.transformers.attention import (
     trainer_implementation,
 )
 from mismatch_ext.adapters.transformers.doctor.causes import of_model
-from mismatch_ext.adapters.transformers.doctor.in_run import Computing, Rows, copy_of, examine_batch
 from mismatch_ext.adapters.transformers.doctor.models import load_model
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 from mismatch_ext.adapters.transformers.scoring import score_tokens
@@ -40,6 +39,7 @@ from transformers import (
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID
 from mismatch_ext.doctor import Sample, diagnose, report
 from mismatch_ext.errors import ConfigError
+from mismatch_ext.evidence import ColumnBatch, lines_of
 from tests.models import tiny_gemma2, tiny_model
 
 PROBES = torch.randint(2, 16, (8, 32), generator=torch.Generator().manual_seed(0))
@@ -170,30 +170,30 @@ def test_an_engine_without_the_cap_is_named_as_the_engine(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(("attention", "named"), [("eager", []), ("sdpa", ["attention"])])
-def test_a_batch_of_a_run_is_scored_by_the_runs_attention(attention: str, named: list[str], tmp_path: Path) -> None:
+def test_rows_that_a_run_has_kept_are_scored_by_its_attention(attention: str, named: list[str], tmp_path: Path) -> None:
     folder = tiny_gemma2(tmp_path / "model")
     sample = drawn(folder)
     policy: Any = load_model(folder)
     policy.set_attn_implementation(attention)
     scorer = Scorer(load_model(folder), sample, trainer_dtype="float32", engine_dtype="float32", attention=attention)
     own = iter(scorer.scores.trainer.tolist())
-    rows = Rows(
+    settings = {"host": "trl", "dtype": "float32", "weights": "float32", "attention": implementation_of(policy)}
+    batch = ColumnBatch(
         prompts=sample.prompts,
         responses=sample.responses,
-        masks=sample.masks,
-        engine=sample.logprobs,
+        mask=sample.masks,
+        rollout=sample.logprobs,
         trainer=[[next(own) for _ in row] for row in sample.responses],
+        settings=lambda: settings,
     )
-    computing = Computing(
-        trainer_dtype="float32", trainer_weights="float32", engine_dtype="float32", temperature=1.0,
-        attention=implementation_of(policy),
-    )  # fmt: skip
-    copy = copy_of(dict(policy.named_parameters()), type(policy), policy.config, torch.device("cpu"))
-    found = examine_batch(rows, computing, copy)
-    assert [cause.key for cause in found.causes] == named, report(found)
-    assert found.verdict == ("explained" if named else "clean"), report(found)
-    largest = max(abs(part.share or 0.0) for part in found.parts)
-    assert math.isfinite(largest) and np.isfinite(found.ratio)
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(batch, "an alarm")), encoding="utf-8")
+    given = ["--model", str(folder), "--rollouts", str(path), "--dtype", "float32", "--quick", "--out", str(tmp_path)]
+    assert cli.main(["doctor", *given]) == (1 if named else 0)
+    found = json.loads((tmp_path / "doctor.json").read_text(encoding="utf-8"))
+    assert [cause["key"] for cause in found["causes"]] == named, found
+    largest = max(abs(part["share"] or 0.0) for part in found["parts"])
+    assert math.isfinite(largest) and np.isfinite(found["ratio"])
 
 
 def test_a_model_of_several_parts_keeps_the_implementation_of_each() -> None:

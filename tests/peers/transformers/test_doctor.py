@@ -16,7 +16,6 @@ from mismatch_ext.adapters.doctor.blocks import HiddenStates, compared
 from mismatch_ext.adapters.doctor.configs import engines_own
 from mismatch_ext.adapters.doctor.examining import EXPERTS, WINDOW
 from mismatch_ext.adapters.doctor.sides import Run
-from mismatch_ext.adapters.transformers.doctor import in_run
 from mismatch_ext.adapters.transformers.doctor import scorer as scorers
 from mismatch_ext.adapters.transformers.doctor.causes import of_model
 from mismatch_ext.adapters.transformers.doctor.models import load_model
@@ -33,7 +32,6 @@ from transformers import (
 from examples.arithmetic.tokenizer import EOS_ID
 from mismatch_ext.doctor import Sample, diagnose, report
 from mismatch_ext.doctor.diagnose import STANDS_OUT
-from mismatch_ext.errors import RecordError
 from tests.models import tiny_model
 
 
@@ -74,15 +72,6 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
     (window,) = [cause for cause in causes if cause.key == "sliding_window"]
     assert window.predict(4096.0) == pytest.approx(picked, abs=1e-5), "a window beyond the sequences hides nothing"
-
-
-def test_no_model_is_built_on_one_rank_where_all_have_to(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = load_model(tiny_model("dense", tmp_path / "model"))
-    assert in_run.unexaminable(model.config) is None
-    monkeypatch.setattr(in_run, "is_deepspeed_zero3_enabled", lambda: True)
-    assert "ZeRO-3" in str(in_run.unexaminable(model.config))
-    with pytest.raises(RecordError, match="ZeRO-3, under which transformers builds no model on one rank alone"):
-        in_run.copy_of(model.state_dict(), type(model), model.config, torch.device("cpu"))
 
 
 def test_what_an_engines_configuration_has_otherwise_is_tried_as_it_is(tmp_path: Path) -> None:

@@ -13,17 +13,14 @@ import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.blocks import HiddenStates, alike, compared
 from mismatch_ext.adapters.placeholders import placeholders_of
-from mismatch_ext.adapters.transformers.doctor.in_run import buffers_of, class_of, copy_of, unexaminable
 from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
 from mismatch_ext.adapters.transformers.scoring import logits_width
-from mismatch_ext.adapters.trl.examining import rows_of
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor import Sample, read_rollouts
 from mismatch_ext.errors import RecordError
-from tests.oracles.routing.images import whole_model
-from tests.peers.transformers.cases import FAMILIES
+from mismatch_ext.evidence import ColumnBatch, lines_of
 
 ROWS, PROMPT, LENGTH = 48, 4, 24
 SIZES = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -100,35 +97,16 @@ def test_a_configuration_without_parts_is_read_as_it_is() -> None:
     assert logits_width(torch.nn.Linear(1, 1)) is None
 
 
-@pytest.mark.parametrize("name", ["qwen3_vl_moe", "qwen3_5_moe"])
-def test_a_model_with_images_is_examined_on_text(name: str) -> None:
-    whole = whole_model(name)
-    assert logits_width(whole) == whole.get_output_embeddings().weight.shape[0]
-    assert unexaminable(whole.config) is None and whole.config.image_token_id in placeholders_of(whole.config.to_dict())
-    sent = {key: tensor.detach().float() for key, tensor in whole.named_parameters()}
-    copied = copy_of(sent, class_of(whole), whole.config, torch.device("cpu"))
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        assert torch.allclose(copied(input_ids=ids).logits, whole.float()(input_ids=ids).logits, atol=1e-5)
-
-
-def test_a_router_has_its_correction_bias_in_the_copy_though_no_engine_is_sent_it() -> None:
-    whole = FAMILIES["deepseek_v3"].build().eval()
-    buffers = buffers_of(whole)
-    assert buffers and all(name.endswith("e_score_correction_bias") for name in buffers)
-    sent = {key: tensor.detach().float() for key, tensor in whole.named_parameters()}
-    with pytest.raises(RecordError, match="e_score_correction_bias"):
-        copy_of(sent, class_of(whole), whole.config, torch.device("cpu"))
-    copied = copy_of({**buffers, **sent}, class_of(whole), whole.config, torch.device("cpu"))
-    ids = torch.tensor([[1, 2, 3, 4]])
-    with torch.no_grad():
-        assert torch.allclose(copied(input_ids=ids).logits, whole.float()(input_ids=ids).logits, atol=1e-5)
-
-
-def test_responses_to_images_are_left_out() -> None:
-    ones, ids = torch.ones(4, 2, dtype=torch.long), torch.arange(8).view(4, 2)
-    output = {"prompt_ids": ids, "prompt_mask": ones, "completion_ids": ids + 8, "completion_mask": ones}
-    gap = (torch.zeros(4, 2), torch.zeros(4, 2), ones.bool())
-    assert rows_of(output, gap, None, 100, {2, 99}).prompts == [[0, 1], [4, 5], [6, 7]]
-    with pytest.raises(RecordError, match="has an image in its prompt"):
-        rows_of(output, gap, None, 100, range(8))
+def test_responses_to_images_are_left_out(tmp_path: Path) -> None:
+    """TRL counts a prompt's images, and a model's configuration names the tokens that stand for them."""
+    batch = ColumnBatch(
+        prompts=[[1, 2], [1, 9], [3, 4], [5, 6]], responses=[[7]] * 4, rollout=[[-1.0]] * 4, pictures=[0, 0, 1, 0]
+    )
+    path = tmp_path / "rollouts.jsonl"
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines_of(batch, "an alarm")), encoding="utf-8")
+    logged = read_rollouts(path)
+    placeholders = placeholders_of({"image_token_id": 9})
+    kept = logged.of_text(placeholders)
+    assert [row.prompt_ids for row in kept.responses] == [(1, 2), (5, 6)] and kept.left_out == 2
+    with pytest.raises(RecordError, match="every prompt has an image"):
+        logged.of_text([*placeholders, 1, 5])

@@ -22,7 +22,6 @@ from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
-from mismatch_ext.adapters.trl.examining import Examiner
 from mismatch_ext.adapters.trl.kl import BASELINE
 from mismatch_ext.adapters.trl.objective import Objective
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -58,7 +57,7 @@ class Routing:
 
 
 LOG = SimpleNamespace(
-    observe=lambda *_, **__: None, doctor=None, refusing=lambda *_: nullcontext(), holding=lambda *_: nullcontext(),
+    observe=lambda *_, **__: None, refusing=lambda *_: nullcontext(), holding=lambda *_: nullcontext(),
 )  # fmt: skip
 
 
@@ -89,7 +88,7 @@ def checked(kind: type[generation.CheckedGeneration] = generation.CheckedGenerat
 
     trainer = SimpleNamespace(
         score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=STEP, ranks=WORLD,
-        sent=lambda dtypes: None, examines=False, log=LOG, split="train", trainer_settings=dict,
+        sent=lambda dtypes: None, log=LOG, split="train", trainer_settings=dict,
     )  # fmt: skip
     engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
     found = object.__new__(kind)
@@ -134,7 +133,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         ranks=WORLD, correction=correction, lr=None, log=LOG,
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: None,
     )  # fmt: skip
-    mm.scoring, mm.objective, mm.examiner = Scoring(mm), Objective(mm), Examiner(mm)
+    mm.scoring, mm.objective = Scoring(mm), Objective(mm)
     mm.scoring.expect_old = lambda *_: None  # nothing is scored
     return found
 
@@ -377,7 +376,6 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "gap": lambda fails: step(
         batch(), lambda own: setattr(own.mm.log, "observe", fail(RecordError("not finite"))) if fails else None
     ),
-    "doctor": lambda fails: method(fails, "examiner.examine", RecordError("no copy")),
     "correction": lambda fails: step(spoiled(fails, "old_per_token_logps"), **MIS),
     "baseline": baseline,
     "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),

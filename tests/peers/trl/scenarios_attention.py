@@ -17,8 +17,11 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters import cli
+from mismatch_ext.adapters.doctor.examining import examine_logged
+from mismatch_ext.adapters.doctor.sides import Run
 from mismatch_ext.adapters.trl import attach
 
+from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl import scenarios_attach
 from tests.peers.trl.scenarios_training import build, digest_of
@@ -68,14 +71,16 @@ def trained(model: str, out: str) -> dict[str, Any]:
     found["events"] = [event.message for event in events]
     found["update"] = [event.message for event in events if event.name == "weight_sync"]
 
-    examined = block | {"monitor": {"doctor": "first_batch"}}
+    kept = block | {"monitor": {"alarms": {"logp_abs_diff_max": {"above": 0.0, "patience": 1}}}}
     with cap_warnings() as healthy:
-        trainer = build(
-            model, f"{out}/healthy", examined, max_steps=1, per_device_train_batch_size=32, **float32("eager")
-        )
+        trainer = build(model, f"{out}/healthy", kept, max_steps=1, per_device_train_batch_size=32, **float32("eager"))
         trainer.train()
     found["healthy"] = healthy
-    found["diagnosis"] = json.loads((Path(out) / "healthy/mismatch/doctor_step_0/doctor.json").read_text("utf-8"))
+    logged = read_rollouts(Path(out) / "healthy/mismatch/evidence-1.jsonl.gz")
+    assert logged.kept is not None
+    settings = logged.kept.trainer
+    sides = Run(model=model, dtype="float32", trainer_dtype="float32", attention=str(settings["attention"]))
+    found["diagnosis"] = examine_logged(sides, logged, quick=True).data()
 
     stock = scenarios_attach.build(model, f"{out}/attached", max_steps=1, **float32(""))
     before, random = digest_of(stock.model), torch.get_rng_state()

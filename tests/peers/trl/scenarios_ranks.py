@@ -32,7 +32,6 @@ from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.kl import kl_sums
-from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, forwards, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
@@ -338,7 +337,6 @@ def engines(model: str, out: str) -> dict[str, Any]:
         "precision": {"dtype": dtype, **({"init_scale": 256.0} if dtype == "float16" else {})},
         "routing": R3,
         "kl": {"coef": 0.05},
-        "monitor": {"doctor": "first_batch"},
     }
     trainer = build(model, out, block, use_vllm=True, bf16=None)
     heard, scales = listen(trainer), []
@@ -346,11 +344,10 @@ def engines(model: str, out: str) -> dict[str, Any]:
         overflow_on_one(trainer, scales)
     result = outcome(trainer, heard=heard, scales=scales)
     verdict = None if trainer.mm.verdict is None else trainer.mm.verdict.status
-    examined = [event.data for event in read_run(trainer.mm.log.run_dir).events if event.name == "doctor"]
     version = trainer.mm.checked.weight_version
     # In the same processes: starting them takes longer than these two steps.
     masks = masked(model, f"{out}/masked") if SHARDED else None
-    return {**result, "verdict": verdict, "weight_version": version, "examined": examined, "masked": masks}
+    return {**result, "verdict": verdict, "weight_version": version, "masked": masks}
 
 
 def masked(model: str, out: str) -> dict[str, Any]:

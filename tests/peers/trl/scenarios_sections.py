@@ -43,7 +43,6 @@ NEEDS_ENGINE = {
     "precision",
     "correction",
     "monitor/defaults",
-    "monitor/doctor",
     "lr/trigger: mismatch_kl",
     "lr/trigger: f_tau",
 }
@@ -340,11 +339,6 @@ def monitor(kind: str, model: str, out: str, label: str, options: dict[str, Any]
     if label == "alarms":
         raised = [event for event in run.events if event.name == "alarm"]
         what, good = "the alarm in the run's metrics file", bool(raised)
-    elif label == "doctor":
-        what, good = (
-            "the doctor's finding on the first batch",
-            (Path(out) / "mismatch/doctor_step_0/doctor.json").is_file(),
-        )
     elif kind == "MismatchCallback":
         what, good = "the trainer's logs in the run's metrics file", len(run.series("loss")[0]) == 2
     else:

@@ -18,7 +18,7 @@ from unittest import mock
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters import vllm as engine
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, examining
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -185,7 +185,6 @@ def lora(model: str, out: str, dtype: str) -> dict[str, Any]:
     from peft import LoraConfig
 
     block: dict[str, Any] = {"precision": {"dtype": "float32"}} if dtype == "float32" else {}
-    block["monitor"] = {"doctor": "first_batch", "weight_sync": "error"}
     trainer = MismatchGRPOTrainer(
         model=model,
         reward_funcs=graded,
@@ -324,15 +323,11 @@ def nan_logprobs(model: str, out: str) -> dict[str, Any]:
     return outcome(trainer)
 
 
-def killed(
-    model: str, out: str, block: Any, kill_after: int | None, resume: str | None = None, room: bool = True
-) -> dict[str, Any]:
-    """Train with a checkpoint per step; die by SIGKILL after a step, or resume; `room` is for a copy of the model to examine."""
+def killed(model: str, out: str, block: Any, kill_after: int | None, resume: str | None = None) -> dict[str, Any]:
+    """Train with a checkpoint per step; die by SIGKILL after a step, or resume."""
     callbacks = [AtStep(kill_after, lambda: os.kill(os.getpid(), signal.SIGKILL))] if kill_after else []
     trainer = build(model, out, block, callbacks, max_steps=4, save_strategy="steps", save_steps=1)
-    copying = mock.patch.object(examining, "copy_of", side_effect=torch.OutOfMemoryError("no room"))
-    with nullcontext() if room else copying:
-        trainer.train(resume_from_checkpoint=resume)
+    trainer.train(resume_from_checkpoint=resume)
     return outcome(trainer, scaler=trainer.accelerator.scaler.state_dict())
 
 

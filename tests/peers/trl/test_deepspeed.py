@@ -41,14 +41,12 @@ DENSE: dict[str, dict[str, Any]] = {
     "bfloat16": {"block": {"precision": {"dtype": "bfloat16"}}},
     "lr": {"block": {**FLOAT32, "lr": PERIOD}},
     "correction": {"block": {**FLOAT32, "correction": {"preset": "decoupled_token_is"}}},
-    "doctor": {"block": {**FLOAT32, "monitor": {"doctor": "first_batch"}}},
     "sampling_mask": {"block": {**FLOAT32, "sampling_mask": {}}, "overrides": {"top_k": 8}},
     "loss_scale": {"block": {"precision": {"dtype": "float16", "init_scale": 256.0}}},
     "half_reduced": {"block": {"lr": PERIOD}, "more": {"scheduler": {"type": "WarmupLR", "params": {}}}},
     "stale": {"block": FLOAT32, "stale": True},
 }
 REFUSED = {
-    ("doctor", 3): "mismatch.monitor.doctor",
     **{("loss_scale", stage): "mismatch.precision.init_scale" for stage in STAGES},
     **{("half_reduced", stage): "mismatch.lr with a scheduler in DeepSpeed's configuration" for stage in STAGES},
     **{("stale", stage): "weight update 3: stale" for stage in STAGES},

@@ -35,7 +35,6 @@ from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
 
 Make = Callable[..., Any]
-DOCTOR = {"monitor": {"doctor": "on_alarm", "weight_sync": "error"}}
 R3 = {"routing": {"mode": "R3"}}
 MASKS: dict[str, Any] = {"sampling_mask": {}}
 FP16 = {"precision": {"dtype": "float16"}}
@@ -113,7 +112,6 @@ def construct(peers: Any, configure: Make) -> Make:
 
 # Who refuses, the block, what else is given, and words of the error, which is a ConfigError unless they name another.
 FULL = {"kl": {"coef": 0.1, "estimator": "full"}}
-EXAMINED = {**MASKS, "monitor": {"doctor": "first_batch"}}
 IN_REWARDS = {"kl": {"coef": 0.1, "reward_path": "rewards"}}
 GROWING = {"precision": {"dtype": "float16", "growth_interval": 100}}
 NVME = {"zero_optimization": {"offload_param": {"device": "nvme"}}}
@@ -132,7 +130,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, "temperature": 0.0}, ["RecordError", "sampling temperature=0.0", "allowed: > 0"]),
     ("config", SURGE, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
-    ("config", DOCTOR, {"use_vllm": False}, ["mismatch.monitor.doctor='on_alarm' with use_vllm=False"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
     ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
     ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
@@ -147,7 +144,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", MASKS, {"top_k": 4, "use_vllm": False}, ["use_vllm=False with mismatch.sampling_mask"]),
     ("config", MASKS, {"top_k": 4, **RLOO}, ["mismatch.sampling_mask with MismatchRLOOConfig"]),
     ("config", FULL, {}, ["mismatch.kl.estimator='full'", "set it to k1, k2, k3 or abs", "mismatch_ext.kl_full"]),
-    ("config", EXAMINED, {"top_k": 4}, ["sampling_mask with mismatch.monitor.doctor='first_batch'", "allowed: none"]),
     ("config", {"sampling_mask": {"max_support": 1}}, {}, ["max_support", "greater than or equal to 2"]),
     # The real DeepSpeed is in test_deepspeed, and FSDP in test_ranks.
     ("launch", GROWING, {"deepspeed": {}}, ["PrecisionError", "precision.growth_interval", "fp16.initial_scale_power"]),
@@ -169,7 +165,6 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("callback", SURGE, {"number": 2}, ["2 MismatchCallbacks on one trainer"]),
     ("callback", R3, {}, ["mismatch.routing with MismatchCallback", "allowed: lr, monitor"]),
     ("callback", {"lr": {"trigger": "f_tau"}}, {}, ["mismatch.lr.trigger='f_tau' with MismatchCallback", "grad_norm"]),
-    ("callback", DOCTOR, {}, ["monitor.doctor='on_alarm' with MismatchCallback", "use MismatchGRPOTrainer"]),
 ]
 
 
@@ -394,18 +389,6 @@ def test_routing_refuses_a_dense_model_before_the_engine(construct: Make, dense:
         construct(model, R3)
     for words in ("mismatch.routing.mode='R3': qwen3: no module of the model has experts", "Remove mismatch.routing"):
         assert words in str(refusal.value)
-
-
-def test_a_model_that_cannot_be_copied_is_not_examined_and_refused_before_the_engine(
-    construct: Make, dense: Path
-) -> None:
-    model = changed(dense, "model.layers.1.mlp.up_proj", 0.0)
-    model.config.quantization_config = {"quant_method": "int8"}
-    with pytest.raises(ConfigError) as refusal:
-        construct(model, DOCTOR)
-    assert "mismatch.monitor.doctor='on_alarm' with Qwen3ForCausalLM: a model with quantized weights" in str(
-        refusal.value
-    )
 
 
 def test_a_checkpoint_that_does_not_fit_float16_is_refused_before_the_engine(construct: Make, dense: Path) -> None:

@@ -67,7 +67,6 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
         "kl": {"coef": 0.01},
         "lr": {},
         "routing": {"mode": "R3", "measured": 1.0},
-        "monitor": {"doctor": "first_batch"},
     }
     ran = run(scenarios.train, model=moe, out=tmp_path, url=server, block=block)
     result = ran.expect()
@@ -82,8 +81,6 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert result["engine"]["model_dtype"] == result["engine"]["kv_cache_dtype"] == "float32"
     assert set(result["engine"]["parameter_dtypes"]) == {"float32"}
     assert "dtype=float32" in ran.stdout and "trl/server_client" in ran.stdout
-    (examined,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
-    assert examined.data["causes"] == [], examined.message  # type: ignore[index]
 
 
 def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
+from mismatch_ext.adapters import cli
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3ForCausalLM, Gemma3TextConfig
 
 from examples.arithmetic.tokenizer import make_tokenizer
@@ -84,50 +85,40 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
         run(
             scenarios.train, model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync, **more}}
         ).expect()
-        for sync, more in (("error", {"doctor": "first_batch"}), ("off", {}))
+        for sync, more in (("error", {"alarms": {"tokens": {"above": 0.0, "patience": 1}}}), ("off", {}))
     )
     assert measured["parameters"] == unchecked["parameters"]
     # A logger gets the short list; the metrics file and `trainer_state.json` get everything.
     assert set(measured["seen"][-1]) == {f"mismatch/{name}" for name in ALWAYS}
     for written in (read_run(tmp_path / "error/mismatch").steps[-1].metrics, measured["history"][-1]):
         assert {"mismatch/training_ppl", "mismatch/seq_kl", "mismatch/k3_kl"} <= written.keys()
-    assert read_run(tmp_path / "error/mismatch").steps[-1].metrics["mismatch/alarms_raised"] == 0
+    assert read_run(tmp_path / "error/mismatch").steps[-1].metrics["mismatch/alarms_raised"] == 1
     expect_ends(measured["ends"], 16)
-    # The first batch was examined on the way, and no other.
-    assert [path.parent.name for path in tmp_path.glob("*/mismatch/*/doctor.json")] == ["doctor_step_0"]
-    examined = json.loads((tmp_path / "error/mismatch/doctor_step_0/doctor.json").read_text(encoding="utf-8"))
-    assert examined["causes"] == [] and examined["tokens"] == measured["history"][0]["mismatch/tokens"]
-    assert ["mismatch/doctor/engine_ratio" in logged for logged in measured["history"]] == [True, False, False]
+    # Rows of the first batch were kept on the way, and of no other.
+    assert [path.name for path in tmp_path.glob("*/mismatch/evidence-*")] == ["evidence-1.jsonl.gz"]
     assert measured["verdict"] == "in_sync" and unchecked["verdict"] is None
     # The trap that uniform precision closes: "auto" makes the engine bfloat16 whatever the checkpoint is.
     assert measured["engine_dtype"] == "bfloat16"
 
 
 @pytest.mark.numeric
-def test_an_alarm_has_the_next_batch_examined_and_its_cause_named(run: Run, dense: Path, tmp_path: Path) -> None:
+def test_the_rows_that_an_alarm_has_kept_name_its_cause(run: Run, dense: Path, tmp_path: Path) -> None:
     """TRL's engine reports log-probabilities of what top_p has left, and its trainer knows nothing of top_p."""
     alarms = {name: {"above": 1e-3, "patience": 1} for name in ("logp_abs_diff_mean", "k3_kl")}
-    monitor = {"doctor": "on_alarm", "alarms": alarms, "weight_sync": "error"}
-    ran = run(scenarios.train, model=dense, out=tmp_path, block={"monitor": monitor}, top_p=0.9,
-        per_device_train_batch_size=64, num_generations=8,
-    )  # fmt: skip
-    ran.expect()
-    # Two alarms at the first step, of which one is enough; those of later steps come too soon after it.
-    (path,) = (tmp_path / "mismatch").glob("*/doctor.json")
-    found = json.loads(path.read_text(encoding="utf-8"))
-    assert path.parent.name == "doctor_step_1" and found["run"]["because"] in {f"mismatch/{name}" for name in alarms}
+    run(scenarios.train, model=dense, out=tmp_path, block={"monitor": {"alarms": alarms}},
+        top_p=0.9, per_device_train_batch_size=64, num_generations=8,
+    ).expect()  # fmt: skip
+    # Two alarms at the first step have one file; the model that was trained is the checkpoint of the weights that scored it.
+    file = tmp_path / "mismatch/evidence-1.jsonl.gz"
+    assert [path.name for path in file.parent.glob("evidence-*")] == [file.name]
+    out = file.parent / "doctor_step_1"
+    assert cli.main(["doctor", "--rollouts", str(file), "--model", str(dense), "--quick", "--out", str(out)]) == 1
+    found = json.loads((out / "doctor.json").read_text(encoding="utf-8"))
     (cause,) = found["causes"]
-    assert (cause["key"], cause["status"], round(cause["parameter"], 2)) == ("top_p", "confirmed", 0.9), cause
-    assert (
-        cause["remedy"]["trl"].startswith("top_p: 1.0  # or keep it")
-        and "the engine samples with top_p 0.9" in ran.stdout
-    )
-    events = [event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor"]
-    assert [(event.level, event.step, event.data["causes"]) for event in events] == [("warning", 1, ["top_p"])]  # type: ignore[index]
-    assert (
-        "Why the two sides differ"
-        in build(tmp_path / "mismatch").path.read_text(encoding="utf-8").partition("<script>")[0]
-    )
+    assert (cause["key"], round(cause["parameter"], 2), found["verdict"]) == ("top_p", 0.9, "explained"), cause
+    assert cause["remedy"]["trl"].startswith("top_p: 1.0  # or keep it")
+    page = build(tmp_path / "mismatch").path.read_text(encoding="utf-8").partition("<script>")[0]
+    assert "Why the two sides differ" in page and "--rollouts" in page
 
 
 @pytest.mark.numeric
@@ -178,9 +169,6 @@ def test_lora_adapters_reach_the_engine_and_are_left_unmerged(
 ) -> None:
     result = run(scenarios.lora, model=untied, out=tmp_path, dtype=dtype).expect()
     assert result["verdict"] == "in_sync" and result["moved"] > 1e-2 and result["merged"] == []
-    # Examined on what the engine was sent, which is merged.
-    (event,) = (event for event in read_run(tmp_path / "mismatch").events if event.name == "doctor")
-    assert event.data["causes"] == [], event.message  # type: ignore[index]
     if dtype == "float32":
         expect_float32(result["history"], result["float32_errors"])
 
@@ -273,23 +261,16 @@ def test_killed_and_resumed_equals_never_stopped(run: Run, dense: Path, tmp_path
     block = {"precision": {"dtype": "float16", "init_scale": 1024.0, "growth_interval": 2}}
     whole = run(scenarios.killed, model=dense, out=tmp_path / "whole", block=block, kill_after=None).expect()
     out = tmp_path / "killed"
-    # Nor does a batch cost anything that was to be examined and could not be.
-    block["monitor"] = {"doctor": "first_batch"}
-    died = run(scenarios.killed, model=dense, out=out, block=block, kill_after=3, room=False)
+    died = run(scenarios.killed, model=dense, out=out, block=block, kill_after=3)
     assert died.code == -9
     checkpoint = out / "checkpoint-2"
-    resumed = run(
-        scenarios.killed, model=dense, out=out, block=block, kill_after=None, resume=checkpoint, room=False
-    ).expect()
+    resumed = run(scenarios.killed, model=dense, out=out, block=block, kill_after=None, resume=checkpoint).expect()
     assert resumed["scaler"] == whole["scaler"] and whole["scaler"]["scale"] > 1024
     data = read_run(out / "mismatch")
     steps, scales = data.series("mismatch/loss_scale")
     assert steps == [1, 2, 3, 4]
     assert scales == read_run(tmp_path / "whole" / "mismatch").series("mismatch/loss_scale")[1]
     assert [h.get("resume_step") for h in data.headers] == [None, 2]
-    events = [event for event in data.events if event.name == "doctor"]
-    assert [event.step for event in events] == [0, 2], events
-    assert all("could not be examined (the first batch): OutOfMemoryError: no room" in e.message for e in events)
 
 
 def test_an_evaluation_before_resuming_joins_the_resumed_run(run: Run, dense: Path, tmp_path: Path) -> None:

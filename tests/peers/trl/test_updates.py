@@ -24,7 +24,7 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     engine.captured = lambda version: nullcontext([])
     verifier = SimpleNamespace(verify=lambda sent, look, stepped: said.append(f"probed {look.logprobs}"), probes=None)
     trainer = SimpleNamespace(
-        sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3, examines=False,
+        sent=lambda dtypes: None, score=lambda probes: said.append("scored") or 2, fingerprint=str, step=3,
         ranks=ONE_PROCESS, log=SimpleNamespace(refusing=lambda *_: nullcontext()), split="train", trainer_settings=dict,
     )  # fmt: skip
     checked = object.__new__(generation.CheckedGeneration)

@@ -51,13 +51,13 @@ def checked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict[
 
 
 def test_every_refusal_is_named_and_not_the_first_alone(capsys: pytest.CaptureFixture[str]) -> None:
-    block = ("+mismatch.routing.mode=R3", "+mismatch.monitor.doctor=on_alarm", "+mismatch.correction.veto=0.1")
+    block = ("+mismatch.routing.mode=R3", "+mismatch.correction.veto=0.1")
     status, found = checked(capsys, *DENSE, *block, "trainer.use_v1=False")
     assert (status, found["verdict"], found["later"]) == (1, "refused", [])
-    names = ("trainer.use_v1", "mismatch.monitor.doctor", "actor_rollout_ref.model.path", "mismatch.correction.veto")
+    names = ("trainer.use_v1", "actor_rollout_ref.model.path", "mismatch.correction.veto")
     assert [line.partition("=")[0] for line in found["refused"]] == [*names]
     assert main(["compat", "--verl", *DENSE, *block]) == 1
-    assert capsys.readouterr().out.startswith("refused: mismatch.monitor.doctor=")
+    assert capsys.readouterr().out.startswith("refused: actor_rollout_ref.model.path=")
 
 
 def test_the_configuration_in_a_file_is_accepted_with_what_it_sets(capsys: pytest.CaptureFixture[str]) -> None:
@@ -112,13 +112,12 @@ def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str])
 
 def test_an_observed_run_says_what_is_left_out_or_that_nothing_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
     observe = (*DENSE, "+mismatch.level=observe", "+mismatch.routing.mode=R3")
-    status, found = checked(capsys, *observe, "+mismatch.monitor.doctor=on_alarm")
+    status, found = checked(capsys, *observe)
     assert (status, found["verdict"]) == (0, "accepted")
     # Only by what the run is observed: nothing that is trained or sampled.
     assert [line.partition("=")[0].rpartition(".")[2] for line in found["settings"]] == [
         "worker_extension_cls", "trainer_mode", "VERL_USE_EXTERNAL_MODULES",
     ]  # fmt: skip
-    assert ["monitor.doctor" in line for line in found["warnings"]] == [True]
     status, found = checked(capsys, *observe, "trainer.use_v1=False")
     assert (status, found["verdict"]) == (1, "not observed") and "use_v1" in found["refused"][0]
     assert found["settings"] == [] and main(["compat", "--verl", *observe, "trainer.use_v1=False"]) == 1

@@ -66,7 +66,7 @@ def test_asynchronous_modes_run_with_vllm_alone() -> None:
 
 
 SECTIONS = {
-    "monitor": "{}", "monitor.weight_sync": "{weight_sync: warn}", "monitor.doctor": "{doctor: first_batch}",
+    "monitor": "{}", "monitor.weight_sync": "{weight_sync: warn}",
     "precision": "{dtype: float16}", "lr": "{}", "kl": "{coef: 0.1}", "correction": "{preset: decoupled_token_is}",
     "sampling_mask": "{}", "routing.R2": "{mode: R2}", "routing.R3": "{mode: R3}",
 }  # fmt: skip
@@ -85,9 +85,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         overrides += ["model_engine=megatron", "actor_rollout_ref.model.use_remove_padding=True"]
     for feature, section in SECTIONS.items():
         mine = [f"+mismatch.{feature.partition('.')[0]}={section}", "actor_rollout_ref.rollout.top_k=8"]
-        if feature == "monitor.doctor":
-            mine[0] = "+mismatch.monitor={doctor: first_batch, weight_sync: 'off'}"
-        elif feature != "monitor.weight_sync":
+        if feature != "monitor.weight_sync":
             mine.append("++mismatch.monitor.weight_sync='off'")
         config = compose("ppo_trainer", overrides=["algorithm.adv_estimator=grpo", *overrides, *mine])
         try:
@@ -114,7 +112,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
             "actor_rollout_ref.actor.strategy='megatron'",
         ),
-        (("+mismatch.monitor.doctor=first_batch",), "mismatch-ext doctor --verl"),
+        (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor: this key is gone"),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
         (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
         (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),

@@ -343,11 +343,6 @@ def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str, named
 
 
 def test_observe_leaves_out_the_keys_of_the_monitor_that_are_refused() -> None:
-    with pytest.warns(UserWarning, match="monitor.doctor='first_batch' is left out: no batch is examined"):
-        changed, config = observed("+mismatch.monitor.doctor=first_batch")
-    assert changed == OBSERVED
-    known = block.block_of(config.actor_rollout_ref)
-    assert known is not None and known.monitor.doctor is None and known.monitor.weight_sync == "error"
     with pytest.warns(
         UserWarning, match="monitor.weight_sync='warn' is left out: the actor's weights are probed in FSDP"
     ):
