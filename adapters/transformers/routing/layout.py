@@ -217,10 +217,13 @@ def _routing_code(block: nn.Module, name: str, family: str) -> list[tuple[nn.Mod
     Raises:
         ReplayError: No code of the block calls `topk`, or replayed experts could have gate weights of zero.
     """
-    if getattr(block, "topk_method", "greedy") not in ("greedy", "noaux_tc"):
+    # Transformers up to 5.10 keeps the method at the block, and later ones at its router.
+    methods = {getattr(module, "topk_method", "greedy") for module in block.modules()}
+    masking = sorted(methods - {"greedy", "noaux_tc"})
+    if masking:
         # This top-k is over scores that are 0 outside the chosen groups, and its values are the gate weights.
         raise ReplayError(
-            f"{family}: {name} has topk_method={block.topk_method!r}, whose gate weights are zero, without gradient, for "
+            f"{family}: {name} has topk_method={masking[0]!r}, whose gate weights are zero, without gradient, for "
             "experts outside the groups that the trainer chooses. Replayable: 'greedy'."
         )
     routes = [(module, _ROUTE) for module in block.modules() if callable(getattr(type(module), _ROUTE, None))]
