@@ -121,3 +121,19 @@ def test_verls_loggers_keep_a_users_metric_with_our_prefix_in_its_name(run: Run)
         sorted(["mismatch/k3_kl", "mismatch/alarms_raised", *names])
         == run(scenarios.users_own_metrics, names=ours).expect()
     )
+
+
+def test_rows_are_held_against_what_the_engine_sampled_and_by_which_settings(run: Run) -> None:
+    found = run(scenarios.as_sampled).expect()
+    nothing = "nothing was refused"
+    for case in ("as it was", "masked", "nobody knows"):
+        assert found[case] == [nothing, nothing], case
+    settings, tokens = found["another token"]
+    assert settings == nothing
+    assert tokens.startswith("RecordError: rollout prompt_1_0 of step 4, token 0: the tokens to be trained on are not")
+    settings, tokens = found["moved"]
+    assert tokens == nothing
+    assert settings.startswith(
+        "RecordError: rollout prompt_2_0 of step 4 was sampled with temperature=0.7, and the trainer"
+    )
+    assert "actor_rollout_ref.rollout.temperature=1" in settings
