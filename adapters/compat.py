@@ -45,7 +45,7 @@ def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
         "precision": {"dtype": "float16"},
         "correction": {"preset": "decoupled_token_is"},
         "routing": {"mode": key},
-        "monitor": {} if key == "weight_sync" else {"weight_sync": "off"},
+        "monitor": {"weight_sync": "warn" if key == "weight_sync" else "off"},
     }
     block = MismatchConfig.parse({"monitor": values["monitor"], section: values.get(section, {})})
     assert block is not None

@@ -26,7 +26,7 @@ from mismatch_ext.adapters.verl.refusals import (
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.ppo.utils import need_reference_policy
 
-from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.config import CorrectionConfig, KlConfig, MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
 from mismatch_ext.kl import ragged_bias
 from mismatch_ext.precision.dtypes import SHORT, spelled
@@ -38,7 +38,7 @@ from mismatch_ext.versions import PEERS, installed, on_cpu_build
 UNBOUNDED = (1e-9, 1e9)
 """Bounds of a mask that has none: verl wants both, and its ratios are from exp(-20) to exp(20)."""
 
-OFF = {"doctor": None, "weight_sync": "off"}
+OFF = {"weight_sync": "off"}
 """Keys of `monitor` that can be refused alone, and their values that ask for nothing."""
 
 
@@ -59,27 +59,27 @@ def prepare(config: DictConfig) -> dict[str, Any]:
 
 
 def _prepare(config: DictConfig, block: MismatchConfig) -> None:
-    acting = observable(config, block)
-    error = next(reasons(config, acting), None)
+    handed = handed_block(config, block)
+    error = next(reasons(config, handed), None)
     if error is not None:
-        if block.level == "enforce":
+        if block.acts:
             raise error
-        warnings.warn(
-            f"mismatch.level='observe': this run is not observed, and trains as without the block: {error}",
-            stacklevel=2,
-        )
+        warnings.warn(f"mismatch: nothing is measured, and verl trains without the config. {error}", stacklevel=2)
         with open_dict(config):
             config.mismatch = None
         return
+    for doubt in refusals.doubts(config, handed):
+        warnings.warn(f"mismatch: the run is measured as it is, but look at this setting. {doubt}", stacklevel=2)
     with open_dict(config):
-        for line in _set_sections(config, acting) if block.level == "enforce" else []:
-            say(f"mismatch-ext: {line}")
-        _enter(config, acting)
+        if block.acts:
+            for line in _set_sections(config, handed):
+                say(f"mismatch-ext: {line}")
+        _enter(config, handed)
         remember(config, block)
 
 
 def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError]:
-    """Yield each reason for which the driver refuses a block that acts, before it sets anything."""
+    """Yield each reason for which the driver refuses a block, before it sets anything."""
     try:
         _check_peers(config, block)
     except MismatchError as error:
@@ -87,19 +87,28 @@ def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError
     yield from refusals.reasons(config, block)
 
 
-def observable(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
-    """Return the part of the block that acts; under `observe` without the keys of `monitor` that are refused here."""
-    acting = block
-    if block.level == "enforce":
-        return acting
-    for _, setting, value in refusals.refused(config, acting):
+def handed_block(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
+    """Return the block that verl's processes get: without what cannot be done here, and was not asked for or only measures.
+
+    A default that the user has not set is switched off with a note. If the block does not act, keys of `monitor` that would be
+    refused are switched off with a warning.
+    """
+    if block.monitor.weight_sync is None and Asked(config, block).megatron:
+        say(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
+        block = _without(block, "weight_sync")
+    if block.acts:
+        return block
+    for _, setting, value in list(refusals.refused(config, block)):
         key = setting.path.removeprefix("mismatch.monitor.")
         if key in OFF:
-            warnings.warn(
-                f"mismatch.level='observe': {setting.path}={value!r} is left out: {setting.why}.", stacklevel=4
-            )
-            acting = replace(acting, monitor=MonitorConfig(**{**vars(acting.monitor), key: OFF[key]}))
-    return acting
+            warnings.warn(f"{setting.path}={value!r} is left out: {setting.why}.", stacklevel=4)
+            block = _without(block, key)
+    return block
+
+
+def _without(block: MismatchConfig, key: str) -> MismatchConfig:
+    """Return the block with a key of `monitor` switched off."""
+    return replace(block, monitor=replace(block.monitor, **{key: OFF[key]}))
 
 
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:

@@ -35,7 +35,7 @@ LATER = {
 class DryRun:
     """What the driver would do with a configuration."""
 
-    verdict: str  # "accepted", "refused", "not observed" (verl trains without the block), or "no mismatch config"
+    verdict: str  # "accepted", "refused", "not measured" (verl trains without the block), or "no mismatch config"
     refused: list[str]
     warnings: list[str]
     settings: list[str]  # of verl that the block changes, each with its new value, and what to know about them
@@ -55,7 +55,7 @@ class DryRun:
             ("refused", self.refused), ("warning", self.warnings), ("sets", self.settings), ("checked later", self.later),
         )  # fmt: skip
         lines = [f"{name}: {line}" for name, entries in parts for line in entries]
-        trains = ": verl would train without the config" if self.verdict == "not observed" else ""
+        trains = ": verl would train without the config" if self.verdict == "not measured" else ""
         return "\n".join([*lines, f"verdict: {self.verdict}{trains}"])
 
 
@@ -68,10 +68,10 @@ def dry_run(words: Sequence[str]) -> DryRun:
         before = _values(config)
         warned.clear()
         warnings.simplefilter("always")
-        observes, refused, later = False, list[str](), list[str]()
+        acts, refused, later = True, list[str](), list[str]()
         stated = config.get("mismatch")
         if stated is not None:
-            observes, refused, later = _checked(config)
+            acts, refused, later = _checked(config)
     told = list(dict.fromkeys(str(entry.message) for entry in warned if "mismatch" in str(entry.message)))
     said = [line.removeprefix(_OURS) for line in verls.getvalue().splitlines() if line.startswith(_OURS)]
     said = [
@@ -84,7 +84,7 @@ def dry_run(words: Sequence[str]) -> DryRun:
     if stated is None:
         verdict = "no mismatch config"
     elif refused:
-        verdict = "not observed" if observes else "refused"
+        verdict = "refused" if acts else "not measured"
     else:
         verdict = "accepted"
     accepted = verdict == "accepted"
@@ -139,13 +139,13 @@ def _vllm_by_its_name() -> Iterator[None]:
 
 
 def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
-    """Return whether the run is only observed, every refusal, and what is checked later."""
+    """Return whether a refusal ends the run, every refusal, and what is checked later."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
     try:
         from mismatch_ext.adapters.verl.block import block_of
-        from mismatch_ext.adapters.verl.config import observable, prepare, reasons
+        from mismatch_ext.adapters.verl.config import handed_block, prepare, reasons
         from mismatch_ext.adapters.verl.driver.weights import unverified
         from mismatch_ext.adapters.verl.loss import weighs
         from verl.trainer.ppo.core_algos import POLICY_LOSS_REGISTRY
@@ -159,17 +159,17 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
             "package, or run this where verl trains."
         ) from error
 
-    observes = False
+    acts = True  # a config that cannot be read ends the run
     try:
         given: Any = OmegaConf.to_container(config.mismatch, resolve=True)
         block = MismatchConfig.parse(given)
         assert block is not None
-        observes = block.level == "observe"
-        if found := [str(error) for error in reasons(config, observable(config, block))]:
-            return observes, found, []
+        acts = block.acts
+        if found := [str(error) for error in reasons(config, handed_block(config, block))]:
+            return acts, found, []
         prepare(config)
     except MismatchError as error:
-        return observes, [str(error)], []
+        return acts, [str(error)], []
     except OmegaConfBaseException as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
     rollout = config.actor_rollout_ref.rollout
@@ -179,23 +179,23 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
                 config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
             )
     except Exception as error:  # noqa: BLE001 - whatever verl refuses with
-        return False, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
-    acting = block_of(config.actor_rollout_ref)
-    assert acting is not None
-    later = [LATER[name] for name in acting.features if name in LATER and (name != "correction" or weighs(acting))]
+        return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
+    handed = block_of(config.actor_rollout_ref)
+    assert handed is not None
+    later = [LATER[name] for name in handed.features if name in LATER and (name != "correction" or weighs(handed))]
     if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
         later.append(f"workers: a policy loss {mode!r} is registered")
-    acts = config.actor_rollout_ref
-    if acts.actor.strategy == "fsdp" and acts.model.lora_rank and not acts.model.lora.get("merge"):
+    group = config.actor_rollout_ref
+    if group.actor.strategy == "fsdp" and group.model.lora_rank and not group.model.lora.get("merge"):
         later.append(
             "workers: peft finds the adapter in FSDP1's layers (0.21 does not: actor_rollout_ref.actor.strategy=fsdp2)"
         )
-    if (why := unverified(rollout, acting.monitor)) is not None:
+    if (why := unverified(rollout, handed.monitor)) is not None:
         warnings.warn(f"mismatch.monitor.weight_sync: {why}", stacklevel=2)
         later.remove(LATER["monitor.weight_sync"])
     if (loop := OmegaConf.select(rollout, "agent.default_agent_loop") or AGENT_LOOPS[0]) not in AGENT_LOOPS:
         later.append(f"agent loops: {loop!r} is registered, and hands on extra_fields and the engine's token ids")
-    return observes, [], later
+    return acts, [], later
 
 
 def _arguments(words: Sequence[str]) -> argparse.Namespace:

@@ -151,17 +151,16 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         given = self.run_block
-        # Under `observe` the engine computes as verl's own does, and is only looked at.
-        self.checks = Checks(True if given is None else given.level)
-        self.block = None if not self.checks.acts else given
+        # With a block that does not act the engine computes as verl's own does, and is only looked at.
+        self.checks = Checks(given is None or given.acts)
+        self.block = given if self.checks.acts else None
         self._looked_at = given is not None
         self._steps = self._skipped = self._updates = 0
         self._of_step = [0, 0]  # updates of the present step that were skipped, and that were not
         self._behind = 0  # skipped updates of steps that had others, too: the schedule is behind by as many
         self._mode = self.run_mode
-        if given is not None:
-            with self.checks.checking("engine"):
-                self._check_setup(given)
+        if self.block is not None:
+            self._check_setup(self.block)
 
     def _check_setup(self, block: MismatchConfig) -> None:
         if block.routing is not None and self.use_ulysses_sp and hasattr(self.model_config.hf_config, "vision_config"):

@@ -83,7 +83,7 @@ def trainer_of(mode: str) -> str:
 
 
 class Asked:
-    """A configuration of verl as its user gave it, or the part that is known, with the sections of the block that act."""
+    """A configuration of verl as its user gave it, or the part that is known, with the block."""
 
     def __init__(self, config: Mapping[str, Any], block: MismatchConfig) -> None:
         self._config, self.block = config, block
@@ -150,9 +150,8 @@ class Asked:
 
     @property
     def stops(self) -> bool:
-        """Whether an alarm stops the run with a checkpoint; an observed run is not stopped."""
-        alarms = self.block.monitor.alarms.values()
-        return self.block.level == "enforce" and any(rule.action == "stop" for rule in alarms)
+        """Whether an alarm stops the run with a checkpoint."""
+        return any(rule.action == "stop" for rule in self.block.monitor.alarms.values())
 
     @property
     def routing(self) -> str | None:
@@ -202,6 +201,7 @@ class Case:
     words: str  # as they follow "with" in a message
     holds: Callable[[Asked], bool]
     settings: tuple[Setting, ...]  # refused then
+    measurable: bool = False  # whether a run with these settings can be measured all the same
 
 
 def given(value: Any, _: Asked) -> bool:
@@ -255,6 +255,8 @@ def _of_correction(name: str) -> Callable[[Asked], Any]:
 
 
 KWARGS = f"{ROLLOUT}.engine_kwargs"
+NO_PROBES = "the actor's weights are probed in FSDP models alone"
+"""Why weight updates are not verified under Megatron."""
 LEFT_OUT = "leaving it out"
 REMOVE_ONE, NAME_A_PRESET = "Remove one of the two", "Change it, or name one of verl's presets (decoupled_*, bypass_*)"
 CONTRADICTS = ("that of mismatch.precision.dtype", "the two contradict each other", "Remove one of them")
@@ -356,7 +358,7 @@ TABLE = (
             "dtypes and loss scale of verl's Megatron engine are set elsewhere",
         ),
         Setting(
-            "mismatch.monitor.weight_sync", other_than("off"), "'off'", "the actor's weights are probed in FSDP models alone",
+            "mismatch.monitor.weight_sync", other_than("off"), f"'off', or {LEFT_OUT}", NO_PROBES,
         ),
         Setting("mismatch.routing.reference", given, "False", "verl never replays its reference engine"),
         Setting(
@@ -506,7 +508,7 @@ TABLE = (
             f"{CORRECTION}.loss_type", other_than("ppo_clip"), "'ppo_clip'", "it has no effect in verl",
             "Remove it, or set bypass_mode=True",
         ),
-    )),
+    ), measurable=True),
     Case(f"{CORRECTION}.bypass_mode=True", lambda asked: asked.correction is None and asked.bypass, (
         Setting(
             f"{POLICY_LOSS}.loss_mode",
@@ -517,7 +519,7 @@ TABLE = (
             f"{POLICY_LOSS}.rollout_correction", _differs, f"that of {CORRECTION}",
             "the driver reads one of them, the loss the other, and they differ", "Remove it: it is set to the other",
         ),
-    )),
+    ), measurable=True),
     Case("bypass mode, which takes no pass of the trainer over fresh rollouts", lambda asked: asked.bypass, (
         Setting(
             "mismatch.routing.mode", one_of("R2"), "'R3'", "R2 records that pass", "Use R3, or a decoupled correction",
@@ -573,10 +575,22 @@ def reasons(config: Mapping[str, Any], block: MismatchConfig, case: str = "") ->
                 "verl.trainer.main_ppo. Start main_ppo, or remove the block."
             )
     for one, setting, value in refused(config, block, case):
-        shown = f"={value!r}" if value is None or isinstance(value, (str, int, float)) else ""
-        yield ConfigError(
-            f"{setting.path}{shown} with {one.words}: {setting.why}; allowed: {setting.allowed}. {setting.instead}."
-        )
+        if block.acts or not one.measurable:
+            yield _error(one, setting, value)
+
+
+def doubts(config: Mapping[str, Any], block: MismatchConfig) -> Iterator[ConfigError]:
+    """Yield what is wrong with verl's own settings in a run that is only measured, and can be measured as it is."""
+    for one, setting, value in refused(config, block):
+        if one.measurable and not block.acts:
+            yield _error(one, setting, value)
+
+
+def _error(one: Case, setting: Setting, value: Any) -> ConfigError:
+    shown = f"={value!r}" if value is None or isinstance(value, (str, int, float)) else ""
+    return ConfigError(
+        f"{setting.path}{shown} with {one.words}: {setting.why}; allowed: {setting.allowed}. {setting.instead}."
+    )
 
 
 def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:

@@ -181,7 +181,7 @@ class MismatchWorker(ActorRolloutRefWorker):
 
     @on_all_ranks
     def mismatch_findings(self) -> list[dict[str, Any]]:
-        """Return what was found in this process since the last call, under `observe`."""
+        """Return the checks that failed in this process since the last call, in a run that goes on."""
         found = self._checks.take()
         for role in ("actor", "ref"):
             engine = getattr(getattr(self, role, None), "engine", None)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.measure import sampled_rows
+from mismatch_ext.adapters.verl.measure import CHUNK, EXTRA, MASK, sampled_rows
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
-from mismatch_ext.adapters.verl.rollout.digests import without_digests
+from mismatch_ext.adapters.verl.rollout.client import READ, SAMPLED, SETTINGS
+from mismatch_ext.adapters.verl.rollout.digests import numbers, without_digests
+from numpy.typing import NDArray
 from torch import Tensor
 from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulator
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.errors import RoutingError
+from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.rollout import SamplingSettings
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
@@ -34,6 +39,80 @@ def check_routes(batch: Any, step: int) -> None:
             f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
             "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
         )
+
+
+def check_settings(batch: Any, step: int, expected: SamplingSettings) -> None:
+    """Refuse rollouts that were sampled with other settings than the trainer scores them by; raises RecordError."""
+    scored = {name: getattr(expected, name) for name in READ}
+    for key, extra in _extra_fields(batch):
+        for settings in extra.get(SETTINGS, ()):
+            for name, value in settings.items():
+                keeps_all = value <= 0 and scored[name] <= 0  # as top_k, 0 and -1 are the same
+                if value == scored[name] or keeps_all:
+                    continue
+                raise RecordError(
+                    f"rollout {key} of step {step} was sampled with {name}={value:g}, and the trainer scores it with "
+                    f"actor_rollout_ref.rollout.{name}={scored[name]:g}. Let the agent loop pass on the settings that verl gives "
+                    "it."
+                )
+
+
+def check_tokens(batch: Any, step: int) -> None:
+    """Refuse rollouts with a token of the policy's that the engine has not sampled after the tokens before; raises RecordError.
+
+    Rollouts of which nobody noted it are left out.
+    """
+    noted = {key: extra[SAMPLED] for key, extra in _extra_fields(batch) if extra.get(SAMPLED)}
+    keys = list(noted)
+    for first in range(0, len(keys), CHUNK):
+        part = keys[first : first + CHUNK]
+        names = ["prompts", "responses", MASK]
+        data = tq.kv_batch_get(keys=part, partition_id=batch.partition_id, select_fields=names)
+        for key, prompt, response, mask in zip(part, *(data[name].unbind() for name in names), strict=True):
+            tokens = torch.cat([prompt, response]).numpy()
+            token = first_unsampled(tokens, len(prompt), mask.bool().numpy(), noted[key])
+            if token is not None:
+                raise RecordError(
+                    f"rollout {key} of step {step}, token {token}: the tokens to be trained on are not those that the engine "
+                    "sampled. Let the agent loop keep the engine's token ids, and set response_mask to 0 for all others."
+                )
+
+
+def first_unsampled(
+    tokens: Sequence[int] | NDArray[Any],
+    prompt: int,
+    mask: Sequence[bool] | NDArray[Any],
+    sampled: Sequence[Sequence[int]],
+) -> int | None:
+    """Return the number in the response of the first of the policy's tokens that no request has sampled; None if there is none.
+
+    Args:
+        tokens: Prompt and response.
+        prompt: Number of the prompt's tokens.
+        mask: Whether each token of the response counts as the policy's.
+        sampled: Of each request the numbers of tokens before and after it, and their digests, as `SAMPLED` has them.
+    """
+    found = numbers(tokens)
+    known = np.zeros(len(tokens), bool)
+    for before, digest_before, after, digest_after in sampled:
+        if before > len(tokens) or found[before - 1] != digest_before:
+            continue
+        # A row may end inside an answer, of whose beginning there is no digest.
+        if after > len(tokens) or found[after - 1] == digest_after:
+            known[before:after] = True
+    missing = np.flatnonzero(np.asarray(mask) & ~known[prompt:])
+    return int(missing[0]) if len(missing) else None
+
+
+def _extra_fields(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield each sampled rollout's key and its `extra_fields`."""
+    keys = [batch.keys[row] for row in sampled_rows(batch)]
+    for first in range(0, len(keys), CHUNK):
+        part = keys[first : first + CHUNK]
+        data = tq.kv_batch_get(keys=part, partition_id=batch.partition_id, select_fields=[EXTRA])
+        fields = data.pop(EXTRA, None)
+        if fields is not None:
+            yield from ((key, extra or {}) for key, extra in zip(part, fields.tolist(), strict=True))
 
 
 def _lack_routes(keys: Sequence[str], partition: str) -> bool:

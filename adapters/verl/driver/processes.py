@@ -45,7 +45,7 @@ class Processes:
     def __init__(self, config: DictConfig, block: MismatchConfig, checks: Checks, host: str) -> None:
         self._config, self._block, self._checks, self._host = config, block, checks, host
         self._rollout = config.actor_rollout_ref.rollout
-        self.origins = Origins(self._sampling)
+        self.origins = Origins(self.sampling)
         self._workers: Any = None
         self._replicas: Sequence[Any] = ()
         self._probes: torch.Tensor | None = None
@@ -140,7 +140,8 @@ class Processes:
         self.log.announce()
 
     @property
-    def _sampling(self) -> SamplingSettings:
+    def sampling(self) -> SamplingSettings:
+        """What the rollouts of training batches are to be sampled with."""
         return SamplingSettings(
             temperature=float(self._rollout.temperature),
             top_p=float(self._rollout.top_p),
@@ -153,7 +154,7 @@ class Processes:
     def _scored_sampling(self) -> SamplingSettings:
         """The sampling settings that the trainer's log-probabilities ignore: with sampling masks they follow truncation."""
         masked = self._block.sampling_mask is not None
-        return self._sampling.without_truncation() if masked else self._sampling
+        return self.sampling.without_truncation() if masked else self.sampling
 
     def info(self) -> dict[str, Any]:
         """Return the header of the run's metrics file."""
@@ -161,10 +162,9 @@ class Processes:
         if checked is None:
             return {"config": self._block.to_dict(), "names": VERL.to_dict(), "patches": active_patches()}
         worker, engine, trainer = checked.worker, checked.engine, self._config.trainer
-        stock = self._block.level == "observe"
         header = run_info(
             self._block,
-            dataclasses.replace(VERL, next_rate=stock or not logs_applied_rate(worker)),
+            dataclasses.replace(VERL, next_rate=not self._block.acts or not logs_applied_rate(worker)),
             name=f"{trainer.project_name}/{trainer.experiment_name}",
             host=f"verl {installed('verl')} {self._host}",
             model=str(self._config.actor_rollout_ref.model.path),
@@ -174,7 +174,7 @@ class Processes:
             seed=int(self._rollout.seed),
             trainer=checked.trainer,
             engine=engine,
-            sampling=self._sampling,
+            sampling=self.sampling,
             more={
                 "worker": {
                     key: worker[key] for key in ("engine", "strategy", "loss", "versions", "moe") if key in worker

@@ -49,7 +49,7 @@ def _ask_server(replica: Any, block: MismatchConfig, timeout: float) -> list[Any
     try:
         if _is_sglang(replica):
             return [replica.servers[0].mismatch_report.remote()]
-        return _ask_workers(replica, timeout, REPORT, sorted(block.features), block.level == "enforce")
+        return _ask_workers(replica, timeout, REPORT, sorted(block.features), block.acts)
     except Exception as error:  # noqa: BLE001 - as below; a server of verl's own class has no such method
         return error
 
@@ -134,6 +134,8 @@ def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mappin
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
     """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64; raises EngineError if there are none."""
     outputs = _answers(asked, timeout, "score probe tokens")
+    if any(not out.extra_fields.get("prompt_logprobs") for out in outputs):
+        raise EngineError("the rollout server reported no log-probabilities of probe tokens; see its log.")
     # verl pads the list by one entry, for the token that was decoded.
     rows = [[entry[0] for entry in out.extra_fields["prompt_logprobs"][:-1]] for out in outputs]
     return torch.tensor(rows, dtype=torch.float64)

@@ -17,7 +17,14 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, check_routes, versions, without_routes
+from mismatch_ext.adapters.verl.driver.batch_checks import (
+    ExpertLoads,
+    check_routes,
+    check_settings,
+    check_tokens,
+    versions,
+    without_routes,
+)
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
@@ -119,9 +126,8 @@ class MismatchTrainer(_Host):
 
     def get_llm_client(self, *args: Any, **kwargs: Any) -> Any:
         """Return verl's client, made to note versions where it resumes answers, and turns that have routes or masks."""
-        acting = self._block
         client = super().get_llm_client(*args, **kwargs)
-        return versioned(client, turns=bool(acting.routing or acting.sampling_mask), replayed=self._has_routes)
+        return versioned(client, replayed=self._has_routes)
 
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
@@ -189,15 +195,21 @@ class MismatchTrainer(_Host):
         held = self._held(batch)
         with self._checks.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
-        with self._checks.checking("records"), self._log.refusing("train", held):
-            if self._block.sampling_mask is not None:
-                from mismatch_ext.adapters.verl.sampling_mask import check_masks
+        if self._block.sampling_mask is not None:
+            from mismatch_ext.adapters.verl.sampling_mask import check_masks
 
+            with self._log.refusing("train", held):
                 check_masks(batch, self.global_steps)
+        with self._checks.checking("versions"), self._log.refusing("train", held):
             self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
         if self._has_routes:
-            with self._checks.checking("routes"), self._log.refusing("train", held):
+            with self._log.refusing("train", held):
                 check_routes(batch, self.global_steps)
+        with self._checks.checking("sampling"), self._log.refusing("train", held):
+            check_settings(batch, self.global_steps, self._processes.sampling)
+        if not self._has_routes:  # else the engine compares each token that it replays routes of
+            with self._checks.checking("records"), self._log.refusing("train", held):
+                check_tokens(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
         with self._checks.checking("gap"), self._log.holding("train", held):
@@ -321,7 +333,7 @@ class MismatchTrainer(_Host):
             self._record(metrics, global_steps)
 
     def _collect_findings(self) -> None:
-        """Take what the workers have found since the last call, under `observe`."""
+        """Take the checks that failed in the workers since the last call, in a run that goes on."""
         if self._checks.acts:
             return
         with self._checks.checking("findings"):

@@ -7,7 +7,7 @@ of its tool loop verl keeps only the last one's routes, in which the prefill has
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import takewhile
@@ -15,7 +15,7 @@ from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from mismatch_ext.adapters.verl.rollout.digests import with_digests
+from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
@@ -28,6 +28,19 @@ FIELD = "weight_versions"
 
 MASKS = "sampling_mask"
 """Entry of an answer's `extra_fields`: its masks, or why they are not known."""
+
+SETTINGS = "sampling_settings"
+"""Entry of a rollout's `extra_fields`: the settings that its tokens were sampled with, each different one once."""
+
+SAMPLED = "sampled_tokens"
+"""Entry of a rollout's `extra_fields`: for each request the numbers of tokens before and after it, and digests of them.
+
+It is empty where nobody can say: R3's routes carry digests of their own, and token ids do not say what an image shows.
+"""
+
+READ = ("temperature", "top_p", "top_k")
+"""Settings of a request that both sides must take into account."""
+MEDIA = ("image_data", "video_data", "audio_data")
 
 
 class Conversation:
@@ -44,6 +57,10 @@ class Conversation:
         self.tokens: Sequence[int] = ()  # of all turns so far
         # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
         self.routes: Any = None
+        # Plain lists, because loops hand them on: later turns add to those that came with the first one.
+        self.settings: list[dict[str, float]] = []
+        self.sampled: list[list[int]] = []
+        self.has_media = False
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Travel with the rollout as the list of segments: only this process uses the rest, and routes have their own field."""
@@ -52,6 +69,23 @@ class Conversation:
     def goes_on(self, prompt: int) -> bool:
         """Tell whether a request with a prompt of so many tokens is a later turn of this conversation."""
         return not self.asked and (not self.segments or prompt > self.segments[0][1])
+
+    def note_settings(self, given: Mapping[str, Any]) -> None:
+        """Note the settings that a request samples with."""
+        settings = {name: given[name] for name in READ if given.get(name) is not None}
+        if settings not in self.settings:
+            self.settings.append(settings)
+
+    def note_tokens(self, prompt_ids: Sequence[int], token_ids: Sequence[int], media: bool) -> None:
+        """Note what a request sampled after which tokens; with images, video or audio these are not known."""
+        if media:
+            self.has_media = True
+            self.sampled.clear()
+        if self.has_media or not prompt_ids:
+            return
+        before, after = len(prompt_ids), len(prompt_ids) + len(token_ids)
+        found = numbers([*prompt_ids, *token_ids])
+        self.sampled.append([before, int(found[before - 1]), after, int(found[after - 1])])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
         """Give tokens that earlier turns sampled, up to the first that is another now, the routes that they had then."""
@@ -82,14 +116,19 @@ def present_calls() -> Calls:
     return _calls.get() or Calls()
 
 
-class Recorder(LLMServerClient):
-    """Sees every request to a server, the first one and those that resume it."""
+class Noting(LLMServerClient):
+    """A client of ours."""
 
     replayed = False
     """Whether R3 replays the routes of the answers, which then carry digests of their tokens."""
 
+
+class Recorder(Noting):
+    """Sees every request to a server, the first one and those that resume it."""
+
     async def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate as verl does, and note the weights' version, and the token from which on they sampled."""
+        settings = dict(kwargs.get("sampling_params") or {})  # copied, because verl takes some out
         output = await super().generate(*args, **kwargs)
         if self.replayed and output.routed_experts is not None:
             tokens = [*kwargs["prompt_ids"], *output.token_ids]
@@ -100,10 +139,14 @@ class Recorder(LLMServerClient):
         if conversation is not None:
             conversation.segments.append((output.extra_fields.get("global_steps"), len(kwargs["prompt_ids"])))
             conversation.masks += () if masks is None else (masks,)
+            conversation.note_settings(settings)
+            if not self.replayed:
+                media = any(kwargs.get(name) for name in MEDIA)
+                conversation.note_tokens(kwargs["prompt_ids"], output.token_ids, media)
         return output
 
 
-class Conversing(LLMServerClient):
+class Conversing(Noting):
     """Keeps what is known of a conversation's turns, and adds it to each answer's `extra_fields` as `weight_versions`."""
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
@@ -125,11 +168,14 @@ class Conversing(LLMServerClient):
         finally:
             conversation.asked = False
             _present.reset(token)
-        conversation.take(prompt, output)
+        if self.replayed:
+            conversation.take(prompt, output)
         if (calls := _calls.get()) is not None:
             support = _together(conversation.masks, len(output.token_ids))
             calls.add(prompt, output.token_ids, output.log_probs, support)
         output.extra_fields[FIELD] = conversation
+        output.extra_fields[SETTINGS] = conversation.settings
+        output.extra_fields[SAMPLED] = conversation.sampled
         return output
 
 
@@ -154,18 +200,16 @@ class TurnsClient(Conversing, Recorder):
     """verl's client of synchronous modes."""
 
 
-def versioned(client: Any, *, turns: bool = False, replayed: bool = False) -> Any:
-    """Make a client of verl's own class note versions, and return it; a client of another class is left alone, with a warning.
+def versioned(client: Any, *, replayed: bool = False) -> Any:
+    """Make a client of verl's own class note what sampled each token; a client of another class is left alone, with a warning.
 
-    `turns` says that rollouts have routes or masks of each turn; without them versions are only of use where answers are resumed.
     `replayed` says that R3 replays the routes. Raises ConfigError if nobody would say which tokens these are of.
     """
     if type(client) is FullyAsyncLLMServerClient:
         client.__class__ = VersionedClient
     elif type(client) is LLMServerClient:
-        if turns:
-            client.__class__ = TurnsClient
-    elif not isinstance(client, Recorder) and (turns or isinstance(client, FullyAsyncLLMServerClient)):
+        client.__class__ = TurnsClient
+    elif not isinstance(client, Recorder):
         found = f"the client of verl's rollout servers has class {type(client).__name__}, not verl's own"
         derive = (
             "Derive it from TurnsClient or (asynchronous) VersionedClient in mismatch_ext.adapters.verl.rollout.client."
@@ -175,8 +219,8 @@ def versioned(client: Any, *, turns: bool = False, replayed: bool = False) -> An
                 f"mismatch.routing.mode=R3, but {found}: nobody says which tokens routes are of. {derive}"
             )
         warnings.warn(
-            f"mismatch-ext: {found}, so that nobody notes which weights and experts sampled which turn. Versions are those of a "
-            f"rollout's last answer. {derive}",
+            f"mismatch-ext: {found}, so that nobody notes which weights, experts and settings sampled which tokens. Versions are "
+            f"those of a rollout's last answer. {derive}",
             stacklevel=2,
         )
     if isinstance(client, Recorder):

@@ -20,12 +20,17 @@ BYTES = 4
 """Bytes of a digest, a byte in a slot: engines and verl keep expert ids in eight bits or more."""
 
 
-def digests(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint8]:
-    """Return a digest for each token `[T, BYTES]`, uint8, of the token and of all before it; none is zero."""
+def numbers(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint32]:
+    """Return a digest for each token `[T]`, of the token and of all before it; none is zero."""
     ids = np.asarray(tokens, np.uint64)
     places = np.arange(len(ids), dtype=np.uint64) << np.uint64(32)
     sums = _mixed(np.cumsum(_mixed(ids | places), dtype=np.uint64)) >> np.uint64(32)
-    return (sums.astype("<u4") | np.uint32(1)).view(np.uint8).reshape(-1, BYTES)
+    return sums.astype("<u4") | np.uint32(1)
+
+
+def digests(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint8]:
+    """Return the bytes of each token's digest `[T, BYTES]`, uint8."""
+    return numbers(tokens).view(np.uint8).reshape(-1, BYTES)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:

@@ -25,7 +25,6 @@ from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
 from mismatch_ext.adapters.verl.block import block_of_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
-from mismatch_ext.checks import Checks
 from mismatch_ext.errors import MismatchError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.dtypes import canonical
@@ -47,8 +46,8 @@ class MismatchSGLangServer(SGLangHttpServer):
         """Start SGLang as verl does, and look at what it answers from then on."""
         self._refusals: list[str] = []
         block = block_of_server(self.config)
-        self._checks = Checks(True if block is None else block.level)
-        if block is not None and block.level == "enforce":
+        self._acts = block is None or block.acts
+        if block is not None and block.acts:
             compat.check(("verl",), block.features, {"verl", "sglang"})
         await super().launch_server(*args, **kwargs)
         if self.node_rank == 0:
@@ -97,27 +96,25 @@ class MismatchSGLangServer(SGLangHttpServer):
             _OF_VERL.reset(token)
 
     async def _generate_checked(self, request: Any, *args: Any, **kwargs: Any) -> AsyncIterator[Any]:
-        """Answer as SGLang does; an answer that verl could not use is an error here, and kept for the trainer."""
+        """Answer as SGLang does; if an answer is one that verl could not use, tell the trainer, and raise if the block acts."""
         async for output in self._generate(request, *args, **kwargs):
             if _OF_VERL.get():
                 try:
                     # Off the loop: a long response has megabytes of routes.
                     await asyncio.to_thread(self._ingest, request, output)
-                except Exception as error:
-                    observes = not self._checks.acts
-                    if not observes and not isinstance(error, MismatchError):
-                        raise
+                except MismatchError as error:
                     self._refused += 1
                     if len(self._refusals) < KEPT:
                         self._refusals.append(f"{type(error).__name__}: {error}")
-                    if not observes:
+                    if self._acts:
                         raise
             yield output
 
     def _ingest(self, request: Any, output: dict[str, Any]) -> None:
-        """Check an answer, and put its routes in the form that verl reads."""
+        """Check an answer; if the block acts, put its routes in the form that verl reads."""
         prompt, name, meta = list(request.input_ids), str(request.rid), output["meta_info"]
-        if self.config.enable_rollout_routing_replay and (request.image_data or request.video_data):
+        takes_routes = self._acts and self.config.enable_rollout_routing_replay
+        if takes_routes and (request.image_data or request.video_data):
             raise RoutingError(
                 f"request {name}: mismatch.routing with images or video, of which no token id tells what they show, so that a "
                 "pass of the trainer cannot be shown to be the one that its routes are of; remove mismatch.routing for this data."
@@ -128,7 +125,7 @@ class MismatchSGLangServer(SGLangHttpServer):
             parse_response(output, prompt_ids=prompt, provenance=self._provenance, request_id=name, allow_abort=True)
         ids = output.get("output_ids") or []
         routes = meta.get("routed_experts")
-        if self.config.enable_rollout_routing_replay and not (routes is None and not ids):
+        if takes_routes and not (routes is None and not ids):
             rows, shape = max(len(prompt) + len(ids) - 1, 0), self._shape()
             experts = decode_routes(routes, rows=rows, shape=shape, request=name)
             if experts.size and not 0 <= experts.min() <= experts.max() < shape.num_experts:

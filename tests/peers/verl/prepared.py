@@ -16,11 +16,7 @@ GRPO = (
     "actor_rollout_ref.ref.strategy=fsdp2",
     "actor_rollout_ref.rollout.name=vllm",
 )
-MEGATRON = (
-    "model_engine=megatron",
-    "actor_rollout_ref.model.use_remove_padding=True",
-    "+mismatch.monitor.weight_sync=off",
-)
+MEGATRON = ("model_engine=megatron", "actor_rollout_ref.model.use_remove_padding=True")
 
 
 def configured(*overrides: str) -> DictConfig:

@@ -110,18 +110,22 @@ def test_what_verl_itself_refuses_is_refused(capsys: pytest.CaptureFixture[str])
     assert status == 1 and found["refused"][0].startswith("verl: AssertionError: real_train_batch_size")
 
 
-def test_an_observed_run_says_what_is_left_out_or_that_nothing_is_observed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_config_that_only_measures_says_what_is_left_out_or_that_nothing_is_measured(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     observe = (*DENSE, "+mismatch.level=observe", "+mismatch.routing.mode=R3")
     status, found = checked(capsys, *observe)
     assert (status, found["verdict"]) == (0, "accepted")
-    # Only by what the run is observed: nothing that is trained or sampled.
+    # Only by what the run is measured: nothing that is trained or sampled.
     assert [line.partition("=")[0].rpartition(".")[2] for line in found["settings"]] == [
         "worker_extension_cls", "trainer_mode", "VERL_USE_EXTERNAL_MODULES",
     ]  # fmt: skip
     status, found = checked(capsys, *observe, "trainer.use_v1=False")
-    assert (status, found["verdict"]) == (1, "not observed") and "use_v1" in found["refused"][0]
+    assert (status, found["verdict"]) == (1, "not measured") and "use_v1" in found["refused"][0]
     assert found["settings"] == [] and main(["compat", "--verl", *observe, "trainer.use_v1=False"]) == 1
-    assert capsys.readouterr().out.endswith("verdict: not observed: verl would train without the config\n")
+    assert capsys.readouterr().out.endswith("verdict: not measured: verl would train without the config\n")
+    status, found = checked(capsys, *DENSE, "+mismatch={}", "trainer.use_v1=False")
+    assert (status, found["verdict"]) == (1, "not measured")
 
 
 def test_lora_is_checked_with_a_cpu_build_of_vllm(capsys: pytest.CaptureFixture[str]) -> None:

@@ -13,6 +13,9 @@ from tests.peers.verl.recorded import recorded, shape
 
 pytestmark = pytest.mark.nightly
 
+ACTING = "+mismatch.monitor.weight_sync=error"
+"""The smallest config that ends a run in which a check fails."""
+
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
@@ -28,18 +31,18 @@ def failed(work: Path, override: str, *, model: Path, fault: str | None = None) 
 
 
 def test_the_package_fails_in_the_worker_only(model: Path, tmp_path: Path) -> None:
-    run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="no_plugin_in_the_worker")
+    run = failed(tmp_path, ACTING, model=model, fault="no_plugin_in_the_worker")
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
 
 
 def test_the_package_fails_in_the_rollout_only(model: Path, tmp_path: Path) -> None:
-    run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="no_plugin_in_the_rollout")
+    run = failed(tmp_path, ACTING, model=model, fault="no_plugin_in_the_rollout")
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
 
 
 def test_a_logprob_that_is_not_a_number(tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model")
-    run = failed(tmp_path, "+mismatch.monitor={}", model=model, fault="nonfinite_logprob")
+    run = failed(tmp_path, ACTING, model=model, fault="nonfinite_logprob")
     assert "NonFiniteLogprobError" in run.log
     assert " of step 1, token 1: the engine reported log-probability nan;" in run.log
     assert shape(run.reports) == shape(recorded("dense"))
@@ -58,5 +61,5 @@ def test_text_that_an_agent_loop_tokenizes_again(model: Path, tmp_path: Path) ->
 
 def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model", extra_vocabulary=48)
-    run = failed(tmp_path, "+mismatch.monitor={}", model=model)
+    run = failed(tmp_path, ACTING, model=model)
     assert "ConfigError" in run.log and "Resize the model's embeddings to the tokenizer" in run.log

@@ -150,3 +150,19 @@ def test_a_server_that_does_not_answer_the_probes_ends_nothing(run: Run) -> None
     ((level, name, message),) = found["said"]
     assert (level, name) == ("warning", "weight_sync_unanswered") and "did not answer within 120 seconds" in message
     assert found["gap"] is None
+
+
+def test_rows_are_held_against_what_the_engine_sampled_and_by_which_settings(run: Run) -> None:
+    found = run(scenarios.as_sampled).expect()
+    nothing = "nothing was refused"
+    for case in ("as it was", "masked", "nobody knows"):
+        assert found[case] == [nothing, nothing], case
+    settings, tokens = found["another token"]
+    assert settings == nothing
+    assert tokens.startswith("RecordError: rollout prompt_1_0 of step 4, token 0: the tokens to be trained on are not")
+    settings, tokens = found["moved"]
+    assert tokens == nothing
+    assert settings.startswith(
+        "RecordError: rollout prompt_2_0 of step 4 was sampled with temperature=0.7, and the trainer"
+    )
+    assert "actor_rollout_ref.rollout.temperature=1" in settings

@@ -346,7 +346,7 @@ def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None
         check_vocabulary({**few, "mass_mean": 1.01 * SURPLUS_MASS})
 
 
-@pytest.mark.filterwarnings("ignore:mismatch.level='observe'")
+@pytest.mark.filterwarnings("ignore:mismatch. the check")
 @pytest.mark.parametrize(
     ("change", "check"),
     [
@@ -354,24 +354,24 @@ def test_ids_without_text_that_the_policy_takes_for_likely_are_refused() -> None
         (worker("strategy", "fsdp"), "workers"),
     ],
 )
-def test_observed_processes_that_are_not_as_they_must_be_are_named_and_the_run_goes_on(
+def test_processes_of_a_run_that_is_only_measured_are_named_if_wrong_and_the_run_goes_on(
     change: Change, check: str
 ) -> None:
     found = run_of("example")
-    found["block"] = {"level": "observe"}
+    found["block"] = {}
     change(found)
     checks = Checks(False)
     checked_run = check_reports(*parsed(found), checks)
-    assert check in {finding.check for finding in checks.unwritten}, checks.unwritten
+    assert check in {failed.check for failed in checks.unwritten}, checks.unwritten
     assert checked_run.engine.engine == "vllm" and checked_run.trainer.device
 
 
-def test_an_observed_run_that_could_not_be_checked_says_where_it_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_whose_processes_could_not_be_checked_says_where_it_is_logged(capsys: pytest.CaptureFixture[str]) -> None:
     from omegaconf import OmegaConf
 
     rollout = {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
     config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "algorithm": {}})
-    started = Processes(config, MismatchConfig(level="observe"), Checks(False), "PPOTrainerSync")
+    started = Processes(config, MismatchConfig(), Checks(False), "PPOTrainerSync")
     begun: Any = SimpleNamespace(run_dir="runs/one", sampled_with=lambda sampling: None, begin=lambda step: None)
     started.log = begun
     started.announce(0)

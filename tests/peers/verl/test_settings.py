@@ -30,15 +30,6 @@ ROOT = Path(__file__).resolve().parents[3]
 pytestmark = pytest.mark.usefixtures("hydra", "as_with_a_gpu")
 
 
-def test_the_smallest_block_changes_trainer_environment_and_what_it_enters_by_alone() -> None:
-    stock, ours = configured("+mismatch={}"), prepared("+mismatch={}")
-    before, after = (OmegaConf.to_container(config, resolve=True) for config in (stock, ours))
-    changed = {
-        path for path in leaves(before) | leaves(after) if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)
-    }
-    assert {path for path in changed if not path.startswith(HANDED_ON)} == OBSERVED
-
-
 def test_a_manager_of_agent_loops_of_ones_own_stays() -> None:
     setting = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     masked = prepared("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8")
@@ -84,7 +75,7 @@ def test_a_variable_of_a_ray_job_that_nobody_may_change_has_our_trainers_or_is_r
     def submitted(modules: str) -> DictConfig:
         job = {"runtime_env": {"env_vars": {"VERL_USE_EXTERNAL_MODULES": modules}}}
         monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-        return prepared("+mismatch={}")
+        return prepared("+mismatch.kl.coef=0.1")
 
     with pytest.raises(
         ConfigError, match=f"Ray job's own runtime_env has it.* allowed: a list with {settings.TRAINERS}"
@@ -100,7 +91,7 @@ def test_no_vendor_and_ours_are_taken(vendor: str, monkeypatch: pytest.MonkeyPat
 
 
 def test_what_is_refused_is_not_handed_on() -> None:
-    config = configured("+mismatch={}", "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}")
+    config = configured("+mismatch.lr={}", "+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}")
     with pytest.raises(ConfigError, match="VERL_ENGINE_VENDOR='acme'"):
         settings.prepare(config)
     assert not block.handed_on(config)
@@ -150,7 +141,7 @@ def test_a_megatron_actor_keeps_verls_own_replay() -> None:
 
 def test_a_megatron_actors_rate_is_led_and_its_schedule_resumed(capsys: pytest.CaptureFixture[str]) -> None:
     name = "actor_rollout_ref.actor.optim.use_checkpoint_opt_param_scheduler"
-    assert OmegaConf.select(prepared_megatron(), name) is False
+    assert OmegaConf.select(prepared_megatron("+mismatch={}"), name) is False
     assert name not in capsys.readouterr().out
     config = prepared_megatron("+mismatch.lr.period=5", "+mismatch.routing.mode=R3")
     assert OmegaConf.select(config, name) is True
@@ -299,8 +290,9 @@ EVERY_SECTION = (
     "+mismatch.correction.preset=bypass_ppo_clip",
     "+mismatch.kl.coef=0.1",
     "+mismatch.lr={}",
+    "+mismatch.monitor.alarms={k3_kl:{action:stop}}",
 )
-OBSERVED = {
+MEASURED = {
     "trainer.v1.trainer_mode",
     "actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls",
     "ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES",
@@ -310,20 +302,35 @@ OBSERVED = {
 HANDED_ON = ("actor_rollout_ref.mismatch", "actor_rollout_ref.rollout.custom")
 
 
-def observed(*overrides: str) -> tuple[set[str], DictConfig]:
-    """Prepare a configuration that is to be observed, and return what has changed, and the configuration."""
-    given = (*EVERY_SECTION, *overrides)
+def measured(*given: str) -> tuple[set[str], DictConfig]:
+    """Prepare a configuration, and return what has changed besides what is handed on, and the configuration."""
     stock, ours = configured(*given), prepared(*given)
     paths = {leaf for config in (stock, ours) for leaf in leaves(OmegaConf.to_container(config, resolve=False))}
     changed = {path for path in paths if OmegaConf.select(stock, path) != OmegaConf.select(ours, path)}
     return {path for path in changed if not path.startswith(HANDED_ON)}, ours
 
 
-def test_observe_sets_what_it_enters_by_alone_and_hands_on_no_section() -> None:
-    changed, config = observed("+mismatch.monitor.weight_sync=warn")
-    assert changed == OBSERVED
+def test_an_empty_config_is_given_and_sets_only_what_it_measures_by() -> None:
+    assert configured("+mismatch={}").mismatch == {} and configured().get("mismatch") is None
+    changed, config = measured("+mismatch={}")
+    assert changed == MEASURED
     known = block.block_of(config.actor_rollout_ref)
-    assert known is not None and known.to_dict().keys() == {"level", "monitor"} and known.monitor.weight_sync == "warn"
+    assert known == MismatchConfig() and block.block_of_server(config.actor_rollout_ref.rollout) == known
+    verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # it was read, so nobody refuses it
+
+
+def test_observe_with_sections_is_prepared_as_the_empty_config_is() -> None:
+    changed, config = measured(*EVERY_SECTION)
+    of_empty, empty = measured("+mismatch={}")
+    assert changed == of_empty == MEASURED
+    expected = block.block_of(empty.actor_rollout_ref)
+    assert expected is not None
+    rule = {"k3_kl": {"action": "warn"}}  # the alarm is watched, and does not stop
+    warned = MismatchConfig.parse({"monitor": {"alarms": rule}})
+    assert block.block_of(config.actor_rollout_ref) == warned
+    for group in (config.actor_rollout_ref, empty.actor_rollout_ref):
+        group.mismatch = group.rollout.custom = config.mismatch = empty.mismatch = None
+    assert config == empty
 
 
 @pytest.mark.parametrize(
@@ -335,20 +342,47 @@ def test_observe_sets_what_it_enters_by_alone_and_hands_on_no_section() -> None:
         ("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}", "VERL_ENGINE_VENDOR"),
     ],
 )
-def test_a_run_that_cannot_be_observed_is_stock_and_says_so(override: str, named: str) -> None:
-    with pytest.warns(UserWarning, match=f"this run is not observed.*{named}"):
-        changed, config = observed(override)
-    assert config.mismatch is None and {path for path in changed if not path.startswith("mismatch")} == set()
-    verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # nobody refuses it later
+def test_a_run_that_cannot_be_measured_is_stock_and_says_so(override: str, named: str) -> None:
+    for given in ("+mismatch={}",), EVERY_SECTION:
+        with pytest.warns(UserWarning, match=f"nothing is measured, and verl trains without the config.*{named}"):
+            changed, config = measured(*given, override)
+        assert config.mismatch is None and {path for path in changed if not path.startswith("mismatch")} == set()
+        verl.trainer.constants_ppo.get_ppo_ray_runtime_env(config)  # nobody refuses it later
+    with pytest.raises(ConfigError, match=named):  # a config that acts
+        prepared("+mismatch.kl.coef=0.1", override)
 
 
-def test_observe_leaves_out_the_keys_of_the_monitor_that_are_refused() -> None:
+def test_a_correction_of_verls_own_that_does_nothing_is_named_and_the_run_is_measured() -> None:
+    inert = "algorithm.rollout_correction.loss_type=reinforce"
+    with pytest.warns(UserWarning, match="measured as it is, but look at this setting.*loss_type.*no effect in verl"):
+        changed, config = measured("+mismatch={}", inert)
+    assert changed == MEASURED and config.mismatch is not None
+    with pytest.raises(ConfigError, match="no effect in verl"):
+        prepared("+mismatch.kl.coef=0.1", inert)
+
+
+def test_a_config_that_only_measures_leaves_out_keys_of_the_monitor_that_are_refused() -> None:
     with pytest.warns(
         UserWarning, match="monitor.weight_sync='warn' is left out: the actor's weights are probed in FSDP"
     ):
-        config = prepared_megatron("+mismatch.level=observe", "mismatch.monitor.weight_sync=warn")
+        config = prepared_megatron("+mismatch.monitor.weight_sync=warn")
     known = block.block_of(config.actor_rollout_ref)
     assert known is not None and known.monitor.weight_sync == "off"
+
+
+@pytest.mark.parametrize("given", ["+mismatch={}", "+mismatch.kl.coef=0.1"])
+def test_a_default_that_megatron_does_not_allow_is_switched_off_with_a_note(
+    given: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = prepared_megatron(given)
+    known = block.block_of(config.actor_rollout_ref)
+    assert known is not None and known.monitor.weight_sync == "off" and "monitor.weight_sync" not in known.features
+    assert "mismatch.monitor.weight_sync='off': the actor's weights are probed in FSDP" in capsys.readouterr().out
+    for asked in ("error", "warn"):
+        if given == "+mismatch={}" and asked == "warn":
+            continue  # that does not act, as above
+        with pytest.raises(ConfigError, match=f"monitor.weight_sync='{asked}' with actor_rollout_ref.actor.strategy"):
+            prepared_megatron(given, f"+mismatch.monitor.weight_sync={asked}")
 
 
 def test_a_block_that_cannot_be_read_is_an_error_under_observe_too() -> None:

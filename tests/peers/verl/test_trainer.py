@@ -41,3 +41,10 @@ def test_steps_of_a_run_and_of_its_resume(run: Run) -> None:
     assert sum(count for _, _, count, _ in rows) == 76 and all("logp_abs_diff_max is" in row[-1] for row in rows)
     ((level, name, message),) = found["told"]
     assert (level, name) == ("warning", "settings_changed") and "copied holds no mismatch.json" in message
+
+
+def test_failed_checks_of_workers_are_noted_and_a_bug_of_ours_ends_a_run_that_is_only_measured(run: Run) -> None:
+    found = run(scenarios.findings).expect()
+    assert found["answer"] == {"failed": [["loss_scaler", 4, "rank 1: it is off"]], "left": ""}
+    assert found["engine"] == {"failed": [["findings", 4, "EngineError: it does not answer"]], "left": ""}
+    assert found["bug"] == {"failed": [], "left": "of ours"}

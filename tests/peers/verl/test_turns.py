@@ -40,6 +40,19 @@ def test_routes_of_verls_own_loops_are_proven_and_those_of_other_tokens_are_not(
         assert own["extra"] < 300 + 20 * int(turns), own["extra"]
 
 
+def test_tokens_that_no_request_has_sampled_are_found_in_rows_of_verls_own_loops(run: Run) -> None:
+    found = run(scenarios.sampled).expect()
+    assert {case: one["first"] for case, one in found.items()} == {
+        **dict.fromkeys(("single", "tools", "glm", "resumed", "truncated")),
+        # The third token of the answer is another; the second turn was asked without the first one's four tokens, and the
+        # tool's two.
+        "encoded again": 0,
+        "other context": 6,
+    }
+    assert found["tools"]["requests"] == 3 and found["single"]["requests"] == 1
+    assert all(one["settings"] in ([{"temperature": 1.0, "top_k": -1}], [{}]) for one in found.values())
+
+
 def test_verls_metrics_of_the_experts_load_are_those_without_digests(run: Run) -> None:
     alone, carrying = run(scenarios.loads).expect()
     assert alone == carrying and len(alone) > 6

@@ -76,10 +76,10 @@ def _spoil_one_answer(step: int, spoil: Callable[[Any], None]) -> None:
 
 
 def nonfinite_logprob() -> None:
-    """Let one answer's second token have a log-probability that is not a number."""
+    """Let one answer's second token, or its only one, have a log-probability that is not a number."""
 
     def spoil(output: Any) -> None:
-        output.response_logprobs[1] = float("nan")
+        output.response_logprobs[min(1, len(output.response_logprobs) - 1)] = float("nan")
 
     _spoil_one_answer(STEPS["nonfinite_logprob"], spoil)
 
@@ -100,6 +100,61 @@ def encoded_again() -> None:
         output.response_ids[0] = 3 + (output.response_ids[0] + 1) % 10
 
     _spoil_one_answer(STEPS["encoded_again"], spoil)
+
+
+def encoded_otherwise() -> None:
+    """Let the first token of one answer to each prompt of the step be another: the same ones in every run."""
+
+    def change(module: Any) -> None:
+        original = module.SeededSingleTurn.run
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await original(self, sampling_params, **kwargs)
+            if kwargs["global_steps"] == STEPS["encoded_otherwise"] and kwargs["session_id"] == 1:
+                output.response_ids[0] = 3 + (output.response_ids[0] + 1) % 10
+            return output
+
+        module.SeededSingleTurn.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
+def moved_temperature() -> None:
+    """Let the agent loop ask for another temperature than it was given, from the step on."""
+
+    def change(module: Any) -> None:
+        original = module.SeededSingleTurn.run
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            if kwargs["global_steps"] >= STEPS["moved_temperature"]:
+                sampling_params = {**sampling_params, "temperature": 0.7}
+            return await original(self, sampling_params, **kwargs)
+
+        module.SeededSingleTurn.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
+def garbled_weights() -> None:
+    """Move the rows of a tensor in vLLM's worker after the update that follows the step; the next update mends it."""
+
+    def change(module: Any) -> None:
+        extension = module.vLLMColocateWorkerExtension
+        original = extension.update_weights_from_ipc
+        calls = []
+
+        @functools.wraps(original)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            result = original(self, *args, **kwargs)
+            calls.append(True)
+            if len(calls) == STEPS["garbled_weights"] + 1:
+                weight = dict(self.model_runner.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
+                weight.data.copy_(weight.data.roll(1, 0))
+            return result
+
+        extension.update_weights_from_ipc = update
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
 def stale_weights() -> None:
@@ -169,6 +224,9 @@ FAULTS = {
         nonfinite_logprob,
         lost_routes,
         encoded_again,
+        encoded_otherwise,
+        moved_temperature,
+        garbled_weights,
         stale_weights,
         null_logprob,
     )

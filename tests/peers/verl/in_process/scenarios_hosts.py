@@ -44,7 +44,7 @@ def resumed(out: str, block: dict[str, Any], files: dict[str, str]) -> dict[str,
             info=lambda: {"config": parsed.to_dict()},
             step=lambda: 3,
             names=VERL,
-            verdicts=driver._checks,
+            checks=driver._checks,
         )
         driver._log.begin(3)
         driver._processes = object.__new__(Processes)

@@ -259,7 +259,6 @@ def replaced(out: str) -> dict[str, Any]:
     blocks: dict[str, Any] = {
         "kl": {"kl": kl},
         "off-policy mask": {"correction": {"off_policy_threshold": 0.05}},
-        "observed": {"level": "observe", "kl": kl},
         "neither": {},
     }
     for name, block in blocks.items():

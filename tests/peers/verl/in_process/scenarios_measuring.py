@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,12 @@ from unittest import mock
 import torch
 from mismatch_ext.adapters.verl import evidence as module
 from mismatch_ext.adapters.verl import measure
+from mismatch_ext.adapters.verl.driver import batch_checks
 from mismatch_ext.adapters.verl.evidence import StoredBatch
 from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
 from mismatch_ext.adapters.verl.replay import versions
-from mismatch_ext.adapters.verl.rollout.digests import with_digests
+from mismatch_ext.adapters.verl.rollout.client import SAMPLED, SETTINGS
+from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
@@ -25,6 +28,7 @@ from mismatch_ext.evidence import lines_of
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
+from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.weights import TrainerLook
 from tests.peers.verl.in_process.routes import nested, refused
 
@@ -163,6 +167,41 @@ def unfit() -> dict[str, Any]:
         given = queue()
         del given.rows[name]
         found[f"absent {name}"] = refused(measured, given, Scoring())
+    return found
+
+
+def as_sampled() -> dict[str, Any]:
+    """Hold a batch against what was noted of its requests, as they were and after changes; return what is refused."""
+    lengths, prompts = [4, 3, 2], [2, 1, 3]
+    tokens = [list(range(row, row + prompt + n)) for row, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))]
+    noted: list[dict[str, Any]] = [
+        {
+            SETTINGS: [{"temperature": 1.0, "top_k": -1}],
+            SAMPLED: [[prompt, int(numbers(ids)[prompt - 1]), len(ids), int(numbers(ids)[-1])]],
+        }
+        for ids, prompt in zip(tokens, prompts, strict=True)
+    ]
+    found: dict[str, Any] = {}
+    expected = SamplingSettings(temperature=1.0, top_k=0)
+    for case in ("as it was", "another token", "masked", "nobody knows", "moved"):
+        extra = deepcopy(noted)
+        masks = [torch.ones(n, dtype=torch.int64) for n in lengths]
+        responses = [torch.tensor(ids[prompt:]) for ids, prompt in zip(tokens, prompts, strict=True)]
+        if case in ("another token", "masked", "nobody knows"):
+            responses[1] = responses[1] + 1
+        if case == "masked":
+            masks[1].zero_()
+        if case == "nobody knows":
+            extra[1] = {}
+        if case == "moved":
+            extra[2][SETTINGS].append({"temperature": 0.7, "top_k": -1})
+        rows = {"prompts": [torch.tensor(ids[:prompt]) for ids, prompt in zip(tokens, prompts, strict=True)]}
+        given = Queue(rows | {"responses": responses, "response_mask": masks, "extra_fields": extra})
+        keys = SimpleNamespace(keys=given.keys, tags=[{} for _ in given.keys], partition_id="train")
+        batch_checks.tq, batch_checks.CHUNK = given, 2
+        found[case] = [
+            refused(batch_checks.check_settings, keys, STEP, expected), refused(batch_checks.check_tokens, keys, STEP)
+        ]  # fmt: skip
     return found
 
 

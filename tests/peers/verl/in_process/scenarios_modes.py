@@ -13,7 +13,7 @@ from mismatch_ext.adapters.verl.worker import MismatchDetachWorker
 from verl.experimental.separation.engine_workers import DetachActorWorker
 from verl.trainer.ppo.v1.utils import MetricsAggregator
 
-from mismatch_ext.checks import Checks, Level
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from tests.peers.verl.in_process.workers import (
     batch,
@@ -69,11 +69,11 @@ def waiting() -> dict[str, Any]:
     return {name: [dict(one) for one in waiting_of(state, block)] for name, block in parsed.items() if block}
 
 
-def detached(kind: type[Any], built: Any, level: Level = "enforce") -> Any:
+def detached(kind: type[Any], built: Any) -> Any:
     """Return a worker of a kind around an engine that is there."""
     asked: Any = object.__new__(kind)
     asked.actor, asked.config = built, SimpleNamespace(actor=SimpleNamespace(strategy=strategy()))
-    asked._strategy_handlers, asked._checks = None, Checks(level)
+    asked._strategy_handlers, asked._checks = None, Checks(True)
     return asked
 
 

@@ -17,7 +17,7 @@ from verl.workers.rollout.replica import TokenOutput
 from tests.peers.verl.in_process.routes import refused
 
 
-def resumed() -> dict[str, Any]:
+def resumed(replayed: bool) -> dict[str, Any]:
     """Let verl's own client resume an answer that weight updates interrupt, over two turns of one conversation."""
     answers = iter(
         [
@@ -44,7 +44,7 @@ def resumed() -> dict[str, Any]:
 
     client = object.__new__(FullyAsyncLLMServerClient)
     client.config = OmegaConf.create({})
-    asked, Asked = versioned(client), LLMServerClient.generate
+    asked, Asked = versioned(client, replayed=replayed), LLMServerClient.generate
     LLMServerClient.generate = answer  # type: ignore[method-assign]
     try:
 
@@ -66,21 +66,22 @@ def resumed() -> dict[str, Any]:
         LLMServerClient.generate = Asked  # type: ignore[method-assign]
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        other = versioned(object(), turns=True)
+        other = versioned(object())
         versioned(object.__new__(LLMServerClient))
-        versioned(object.__new__(type("Derived", (TurnsClient,), {})), turns=True)
-    replayed = refused(versioned, object(), turns=True, replayed=True)
+        versioned(object.__new__(type("Derived", (TurnsClient,), {})))
+    unnoted = refused(versioned, object(), replayed=True)
     noted = pickle.loads(pickle.dumps(first.extra_fields["weight_versions"]))
     return {
         "tokens": [first.token_ids, second.token_ids],
         "noted": [list(one) for one in noted],
-        "routes": [one.routed_experts.flatten().tolist() for one in (first, second, third)],
+        # The first layer is the model's own; behind it R3's routes have digests.
+        "routes": [one.routed_experts[:, 0].flatten().tolist() for one in (first, second, third)],
         "travels_as": type(noted).__name__,
         "shared": first.extra_fields["weight_versions"] is second.extra_fields["weight_versions"],
         "ends": [first.extra_fields["min_global_steps"], first.extra_fields["max_global_steps"]],
         "other": type(other).__name__,
         "told": [str(one.message) for one in told],
-        "replayed": replayed,
+        "refused": unnoted,
     }
 
 

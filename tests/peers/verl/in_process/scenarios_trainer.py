@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,13 @@ from typing import Any
 import torch
 from mismatch_ext.adapters.verl import evidence, measure
 from mismatch_ext.adapters.verl.block import RunMode, hand_on
+from mismatch_ext.adapters.verl.driver import batch_checks
 from omegaconf import DictConfig, open_dict
 
+from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import read_rollouts
+from mismatch_ext.errors import EngineError
 from tests.peers.verl.in_process.losses import host_config
 from tests.peers.verl.in_process.scenarios_measuring import Queue, batch, queue
 from tests.peers.verl.recorded import recorded
@@ -53,6 +57,35 @@ class Workers:
     def mismatch_metrics(self) -> list[dict[str, float]]:
         self.asked.append("metrics")
         return [{"skipped_steps": 1.0}]
+
+
+def findings() -> dict[str, Any]:
+    """Ask for the workers' failed checks in a run that is only measured, with an answer, an engine's error and a bug of ours."""
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
+
+    found: dict[str, Any] = {}
+
+    def failing(error: Exception) -> Any:
+        raise error
+
+    answers = {
+        "answer": lambda: [[], [{"check": "loss_scaler", "step": 0, "message": "it is off"}]],
+        "engine": lambda: failing(EngineError("it does not answer")),
+        "bug": lambda: failing(AttributeError("of ours")),
+    }
+    for name, answer in answers.items():
+        driver: Any = object.__new__(MismatchTrainer)
+        driver.global_steps, driver._checks = 4, Checks(False, lambda: 4)
+        driver.actor_rollout_wg = SimpleNamespace(mismatch_findings=answer)
+        left = ""
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                driver._collect_findings()
+            except AttributeError as error:
+                left = str(error)
+        found[name] = {"failed": [[one.check, one.step, one.message] for one in driver._checks.take()], "left": left}
+    return found
 
 
 class StandIn:
@@ -120,7 +153,8 @@ class StandIn:
         for _ in range(2):
             self.global_steps += 1
             metrics: dict[str, Any] = {}
-            self.queue = measure.tq = evidence.tq = queue(self.global_steps)  # type: ignore[assignment]
+            self.queue = queue(self.global_steps)
+            measure.tq = evidence.tq = batch_checks.tq = self.queue  # type: ignore[assignment]
             given = self.step(metrics, {})
             self._save_checkpoint()
             self.on_step_end()

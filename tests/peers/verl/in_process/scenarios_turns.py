@@ -10,8 +10,8 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads
-from mismatch_ext.adapters.verl.rollout.client import MASKS, following, versioned
+from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, first_unsampled
+from mismatch_ext.adapters.verl.rollout.client import MASKS, SAMPLED, SETTINGS, following, versioned
 from mismatch_ext.adapters.verl.rollout.digests import proven, with_digests, without_digests
 from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, UNKNOWN, add_masks, support_of
 from omegaconf import OmegaConf
@@ -71,7 +71,7 @@ async def _answered(case: str) -> dict[str, Any]:
     stock, LLMServerClient.generate = LLMServerClient.generate, answer  # type: ignore[method-assign]
     try:
         with following() as calls:
-            output = await _loop(client if case == "another client" else versioned(client, turns=True))
+            output = await _loop(client if case == "another client" else versioned(client))
             outputs = [output]
             add_masks(outputs, calls, "uid_0")
     finally:
@@ -129,7 +129,7 @@ def routed() -> dict[str, Any]:
     return found
 
 
-async def _row(case: str, top_k: int, turns: int) -> dict[str, Any]:
+async def _row(case: str, top_k: int, turns: int, replayed: bool = True) -> dict[str, Any]:
     """Return a row of verl's batch, as its worker makes it of what a loop returns."""
     tokenizer, drawn = make_tokenizer(), torch.Generator().manual_seed(0)
     tokenizer.add_special_tokens({"additional_special_tokens": list(ENDS)})
@@ -157,7 +157,7 @@ async def _row(case: str, top_k: int, turns: int) -> dict[str, Any]:
     length = 10 if case == "truncated" else 400
     rollout = {"prompt_length": 64, "response_length": length, "full_determinism": False, "multi_turn": multi_turn}
     client.config = config = OmegaConf.create({"actor_rollout_ref": {"rollout": rollout}, "data": {}})
-    asked = versioned(client, turns=True, replayed=True)
+    asked = versioned(client, replayed=replayed)
     slept = asyncio.sleep
     with (
         mock.patch.object(LLMServerClient, "generate", answer),
@@ -179,13 +179,28 @@ async def _row(case: str, top_k: int, turns: int) -> dict[str, Any]:
                     end + rendered(*args, **kwargs)
                 )
             asks = {"raw_prompt": [{"role": "user", "content": "12+34="}], "session_id": 0, "global_steps": 1}
-            output = await loop.run({}, **asks)
+            output = await loop.run({"temperature": 1.0, "top_k": -1}, **asks)
     if case == "encoded again":
         output.response_ids[2] += 1
     if case == "first turn":
         output.routed_experts = output.routed_experts[: len(output.prompt_ids) + 3]
     row = output.as_dict()
     return {**row, "input_ids": torch.cat([row["prompts"], row["responses"]])}
+
+
+def sampled() -> dict[str, Any]:
+    """Say which tokens of verl's own loops, and of loops that do not keep what the engine was given, no request has sampled."""
+    found: dict[str, Any] = {}
+    for case in (*LOOPS, "encoded again", "other context"):
+        row = asyncio.run(_row(case, 4, 3, replayed=False))
+        extra = json.loads(json.dumps(pickle.loads(pickle.dumps(row["extra_fields"]))))
+        given = (row["input_ids"].tolist(), len(row["prompts"]), row["response_mask"].bool().tolist())
+        found[case] = {
+            "first": first_unsampled(*given, extra[SAMPLED]),
+            "requests": len(extra[SAMPLED]),
+            "settings": extra[SETTINGS],
+        }
+    return found
 
 
 async def _forgetful(client: Any) -> AgentLoopOutput:

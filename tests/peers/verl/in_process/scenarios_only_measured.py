@@ -1,4 +1,4 @@
-"""verl's real worker and FSDP2 engine under `mismatch.level: observe`, beside stock ones."""
+"""verl's real worker and FSDP2 engine with a config that does not act, beside stock ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,9 @@ from typing import Any
 from tensordict import TensorDict
 
 from tests.peers.verl.in_process.scenarios_replay import own_routes
-from tests.peers.verl.in_process.workers import R3, batch, logprobs, parameters, scored, update, worker
+from tests.peers.verl.in_process.workers import batch, logprobs, parameters, scored, update, worker
 
-SECTIONS = {
-    "routing": R3, "lr": {"period": 1}, "kl": {"coef": 0.5}, "correction": {"preset": "token_truncate"},
-}  # fmt: skip
-BLOCK = {"level": "observe", "precision": {"dtype": "float16"}, **SECTIONS}
+EMPTY: dict[str, Any] = {}
 
 
 def _trained(built: Any, data: TensorDict) -> dict[str, Any]:
@@ -26,24 +23,24 @@ def _trained(built: Any, data: TensorDict) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def observe(model: str) -> dict[str, Any]:
-    """Train stock and observed, with the rollout's routes in the batch."""
+def full(model: str) -> dict[str, Any]:
+    """Train stock and measured, with the rollout's routes in the batch."""
     routes = own_routes(model)
     return {
         name: _trained(worker(model, block, vendor=vendor), batch(rollout=routes))
-        for name, block, vendor in (("verl", None, None), ("observe", BLOCK, "mismatch"))
+        for name, block, vendor in (("verl", None, None), ("measured", EMPTY, "mismatch"))
     }
 
 
 def half(model: str) -> dict[str, Any]:
-    """Train in float16 on a machine where verl's own scaler disables itself, which is refused and here found."""
+    """Train in float16 on a machine where verl's own scaler disables itself, which ends a run whose config acts."""
     found: dict[str, Any] = {}
-    for name, block, vendor in (("verl", None, None), ("observe", {"level": "observe"}, "mismatch")):
+    for name, block, vendor in (("verl", None, None), ("measured", EMPTY, "mismatch")):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             built = worker(model, block, vendor=vendor, dtype="float16")
             found[name] = _trained(built, batch())
         found[name]["scaler"] = type(built.engine.scaler).__name__
-        if name == "observe":
-            found["findings"] = [vars(finding) for finding in built.engine.checks.take()]
+        if name == "measured":
+            found["failed"] = [vars(failed) for failed in built.engine.checks.take()]
     return found
