@@ -41,6 +41,9 @@ CHECKPOINT = "CHECKPOINT"
 """Stands for a path that only the user knows."""
 
 
+Column = Sequence[Any] | Tensor
+
+
 @dataclass(frozen=True, kw_only=True)
 class EvidenceRow:
     """One row of a batch as it was scored."""
@@ -70,9 +73,13 @@ class HeldBatch(Protocol):
 
     step: int
     """Finished optimizer steps of the weights that scored it."""
-    settings: Callable[[], Mapping[str, Any]]
-    """Returns how the trainer computes: `host`, and `dtype`, `weights`, `temperature`, `head`, `attention` and `replays` by
-    the names of the doctor's `Run`. Some may be absent."""
+
+    @property
+    def settings(self) -> Callable[[], Mapping[str, Any]]:
+        """A function that returns how the trainer computes.
+
+        `host`, `dtype`, `weights`, `temperature`, `head`, `attention` and `replays`; some may be absent.
+        """
 
     def names(self) -> Sequence[Sequence[str]]:
         """Return what each row may be called in the messages of errors."""
@@ -94,13 +101,13 @@ class ColumnBatch:
     `mask` is None if the policy sampled every token, and `trainer` is None as long as no trainer has scored the batch.
     """
 
-    prompts: Sequence[Any]
-    responses: Sequence[Any]
-    rollout: Sequence[Any]
-    mask: Sequence[Any] | None = None
-    prompt_mask: Sequence[Any] | None = None
-    response_mask: Sequence[Any] | None = None
-    trainer: Sequence[Any] | None = None
+    prompts: Column
+    responses: Column
+    rollout: Column
+    mask: Column | None = None
+    prompt_mask: Column | None = None
+    response_mask: Column | None = None
+    trainer: Column | None = None
     provenance: Sequence[Provenance | None] | Provenance | None = None
     routes: Sequence[RoutingTrace | None] | None = None
     pictures: Sequence[int] | None = None  # how many images each prompt has
@@ -184,7 +191,7 @@ def trainer_settings(
     return settings | more
 
 
-def _entry(column: Sequence[Any] | None, number: int) -> Any:
+def _entry(column: Column | None, number: int) -> Any:
     return None if column is None else column[number]
 
 

@@ -70,7 +70,7 @@ class AlarmCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say where the checkpoint of a stop was saved."""
         if self._unsaved:
-            self._log().saved(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self._log().saved(Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._unsaved = False
 
     def on_epoch_end(
