@@ -76,8 +76,10 @@ class HeldBatch(Protocol):
 
     @property
     def settings(self) -> Callable[[], Mapping[str, Any]]:
-        """Returns how the trainer computes: `host`, and `dtype`, `weights`, `temperature`, `head`, `attention` and `replays` by
-        the names of the doctor's `Run`. Some may be absent."""
+        """A function that returns how the trainer computes.
+
+        `host`, `dtype`, `weights`, `temperature`, `head`, `attention` and `replays`; some may be absent.
+        """
 
     def names(self) -> Sequence[Sequence[str]]:
         """Return what each row may be called in the messages of errors."""

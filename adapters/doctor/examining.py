@@ -151,7 +151,8 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sides = replace(sides, sampling=known)
     model = load_model(sides.model, config=sides.trainer_config)
     shape = routing_shape(model)
-    logged = logged.of_text(placeholders_of(model.config.to_dict()))
+    config: Any = model.config
+    logged = logged.of_text(placeholders_of(config.to_dict()))
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     notes: tuple[str, ...] = ()

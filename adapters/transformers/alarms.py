@@ -36,7 +36,7 @@ class AlarmCallback(TrainerCallback):
     ) -> None:
         """Make the trainer log losses as they are."""
         self._unsaved = False
-        if self._log().checks.acts:
+        if not self._log().verdicts.observes:
             # transformers logs 0 for a loss that is NaN, unless told not to.
             self._filtered, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
 
@@ -70,7 +70,7 @@ class AlarmCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Say where the checkpoint of a stop was saved."""
         if self._unsaved:
-            self._log().saved(Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self._log().saved(Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
         self._unsaved = False
 
     def on_epoch_end(

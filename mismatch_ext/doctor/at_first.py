@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from mismatch_ext.doctor.diagnose import LEAST_BEFORE, SCHEMA, begins
+from mismatch_ext.doctor.log_notes import finite_rows, notes_of_settings, notes_of_values
 from mismatch_ext.doctor.logged import FILE, Logged
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.doctor.tokens import judge_start
@@ -60,11 +61,17 @@ class FirstAnswer:
 
 def first_answer(logged: Logged, threshold: float) -> FirstAnswer:
     """Return what the log tells; `RecordError` if it has no trainer's log-probabilities, or of some responses alone."""
+    notes = list(notes_of_settings(logged))
+    if logged.kept is not None:
+        # A row may have been kept because of such a value.
+        logged, not_finite = finite_rows(logged)
+        notes += [] if not_finite is None else [not_finite]
     having = sum(response.trainer_logprobs is not None for response in logged.responses)
     if having < len(logged.responses) or not having:
+        told = "".join(f" {note}." for note in notes)
         raise RecordError(
             f"{logged.path}: {having} of {len(logged.responses)} responses have the trainer's log-probabilities "
-            "(trainer_logprobs, in NeMo-RL prev_logprobs), and --model is missing; give --model, or log them for all."
+            f"(trainer_logprobs, in NeMo-RL prev_logprobs), and --model is missing; give --model, or log them for all.{told}"
         )
     logged = replace(logged, responses=tuple(replace(response, routes=None) for response in logged.responses))
     sample = logged.sample()
@@ -90,10 +97,12 @@ def first_answer(logged: Logged, threshold: float) -> FirstAnswer:
         )
     else:
         conclusion = f"Within the threshold: all {len(gap):,} tokens agree to {threshold:g} nats."
+    notes += _notes(logged, sample, gap, first, border)
+    notes += notes_of_values(logged, sample, trainer)
     return FirstAnswer(
         tokens=len(gap), responses=len(np.unique(sample.row)),
         gap={"logp_abs_diff_mean": float(size.mean()), "k3_kl": _k3(gap), "logp_abs_diff_max": float(size.max())},
-        begins=first, notes=tuple(_notes(logged, sample, gap, first, border)), agrees=not (apart or doubtful),
+        begins=first, notes=tuple(notes), agrees=not (apart or doubtful),
         conclusion=conclusion,
     )  # fmt: skip
 

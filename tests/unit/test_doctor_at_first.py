@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from mismatch_ext.adapters import cli
 from mismatch_ext.adapters.doctor.options import configure
 
@@ -66,18 +67,98 @@ def _sided(row: dict[str, Any], number: int) -> None:
     row["trainer_logprobs"] = [value - 0.1 for value in row["rollout_logprobs"]]
 
 
-SPECIAL = ("begins at token", "one-sided", "responses hold", "mask:", "weight version")
+def _placeholder(row: dict[str, Any], number: int) -> None:
+    row["rollout_logprobs"][10 + number % 20] = -9999.0
+
+
+def _grid(row: dict[str, Any], number: int) -> None:
+    row["rollout_logprobs"] = torch.tensor(row["rollout_logprobs"]).bfloat16().tolist()
+
+
+def _cut(row: dict[str, Any], number: int) -> None:
+    row["provenance"] = {"engine": "vllm", "sampling": {"temperature": 1.0, "top_p": 0.9}}
+
+
+def _first(row: dict[str, Any], number: int) -> None:
+    row["trainer_logprobs"][0] += 0.1 * (-1) ** number
+
+
+def _last(row: dict[str, Any], number: int) -> None:
+    row["trainer_logprobs"][-1] += 0.1 * (-1) ** number
+
+
+def _turn(row: dict[str, Any], number: int) -> None:
+    row["response_mask"][11:14] = [False] * 3
+    row["trainer_logprobs"][14] += 0.1 * (-1) ** number
+
+
+def kept(row: dict[str, Any], number: int, **more: Any) -> None:
+    row["step"], trainer = 6, {"host": "trl", "temperature": 0.7}
+    row["provenance"] = {"sampling": {"temperature": 1.0}}
+    row["kept"] = {"row": number, "chosen": "worst", "reason": "k3_kl is 0.1 at step 7", "trainer": trainer, **more}
+
+
+def _kept(row: dict[str, Any], number: int) -> None:
+    kept(row, number)
+
+
+def _lag(row: dict[str, Any], number: int) -> None:
+    kept(row, number, sampled_after=4 if number < 3 else 6)
+
+
+def _nan(row: dict[str, Any], number: int) -> None:
+    kept(row, number)
+    row["rollout_logprobs"][5] = None if number == 4 else row["rollout_logprobs"][5]
+
+
+SPECIAL = (
+    *(
+        "begins at token",
+        "one-sided",
+        "responses hold",
+        "mask:",
+        "weight version",
+        "placeholder:",
+        "grid:",
+        "settings:",
+    ),
+    *("where: the", "kept:", "lag:", "not finite:"),
+)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
         (_nothing, []),
-        (_mask, ["mask: 20 sampled tokens were logged with exactly 0 next to a masked one"]),
+        (_mask, ["mask: 20 sampled tokens were logged with exactly 0 next to a masked one", "placeholder:"]),
         (_late, ["begins at token 20 of a response"]),
         (_versions, ["weight version 7: 400 tokens", "weight version 8: 400 tokens, mean |Δlogp| 1.0e-01"]),
         (_few, ["1 of 20 responses hold"]),
         (_sided, ["above 0 on 100% of the tokens: one-sided"]),
+        (
+            _placeholder,
+            [
+                "placeholder: the engine's log-probability is exactly -9999 on 20 sampled tokens, which hold 100%",
+                "begins at token",
+            ],
+        ),
+        (_grid, ["grid: every log-probability of the engine is a bfloat16 number, and the trainer's are finer"]),
+        (_cut, ["settings: top_p=0.9 is active"]),
+        (_first, ["where: the first sampled token of each response holds"]),
+        (_last, ["where: the last sampled token of each response holds"]),
+        (_turn, ["where: the first token after each turn of a tool holds", "begins at token"]),
+        (
+            _kept,
+            [
+                "kept: k3_kl is 0.1 at step 7",
+                "settings: the engine samples at temperature 1, and the trainer divides its logits by 0.7",
+            ],
+        ),
+        (
+            _lag,
+            ["kept:", "settings:", "lag: 3 of 20 responses were scored by later weights (step 6) than sampled them"],
+        ),
+        (_nan, ["kept:", "settings:", "not finite: 1 of the engine's log-probabilities of sampled tokens"]),
     ],
 )
 def test_the_log_alone_tells_where_the_gap_is_and_names_no_cause(

@@ -85,7 +85,7 @@ def test_measuring_changes_no_number(run: Run, dense: Path, tmp_path: Path) -> N
         run(
             scenarios.train, model=dense, out=tmp_path / sync, block={"monitor": {"weight_sync": sync, **more}}
         ).expect()
-        for sync, more in (("error", {"alarms": {"tokens": {"above": 0.0, "patience": 1}}}), ("off", {}))
+        for sync, more in (("error", {"alarms": {"k3_kl": {"above": 0.0, "patience": 1}}}), ("off", {}))
     )
     assert measured["parameters"] == unchecked["parameters"]
     # A logger gets the short list; the metrics file and `trainer_state.json` get everything.
