@@ -36,7 +36,7 @@ class AlarmCallback(TrainerCallback):
     ) -> None:
         """Make the trainer log losses as they are."""
         self._unsaved = False
-        if not self._log().verdicts.observes:
+        if self._log().checks.acts:
             # transformers logs 0 for a loss that is NaN, unless told not to.
             self._filtered, args.logging_nan_inf_filter = args.logging_nan_inf_filter, False
 

@@ -38,7 +38,7 @@ from mismatch_ext.versions import PEERS, installed, on_cpu_build
 UNBOUNDED = (1e-9, 1e9)
 """Bounds of a mask that has none: verl wants both, and its ratios are from exp(-20) to exp(20)."""
 
-OFF = {"weight_sync": "off"}
+OFF: dict[str, Any] = {"weight_sync": "off"}
 """Keys of `monitor` that can be refused alone, and their values that ask for nothing."""
 
 
