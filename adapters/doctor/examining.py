@@ -180,6 +180,10 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             rung("run's own pass")
             width = max(response.kept.width for response in logged.responses if response.kept is not None)
             diagnosis = with_run_pass(diagnosis, scorer, computed, replays=sides.replays, prompt_width=width)
+            if diagnosis.verdict == "partly" and any(cause.key == "layout" for cause in diagnosis.causes):
+                step = logged.responses[0].step
+                unlike = f"or --model is another checkpoint: these rows were scored by the weights after step {step}"
+                diagnosis = replace(diagnosis, notes=(*diagnosis.notes, unlike))
         elif own is not None:
             rung("log's trainer")
             stated, late = known.get("temperature"), logged.scored_late

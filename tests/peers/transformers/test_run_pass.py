@@ -71,6 +71,9 @@ def kept(fault: str, folder: Path) -> Path:
     engine = copy.deepcopy(sound).to(torch.bfloat16)
     parts = [sampled(engine, length, seed) for seed, length in enumerate((PROMPT, SHORT))]
     run = copy.deepcopy(sound).train(fault == "dropout")
+    if fault == "weights":
+        with torch.no_grad():
+            run.lm_head.weight.mul_(1.05)
     rows = [row for ids, _ in parts for row in ids]
     prompts = [row[:-LENGTH] for row in rows]
     ids = torch.stack([torch.cat([row.new_zeros(WIDTH - len(row) + LENGTH), row]) for row in rows])
@@ -103,6 +106,12 @@ def examined(fault: str, folder: Path) -> Diagnosis:
         ("", [], "clean", "Clean"),
         ("dropout", ["dropout"], "explained", "disable_dropout: true"),
         ("mask", ["layout"], "partly", "not shown in the run's own pass, by trying: prompts padded on the left"),
+        (
+            "weights",
+            ["layout"],
+            "partly",
+            "or --model is another checkpoint: these rows were scored by the weights after step 0",
+        ),
         ("left", ["layout"], "explained", "one with prompts padded on the left, without position_ids"),
     ],
 )
