@@ -1,7 +1,7 @@
 """Attention implementations that leave out a part of a model.
 
-transformers' `sdpa` applies no soft cap to attention's scores, and transformers takes it for Gemma-2 unless it is told otherwise.
-The model's own code, `eager`, computes all of the attention.
+transformers' `sdpa` applies no soft cap to attention's scores. Up to 5.19, transformers takes it for Gemma-2 unless it is told
+otherwise; newer ones refuse it there. The model's own code, `eager`, computes all of the attention.
 """
 
 from __future__ import annotations

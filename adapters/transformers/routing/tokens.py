@@ -31,7 +31,9 @@ def pass_tokens(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
         return f"it has inputs beside its token ids ({', '.join(beside)})"
     if mask is not None and not (isinstance(mask, Tensor) and mask.shape == ids.shape):
         return "its attention_mask is not [B, S] as its input_ids are, so which tokens see which is not known"
-    cache_of_earlier = given.get("past_key_values")
+    # transformers 5.24 calls it `cache`, and takes the old name too.
+    caches = [given[name] for name in ("cache", "past_key_values") if given.get(name) is not None]
+    cache_of_earlier = caches[0] if caches else None
     if cache_of_earlier is not None and cache_of_earlier.get_seq_length():
         return f"it continues a KV cache of {cache_of_earlier.get_seq_length()} tokens, which may be any"
     if isinstance(places, Tensor) and places.dim() == 3:

@@ -34,8 +34,7 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
     (BYPASS, "correction", {}, {}),
     (
         [*BYPASS, f"{CORRECTION}.loss_type=reinforce"],
-        "correction",
-        {},
+        *ACTS,
         {
             f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
             f"{ACTOR}.policy_loss.rollout_correction": {
@@ -82,20 +81,21 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
         {"algorithm.use_kl_in_reward": True, f"{ACTOR}.kl_loss_coef": 0.4},
     ),
 ]  # fmt: skip
+# What only a config that acts refuses.
+ACTS: tuple[str, dict[str, Any]] = ("monitor", {"weight_sync": "error"})
 REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
     ([f"{CORRECTION}.rollout_is=token"], "correction", {"preset": "tis"}, ["rollout_is='token'", "Remove one"]),
-    ([f"{CORRECTION}.loss_type=reinforce"], "correction", {}, ["loss_type='reinforce'", "bypass_mode=True"]),
+    ([f"{CORRECTION}.loss_type=reinforce"], *ACTS, ["loss_type='reinforce'", "bypass_mode=True"]),
     (
         [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         "correction",
         {"preset": "decoupled_k3_rs"},
         ["loss_mode='bypass_mode' with mismatch.correction.mode='decoupled'", "rejects and weights by policy_loss.rollout"],
     ),
-    ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], "correction", {}, ["loss_mode='bypass_mode'", "Set both"]),
+    ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], *ACTS, ["loss_mode='bypass_mode'", "Set both"]),
     (
         [*BYPASS, f"{CORRECTION}.rollout_rs=token_k1", f"{ACTOR}.policy_loss.loss_mode=gspo"],
-        "correction",
-        {},
+        *ACTS,
         ["loss_mode='gspo'", "bypass_mode=True"],
     ),
     (
@@ -103,8 +103,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
             *BYPASS, f"{CORRECTION}.rollout_is=token", f"{ACTOR}.policy_loss.loss_mode=bypass_mode",
             f"+{ACTOR}.policy_loss.rollout_correction={{rollout_is:sequence}}",
         ],
-        "correction",
-        {},
+        *ACTS,
         ["policy_loss.rollout_correction with", "Remove it"],
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),

@@ -30,7 +30,7 @@ def refusals(dense: str, moe: str) -> dict[str, str]:
         "dense": refused(worker, dense, {"routing": R3}),
         "dtype": refused(worker, dense, fp16, dtype="bfloat16"),
         "reference_dtype": refused(worker, dense, fp16, dtype="bfloat16", engine={"forward_only": True}),
-        "disabled": refused(worker, dense, {}, dtype="float16"),
+        "disabled": refused(worker, dense, {"monitor": {"weight_sync": "error"}}, dtype="float16"),
     }
 
 
