@@ -34,7 +34,8 @@ SET: list[tuple[list[str], str, dict[str, Any], dict[str, Any]]] = [
     (BYPASS, "correction", {}, {}),
     (
         [*BYPASS, f"{CORRECTION}.loss_type=reinforce"],
-        *ACTS,
+        "correction",
+        {},
         {
             f"{ACTOR}.policy_loss.loss_mode": "bypass_mode",
             f"{ACTOR}.policy_loss.rollout_correction": {
