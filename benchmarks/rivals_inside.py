@@ -105,15 +105,21 @@ def live(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def with_ours(out: str, arguments: Settings, given: Settings) -> Attached:
+    from mismatch_ext.adapters import cli
     from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 
-    block = {"monitor": {"doctor": "first_batch"}}
+    # An alarm that is raised at once, so that the first batch is kept: the model that is trained has scored it.
+    always = "mismatch/tokens"
+    block = {"monitor": {"alarms": {always: {"above": 0.0, "patience": 1}}}}
     trainer = MismatchGRPOTrainer(args=MismatchGRPOConfig(**arguments, mismatch=block), **given)
 
     def said() -> dict[str, Said]:
         run = Path(out, "mismatch")
         lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text("utf-8").splitlines()]
         told = [line for line in lines if line["kind"] == "event" and line["level"] != "info"]
+        told = [line for line in told if line["data"].get("metric") != always]
+        kept, answer = run / "evidence-1.jsonl.gz", run / "doctor_step_1"
+        cli.main(["doctor", "--rollouts", str(kept), "--model", given["model"], "--quick", "--out", str(answer)])
         found = [json.loads(path.read_text("utf-8")) for path in sorted(run.glob("doctor_step_*/doctor.json"))]
         causes = [[cause["key"], cause["said"]] for one in found for cause in one["causes"]]
         notes = [["cut" if "are cut at" in note else "note", note] for one in found for note in one["notes"]]
