@@ -493,8 +493,9 @@ def speaking_of(argument: str, path: str) -> Iterator[None]:
 # Reading, and refusals: what was found, what is allowed.
 
 GONE = {
+    "mismatch.level": "this is no setting of a run. Remove it, or give the whole mapping to MismatchConfig.parse.",
     "mismatch.monitor.doctor": "this key is gone, and no run examines its own batches. Remove it: after an alarm the run keeps "
-    "rows (mismatch.monitor.evidence) and prints the `mismatch-ext doctor` command that examines them."
+    "rows (mismatch.monitor.evidence) and prints the `mismatch-ext doctor` command that examines them.",
 }
 """What to do instead of a key that earlier versions had."""
 

@@ -167,6 +167,8 @@ class ColumnBatch:
 
 def gap_of(row: EvidenceRow) -> float:
     """Return a row's mean |trainer - engine|, nats; NaN if a value is not finite, and 0 if no trainer has scored the row."""
+    if not len(row.rollout) == len(row.mask) == len(row.response_ids):
+        return math.nan
     sampled = np.array(row.mask, dtype=bool)
     engine = np.array(row.rollout, dtype=np.float64)
     trainer = engine if row.trainer is None else np.array(row.trainer, dtype=np.float64)
@@ -273,8 +275,9 @@ class Evidence:
         self.last: Kept | None = None
 
     def begin(self) -> None:
-        """Forget the batches of an earlier training."""
-        self._held, self._awaited = None, None
+        """Forget the batches and files of an earlier training."""
+        self._held = self._awaited = self.last = None
+        self._failed = False
 
     def hold(self, batch: HeldBatch) -> None:
         """Hold a batch of training, in the place of the one before."""
@@ -348,8 +351,8 @@ def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, 
     line: dict[str, Any] = {
         "prompt_ids": [int(token) for token in row.prompt_ids],
         "response_ids": [int(token) for token in row.response_ids],
-        "rollout_logprobs": _or_null(row.rollout),
-        "response_mask": [bool(value) for value in row.mask],
+        "rollout_logprobs": _for_each_token(row, _or_null(row.rollout)),
+        "response_mask": _for_each_token(row, [bool(value) for value in row.mask]),
         "step": step,
         "kept": {
             **kept,
@@ -366,6 +369,13 @@ def _line_of(row: EvidenceRow, step: int, kept: Mapping[str, Any]) -> dict[str, 
     if row.routes is not None:
         line["routes"] = line_of_routes(row.routes)
     return line
+
+
+def _for_each_token(row: EvidenceRow, column: list[Any]) -> list[Any]:
+    """Return a column with an entry for each token of the response; what an engine has left out is null, or not sampled."""
+    missing = len(row.response_ids) - len(column)
+    filler: Any = False if column and isinstance(column[0], bool) else None
+    return column[: len(row.response_ids)] + [filler] * missing
 
 
 def _or_null(values: Sequence[float | None]) -> list[float | None]:

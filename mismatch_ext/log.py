@@ -458,9 +458,10 @@ class RunLog:
         except RunDirectoryError as error:
             self._lost += 1
             if self._lost == 1:
-                self._tell(
-                    f"{error} The run goes on. What is measured until then is not in the file, and alarms are still raised."
-                )
+                with contextlib.suppress(OSError):  # the terminal's own disk may be full, too
+                    self._tell(
+                        f"{error} The run goes on. What is measured until then is not in the file, and alarms are still raised."
+                    )
             return
         if not self._lost or self._stream is None:
             return
@@ -715,7 +716,8 @@ class RunLog:
             return
         message, data = f"the alarm that stops training saved {checkpoint}.", {"checkpoint": str(checkpoint)}
         kept = None if self.evidence is None else self.evidence.last
-        if kept is not None:
+        # Rows of an earlier alarm are of other weights than this checkpoint's.
+        if kept is not None and kept.step + 1 >= self._step():
             data |= {"path": str(kept.path), "command": kept.command(checkpoint)}
             message += f" To examine the rows that were kept: {data['command']}"
         self.event("info", EVIDENCE, message, data)

@@ -102,10 +102,17 @@ def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
     if not bool(failures.any()):
         return
     # In words, because not every error survives a pickle.
-    for rank, failed in enumerate(ranks.gather(None if error is None else _in_words(error))):
-        if failed is not None:
-            name, message = failed
-            raise error if error is not None else getattr(errors, name)(f"rank {rank}: {message}")
+    gathered_words = ranks.gather(None if error is None else _in_words(error))
+    failed = [(rank, *words) for rank, words in enumerate(gathered_words) if words is not None]
+    bugs = [words for words in failed if words[1] == errors.OtherRankError.__name__]
+    # A rank that ends by a bug must not be waited for, whatever else the others have found.
+    if bugs and (error is None or isinstance(error, errors.MismatchError)):
+        rank, _, message = bugs[0]
+        raise errors.OtherRankError(f"rank {rank}: {message}") from error
+    if error is not None:
+        raise error
+    for rank, name, message in failed:
+        raise getattr(errors, name)(f"rank {rank}: {message}")
 
 
 def _in_words(error: Exception) -> tuple[str, str]:

@@ -128,9 +128,12 @@ REMEDIES = {
 }
 
 
-ASKED_AGAIN = (
-    "This is near what rounding and the update itself explain, so the next update is checked first: two in a row fail."
-)
+ASKED_AGAIN = "One such update ends nothing: the next one is checked, and two in a row fail."
+
+
+def unanswered(error: EngineError) -> str:
+    """Return what is said of a weight update after which an engine did not answer."""
+    return f"nothing is known of this weight update: {error}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -669,7 +672,8 @@ class WeightVerifier:
         try:
             verdict = self.judge(sent, look)
         except EngineError as error:
-            self.say_unanswered(error)
+            self.verdict = None
+            self._say("warning", UNANSWERED_EVENT, unanswered(error))
             return None
         if not verdict.ok:
             confirmed = verdict.clear or self.state.doubted
@@ -694,9 +698,9 @@ class WeightVerifier:
             )
         return verdict
 
-    def say_unanswered(self, error: EngineError) -> None:
-        """Say that the engine did not answer, so that nothing is known of this update; the next one is judged as ever."""
-        self._say("warning", UNANSWERED_EVENT, f"nothing is known of this weight update: {error}")
+    def leave_unknown(self, sent: Mapping[str, Any], look: TrainerLook) -> None:
+        """Note an update of which nothing is known, since an engine has not answered; the next one is judged as ever."""
+        self._before, self._fingerprint, self.verdict = sent, look.fingerprint, None
 
     def _say(self, level: str, name: str, message: str) -> None:
         """Write an event, with the engine's name where there are several."""

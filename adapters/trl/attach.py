@@ -90,10 +90,12 @@ class Noted(CheckedGeneration):
         self.sync_if_asleep()
         result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
         with self._refusing():
-            self.lacks_records = True
+            kept = False
             with self.checks.checking("records"):
                 self.keep(result)
-                self.lacks_records = False
+                kept = True
+            # Of several turns, one without records is enough.
+            self.lacks_records = self.lacks_records or not kept
         return result
 
     @contextmanager

@@ -226,8 +226,8 @@ def test_an_engine_that_drops_an_update_is_refused(tmp_path: Path) -> None:
     rollout.drops_updates = True
     with pytest.raises(WeightSyncError, match="stale"), Run(ENDS, trainer, rollout, tmp_path).start() as run:
         learn(run, 2)
-    found = [(event.level, event.name) for event in read_run(tmp_path / "mismatch").events]
-    assert found == [("warning", "weight_sync"), ("error", "weight_sync")]
+    events = read_run(tmp_path / "mismatch").events
+    assert [event.level for event in events if event.name == "weight_sync"] == ["warning", "error"]
 
 
 def halved_logits(model: nn.Module, tokens: Tensor, attention_mask: Tensor) -> Tensor:

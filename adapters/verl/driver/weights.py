@@ -22,8 +22,9 @@ from mismatch_ext.adapters.verl.driver.servers import (
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import EngineError
+from mismatch_ext.errors import EngineError, WeightSyncError
 from mismatch_ext.weights import (
+    UNANSWERED_EVENT,
     BitSums,
     Decoded,
     Shape,
@@ -32,6 +33,7 @@ from mismatch_ext.weights import (
     WeightVerifier,
     added,
     compare_sums,
+    unanswered,
 )
 
 ANSWER_TIMEOUT = 120.0
@@ -93,7 +95,7 @@ class RolloutWeights:
         trainer_dtype: str,
         event: Callable[[str, str, str], None],
     ) -> None:
-        self._workers, self._probes, self._dtype = workers, probes, dtype
+        self._workers, self._probes, self._dtype, self._event = workers, probes, dtype, event
         self._looked: TrainerLook | None = None
         self._sums: dict[str, BitSums] = {}
         self._shapes: dict[str, Shape] = {}
@@ -139,10 +141,18 @@ class RolloutWeights:
         try:
             self._ask()
         except EngineError as error:
-            self._verifiers[0].say_unanswered(error)
+            for verifier in self._verifiers:
+                verifier.leave_unknown(self._sums, look)
+            self._event("warning", UNANSWERED_EVENT, unanswered(error))
             return
+        wrong: list[WeightSyncError] = []
         for verifier in self._verifiers:
-            verifier.verify(self._sums, look, stepped=stepped)
+            try:
+                verifier.verify(self._sums, look, stepped=stepped)
+            except WeightSyncError as error:
+                wrong.append(error)  # the other servers are judged all the same
+        if wrong:
+            raise wrong[0]
 
     def _ask(self) -> None:
         """Ask all engines before any is waited for, so that they compute at once."""
