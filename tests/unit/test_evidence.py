@@ -248,3 +248,10 @@ def test_batches_of_an_evaluation_are_not_kept(tmp_path: Path) -> None:
             run.measure(batch, run.score(batch))
         run.log(split="eval/test")
     assert files(tmp_path) == []
+
+
+def test_a_row_of_unequal_columns_is_kept_with_what_there_is() -> None:
+    batch = ColumnBatch(prompts=[[1], [2]], responses=[[3, 4, 5], [6, 7]], rollout=[[-0.5, -1.0], [-0.1, -0.2, -0.3]])
+    first, second = lines_of(batch, "RecordError: row 0 has 2 log-probabilities for 3 tokens")
+    assert first["rollout_logprobs"] == [-0.5, -1.0, None] and first["response_mask"] == [True] * 3
+    assert second["rollout_logprobs"] == [-0.1, -0.2] and first["kept"]["row"] == 0

@@ -6,6 +6,7 @@ import dataclasses
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,9 @@ from torch import Tensor
 from mismatch_ext import Run
 from mismatch_ext.checks import FailedCheck
 from mismatch_ext.config import RoutingConfig
+from mismatch_ext.errors import OtherRankError, RecordError
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.ranks import agree
 from mismatch_ext.routing.replay import MeasuredPasses
 from tests.unit.loops import (
     KL,
@@ -237,3 +240,17 @@ def test_evaluations_do_not_part_the_draws_of_training() -> None:
             other.agreement("eval/mine")
         draws.append((one.agreement(), other.agreement()))
     assert all(mine == theirs for mine, theirs in draws) and len(set(draws)) == 2
+
+
+@pytest.mark.parametrize("own", [None, RecordError("of this rank")])
+def test_a_mistake_on_one_rank_ends_all_of_them_whatever_else_went_wrong(own: RecordError | None) -> None:
+    """Otherwise a run that is only measured would count its own error, go on, and wait for the rank that has ended."""
+
+    class Three(Two):
+        size = 3
+
+        def gather(self, value: Any) -> list[Any]:
+            return [value, ("RecordError", "of another rank"), ("OtherRankError", "TypeError: a mistake")]
+
+    with pytest.raises(OtherRankError, match="rank 2: TypeError: a mistake"):
+        agree(own, Three(sums=2.0))
