@@ -39,20 +39,8 @@ def attach_cpu_routes(llm: LLM) -> None:
     if aux is None or not aux.enabled or config.use_v2_model_runner or not is_cpu(llm):
         return
     model_runner = runner(llm)
-    if not hasattr(model_runner, "mismatch_routes"):
-        feed_connector(model_runner, config)
-
-
-def feed_connector(model_runner: Any, config: Any) -> None:
-    """Let a V1 runner feed vLLM's connector with the routes of each step.
-
-    Args:
-        model_runner: The runner, in the process that computes, once its KV cache is there.
-        config: vLLM's config, which asks for routes.
-
-    Raises:
-        RoutingError: The engine decodes speculatively.
-    """
+    if hasattr(model_runner, "mismatch_routes"):
+        return
     if config.speculative_config is not None:
         raise RoutingError(
             "the vLLM engine records routing on a CPU and speculates (speculative_config is set), and there routes of rejected "

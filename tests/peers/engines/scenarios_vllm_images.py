@@ -32,15 +32,12 @@ def image_in_a_prompt(out: str) -> Any:
             model=str(path), dtype="float32", enforce_eager=True, max_model_len=256, max_num_seqs=4, seed=0,
             enable_return_routed_experts=True, limit_mm_per_prompt={"image": 1, "video": 0}, skip_mm_profiling=True,
         )  # fmt: skip
-    engine.attach_cpu_routes(llm)
     processor: Any = transformers.AutoProcessor.from_pretrained(path)
     model: Any = transformers.Qwen3VLMoeForConditionalGeneration.from_pretrained(
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     layout = moe_layout(model)
-    # A sampled image token would ask transformers for a second image. Log-probabilities are those before the bias.
-    no_image = {model.config.image_token_id: -100.0}
-    sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True, seed=1, logit_bias=no_image)
+    sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True, seed=1)
     found = []
     for image in images():
         outputs = llm.generate([{"prompt": TEXT, "multi_modal_data": {"image": image}}], sampling, use_tqdm=False)

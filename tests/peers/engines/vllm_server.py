@@ -12,7 +12,6 @@ from pathlib import Path
 from tests.peers.engines.served import answering
 from tests.rendezvous import free_port
 
-ROOT = Path(__file__).resolve().parents[3]
 COMMAND = "from vllm.entrypoints.cli.main import main; main()"
 
 
@@ -43,9 +42,7 @@ def serving(
     command += ["--max-model-len", "256", "--enforce-eager", "--generation-config", "vllm", *flags]
     environment = os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_SERVER_DEV_MODE": str(int(development)),
-        "PYTHONPATH": os.pathsep.join(
-            [named_vllm(folder), recording_routes(folder), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-        ),
+        "PYTHONPATH": os.pathsep.join([named_vllm(folder), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }  # fmt: skip
     environment |= {} if plugins is None else {"VLLM_PLUGINS": plugins}
     with answering(command, port, environment, folder / f"vllm-{port}.log") as url:
@@ -70,15 +67,6 @@ def _read(path: Path) -> bytes:
 def _group(path: Path) -> int | None:
     fields = _read(path).rpartition(b")")[2].split()
     return int(fields[2]) if fields else None
-
-
-def recording_routes(folder: Path) -> str:
-    """Return a folder that lets a server record routes on a CPU, as the package does for engines in the trainer's process."""
-    start = folder / "start"
-    start.mkdir(exist_ok=True)
-    lines = ["from tests.peers.verl.cpu.recorded_routes import record_routes", "record_routes()", ""]
-    (start / "sitecustomize.py").write_text("\n".join(lines), encoding="utf-8")
-    return str(start)
 
 
 def named_vllm(folder: Path) -> str:

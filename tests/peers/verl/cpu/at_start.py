@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from tests.peers.verl.cpu.after_import import AfterImport, Missing
-from tests.peers.verl.cpu.recorded_routes import record_routes
 
 REPORTS = "VERL_CPU_REPORTS"
 """Environment variable that names the file for what workers and rollout servers report to the driver."""
@@ -96,7 +95,6 @@ def _without_paths(found: Any) -> Any:
 
 
 leave_out_other_backends()
-record_routes()
 if name := os.environ.get(REPORTS):
     keep_reports(Path(name))
 if name := os.environ.get(LEFT):
