@@ -164,7 +164,7 @@ class MeasuredRetokenized(MismatchTrainerMixin, Retokenized):
 
 @contextlib.contextmanager
 def nan_and_garbled() -> Iterator[None]:
-    """Let the engine miss a log-probability of the second batch, and get one tensor's rows moved in the third update."""
+    """Let the engine miss a log-probability of the second batch, and get one tensor far too large in the third update."""
     generate, send = VLLMGeneration.generate, engine.update_weights
     batches: list[int] = []
     updates: list[int] = []
@@ -179,9 +179,9 @@ def nan_and_garbled() -> Iterator[None]:
 
     def garbled(llm: Any, parameters: Any) -> None:
         updates.append(1)
-        moves = len(updates) == 3
-        name_of_moved = "layers.0.mlp.down_proj.weight"
-        send(llm, ((n, p.roll(1, 0) if moves and n.endswith(name_of_moved) else p) for n, p in parameters))
+        garbles = len(updates) == 3
+        garbled_name = "layers.0.mlp.down_proj.weight"
+        send(llm, ((n, -50 * p if garbles and n.endswith(garbled_name) else p) for n, p in parameters))
 
     with mock.patch.object(VLLMGeneration, "generate", missing), mock.patch.object(engine, "update_weights", garbled):
         yield
@@ -236,6 +236,7 @@ def errors(model: str, out: str) -> dict[str, Any]:
     run = read_run(measuring.log.run_dir)
     found: dict[str, Any] = {
         "failed": [e.data for e in run.events if e.name == "check_failed"],
+        "unanswered": [e.message for e in run.events if e.name == "weight_sync_unanswered"],
         "told": [str(warning.message) for warning in told],
         "steps": trainer.state.global_step,
     }

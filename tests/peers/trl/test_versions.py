@@ -255,7 +255,8 @@ def test_overrides_pass_on_what_a_later_release_adds() -> None:
     }
     heard: list[Any] = []
     host = type("Host", (), dict.fromkeys(overridden, lambda self, *_, **named: heard.append(named)))
-    mine = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
+    mine: Any = object.__new__(type("Mine", (trainer.MismatchTrainerMixin, host), {}))
+    mine.args = None
     assert overridden
     for name, method in overridden.items():
         needed = [one for one in inspect.signature(method).parameters.values() if one.default is one.empty]

@@ -136,7 +136,7 @@ def moved_temperature() -> None:
 
 
 def garbled_weights() -> None:
-    """Move the rows of a tensor in vLLM's worker after the update that follows the step; the next update mends it."""
+    """Let a tensor in vLLM's worker be far too large after the update that follows the step; the next update mends it."""
 
     def change(module: Any) -> None:
         extension = module.vLLMColocateWorkerExtension
@@ -149,7 +149,7 @@ def garbled_weights() -> None:
             calls.append(True)
             if len(calls) == STEPS["garbled_weights"] + 1:
                 weight = dict(self.model_runner.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
-                weight.data.copy_(weight.data.roll(1, 0))
+                weight.data.mul_(-50)
             return result
 
         extension.update_weights_from_ipc = update
