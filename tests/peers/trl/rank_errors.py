@@ -130,7 +130,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
     vars(mm).update(
         trainer=found, checked=wrapper, block=block,
         kl=None if block.kl is None else KlTerm(block.kl, 0.1), checks=Checks(True),
-        ranks=WORLD, correction=correction, lr=None, log=LOG,
+        ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(**vars(LOG)),
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
     )  # fmt: skip
     mm.scoring, mm.objective = Scoring(mm), Objective(mm)
