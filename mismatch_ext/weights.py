@@ -656,7 +656,9 @@ class WeightVerifier:
             # If prefill is wrong too, that is the cause to name.
             worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
             verdict, gap = replace(verdict, status=worse.status, message=worse.message), worse.gap_mean
-        clear = not verdict.ok and gap > FACTOR * max(moved, verdict.baseline)
+        # Decode and prefill are two passes over the same weights, so that an update's size explains nothing between them.
+        explained = 0.0 if verdict.status == "stale_decode" else FACTOR * max(moved, verdict.baseline)
+        clear = not verdict.ok and gap > explained
         self.verdict = replace(verdict, clear=clear)
         return self.verdict
 
