@@ -167,7 +167,7 @@ class ColumnBatch:
 
 def gap_of(row: EvidenceRow) -> float:
     """Return a row's mean |trainer - engine|, nats; NaN if a value is not finite, and 0 if no trainer has scored the row."""
-    if not len(row.rollout) == len(row.mask) == len(row.response_ids):
+    if len(row.rollout) != len(row.mask):
         return math.nan
     sampled = np.array(row.mask, dtype=bool)
     engine = np.array(row.rollout, dtype=np.float64)
