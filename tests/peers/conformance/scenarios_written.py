@@ -149,7 +149,7 @@ def in_verl(model: str, out: str) -> dict[str, Any]:
         engine=EngineReading(**rollout["reading"]),
         audit=None,
     )
-    driver._log.sampled_with(driver._processes._sampling)
+    driver._log.sampled_with(driver._processes.sampling)
     driver._log.begin(None)
     for step in range(1, STEPS + 1):
         built.engine.mismatch_update_lr()
