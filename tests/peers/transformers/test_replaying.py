@@ -32,7 +32,14 @@ class Two(OneProcess):
         return [value, self.other.pop(0)]
 
     def sum(self, values: Tensor) -> Tensor:
-        return values + values
+        if values.numel() > 1 or not self.other:
+            return values + values
+        # One number asks whether a rank has failed, and words travel only if one has.
+        if isinstance(self.other[0], tuple):
+            return values + 1
+        if not bool(values.any()):
+            self.other.pop(0)
+        return values
 
 
 def replay_of(rate: float = 1.0, seed: int = 0, **options: Any) -> RouteReplay:
