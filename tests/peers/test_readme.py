@@ -35,7 +35,7 @@ def test_a_run_by_the_example_and_its_report() -> None:
 
 
 def test_the_python_block_trains(dense: Path, tmp_path: Path) -> None:
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    block, _ = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     for stands_there, here in (
         ('"Qwen/Qwen3-0.6B"', f'"{dense}"'),
         ('output_dir="run"', f'output_dir="{tmp_path}/run"'),
@@ -59,7 +59,7 @@ def test_the_line_for_a_cpu_suits_the_blocks_model(tmp_path: Path) -> None:
     Qwen3ForCausalLM(config).to(torch.bfloat16).save_pretrained(model)
     make_tokenizer().save_pretrained(model)
     (for_a_cpu,) = re.findall(r"Without a GPU, add `(use_cpu=True, .*?)`", README)
-    (block,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    block, _ = re.findall(r"```python\n(.*?)```", README, flags=re.S)
     block = block.replace('"Qwen/Qwen3-0.6B"', f'"{model}"').replace('output_dir="run"', f'output_dir="{tmp_path}/run"')
     block = block.replace("use_vllm=True,", f"use_vllm=True, {for_a_cpu}, max_steps=1, max_completion_length=16,")
     script = tmp_path / "block.py"
