@@ -86,6 +86,14 @@ class Checks:
             self.note(check, f"{type(error).__name__}: {error}")
 
     @contextmanager
+    def reporting(self, check: str) -> Iterator[None]:
+        """Run a check that ends no run, not even one whose config acts: its error is noted."""
+        try:
+            yield
+        except MismatchError as error:
+            self.note(check, f"{type(error).__name__}: {error}")
+
+    @contextmanager
     def around(self, check: str, manager: AbstractContextManager[Value]) -> Iterator[Value | None]:
         """Enter a context of ours around the host's code; errors of that code stay errors. Yield None if entering fails."""
         if self.acts:

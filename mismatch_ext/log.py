@@ -460,7 +460,7 @@ class RunLog:
             if self._lost == 1:
                 with contextlib.suppress(OSError):  # the terminal's own disk may be full, too
                     self._tell(
-                        f"{error} The run goes on. What is measured until then is not in the file, and alarms are still raised."
+                        f"{error} The run goes on and its alarms stay on; what it measures meanwhile is not in the file."
                     )
             return
         if not self._lost or self._stream is None:

@@ -58,6 +58,16 @@ def test_otherwise_it_is_counted_and_warned_of_once() -> None:
     assert [failed.check for failed in checks.unwritten] == ["weight_sync"] * 3
 
 
+@pytest.mark.parametrize("acts", [True, False])
+def test_a_check_that_only_reports_ends_no_run(acts: bool) -> None:
+    checks = Checks(acts)
+    with checks.reporting("sampling"):
+        raise RecordError("another temperature")
+    assert checks.metrics() == {"checks_failed/sampling": 1.0}
+    with pytest.raises(TypeError), checks.reporting("sampling"):
+        raise TypeError("a bug")
+
+
 @pytest.mark.parametrize("bug", [AttributeError, TypeError, RuntimeError, OtherRankError, KeyboardInterrupt])
 def test_what_is_not_an_error_of_this_package_is_no_failed_check(bug: type[BaseException]) -> None:
     checks = Checks(False)

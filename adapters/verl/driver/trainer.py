@@ -205,10 +205,11 @@ class MismatchTrainer(_Host):
         if self._has_routes:
             with self._log.refusing("train", held):
                 check_routes(batch, self.global_steps)
-        with self._checks.checking("sampling"), self._log.refusing("train", held):
+        # An agent loop that tokenizes again or samples in its own way is told of it, and trains on: its rows are its own choice.
+        with self._checks.reporting("sampling"), self._log.refusing("train", held):
             check_settings(batch, self.global_steps, self._processes.sampling)
         if not self._has_routes:  # else the engine compares each token that it replays routes of
-            with self._checks.checking("records"), self._log.refusing("train", held):
+            with self._checks.reporting("records"), self._log.refusing("train", held):
                 check_tokens(batch, self.global_steps)
         batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
