@@ -473,7 +473,7 @@ def found(number: str, fault: Unseen, folder: Path, engines: Engines) -> Any:
     """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
     folder.mkdir()
     if fault.trl:
-        scenario, payload = Scenario("tests.peers.doctor.unseen", "in_run"), {"number": number, "out": str(folder)}
+        scenario, payload = Scenario("tests.peers.doctor.unseen", "kept_by_a_run"), {"number": number, "out": str(folder)}
         # An engine in this process says that it is a rank.
         variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         ran = run_fresh(scenario, payload, {**variables, **rendezvous()}, 600)
@@ -513,8 +513,8 @@ def logged(fault: Unseen, run: LentRun, prompts: Any, seen: Any, path: Path) -> 
     return examine_logged(run, read_rollouts(path))
 
 
-def in_run(number: str, out: str) -> dict[str, Any]:
-    """Train two steps with TRL, plant a fault in how the trainer scores, and return what the run's own doctor wrote."""
+def kept_by_a_run(number: str, out: str) -> dict[str, Any]:
+    """Train with TRL, plant a fault in how the trainer scores, and return what the doctor says of the rows that the run kept."""
     from trl import GRPOTrainer
 
     import examples.trl_grpo as script
@@ -527,7 +527,8 @@ def in_run(number: str, out: str) -> dict[str, Any]:
         return score(trainer, model, input_ids, fault.trl(model, attention_mask), *args, **kwargs)  # type: ignore[misc]
 
     dtype = fault.run.get("dtype", "bfloat16")
-    block = {"monitor": {"doctor": "first_batch"}, "precision": {"dtype": dtype}}
+    alarm = {"tokens": {"above": 0.0, "patience": 1}}
+    block = {"monitor": {"alarms": alarm}, "precision": {"dtype": dtype}}
     given = {"output_dir": out, "eval_prompts": 0, "bf16": dtype == "bfloat16", "mismatch": json.dumps(block)}
     given |= {
         "max_steps": 2,
@@ -538,11 +539,12 @@ def in_run(number: str, out: str) -> dict[str, Any]:
     arguments = [text for name, value in given.items() for text in (f"--{name}", str(value))]
     with patch.object(GRPOTrainer, "_get_per_token_logps_and_entropies", scored):
         with patch.object(sys, "argv", ["trl_grpo.py", *arguments]):
-            # A check of the run may stop it once the doctor has written.
+            # A check of the run may stop it once the rows are kept.
             with suppress(MismatchError):
                 script.main()
-    result: dict[str, Any] = json.loads(next(Path(out).glob("**/doctor.json")).read_text(encoding="utf-8"))
-    return result
+    kept = read_rollouts(next(Path(out).glob("**/evidence-1.jsonl.gz")))
+    sides = LentRun(model=str(FOLDER / "dense"), dtype=dtype, trainer_dtype=dtype)
+    return examine_logged(sides, kept, quick=True).data()
 
 
 def places(found: Any) -> Iterator[Any]:
