@@ -14,6 +14,7 @@ import math
 import os
 import re
 import tempfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -25,6 +26,9 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
+from mismatch_ext.bad_rows import ALL, REASONS, BadRows, BadRowWindow, Fault
+from mismatch_ext.bad_rows import EVENT as BAD_ROWS
+from mismatch_ext.bad_rows import METRIC as BAD_ROWS_METRIC
 from mismatch_ext.checks import METRIC, Checks
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
@@ -347,6 +351,7 @@ class LogState:
     created: int
     growth: Growth
     sync_growth: Growth = field(default_factory=Growth)
+    bad_rows: BadRowWindow = field(default_factory=BadRowWindow)
 
 
 class RunLog:
@@ -387,6 +392,11 @@ class RunLog:
         self._gaps: dict[tuple[str, bool], Sums] = {}
         self._masked: dict[str, Sums] = {}
         self._drift: Sums | None = None
+        self._bad_rows: dict[str, Sums] = {}  # by split, since the last flush
+        self._faults: dict[str, list[Fault]] = {}
+        self._reasons_seen: Counter[str] = Counter()  # bad rows of this process's run so far, on all ranks
+        self._bad_row_window = BadRowWindow()
+        self._too_many: str | None = None
         self._flushes: dict[str, int] = {}
         self._created = 0
         self._growth = self._sync_growth = Growth()
@@ -553,6 +563,50 @@ class RunLog:
         sums = masked_sums(kept_mask, response_mask)
         self._masked[split] = merged(self._masked[split], sums) if split in self._masked else sums
 
+    def count_bad_rows(self, split: str, bad: BadRows, batch: HeldBatch | None = None) -> None:
+        """Count the rows of a batch and those that are bad, and keep the first bad rows of training as evidence."""
+        sums = bad.sums()
+        self._bad_rows[split] = merged(self._bad_rows[split], sums) if split in self._bad_rows else sums
+        firsts = bad.firsts()
+        self._faults.setdefault(split, []).extend(firsts)
+        if firsts and batch is not None and self.evidence is not None and split == "train":
+            self.evidence.keep(batch.step + 1, " ".join(fault.message for fault in firsts), batch)
+
+    def _flush_bad_rows(self, split: str, step: int, sums: Sums) -> dict[str, float]:
+        """Return all ranks' bad rows since the last flush, by reason; say why, and note whether they are too many."""
+        faults = self._faults.pop(split, [])
+        counts = {reason: int(sums[reason]) for reason in REASONS}
+        bad = sum(counts.values())
+        if bad:
+            # Words travel only if there is something to say, which every rank knows from the sums.
+            self._tell_of_faults(step, counts, [fault for found in self.ranks.gather(faults) for fault in found])
+        if split == "train":
+            self._bad_row_window = self._bad_row_window.after(step, bad, int(sums[ALL]))
+            if self.checks.acts:
+                self._too_many = self._bad_row_window.too_many(self.block.monitor.max_bad_rows)
+        # A reason is logged from its first row on, so that a clean run has no such metrics.
+        return {BAD_ROWS_METRIC + reason: float(counts[reason]) for reason in REASONS if self._reasons_seen[reason]}
+
+    def _tell_of_faults(self, step: int, counts: Mapping[str, int], faults: Sequence[Fault]) -> None:
+        """Write one message for each reason that has bad rows now, and warn of the first of each."""
+        for reason, count in counts.items():
+            if not count:
+                continue
+            first = not self._reasons_seen[reason]
+            self._reasons_seen[reason] += count
+            message = next((fault.message for fault in faults if fault.reason == reason), REASONS[reason])
+            left_out = (
+                "Their loss weight is 0"
+                if self.checks.acts
+                else "The config only measures, so that they are trained on"
+            )
+            sentence = (
+                f"{count} bad rows ({reason}) before step {step}, such as: {message} {left_out}; the run goes on."
+            )
+            self.event("warning", BAD_ROWS, sentence, {"reason": reason, "rows": count}, step=step)
+            if first and self.ranks.rank == 0:
+                self._tell(f"mismatch: {sentence} mismatch/{BAD_ROWS_METRIC}{reason} counts them.")
+
     def part(self) -> dict[str, int]:
         """Return the arguments `sample` and `seed` of `gap_sums` in other processes; each adds its number to the seed."""
         self._created += 1
@@ -582,6 +636,7 @@ class RunLog:
         scalars |= masked_metrics(part(sums, "masked"))
         if drift := part(sums, "drift"):
             scalars |= drift_metrics(drift, support_truncated=truncated)
+        scalars |= self._flush_bad_rows(split, step, part(sums, "bad_rows"))
         if "tokens" not in scalars:  # no gap was measured, which is no log to draw or to ask for growth
             return {PREFIX + name: value for name, value in scalars.items()}
         count = self._flushes.get(split, 0)
@@ -612,6 +667,8 @@ class RunLog:
             sums |= prefixed(name, gap)
         masked = self._masked.pop(split, None)
         sums |= prefixed("masked", masked_sums(nothing, nothing) if masked is None else masked)
+        bad_rows = self._bad_rows.pop(split, None)
+        sums |= prefixed("bad_rows", BadRows(0).sums() if bad_rows is None else bad_rows)
         if split == "train" and self._drift is not None:
             sums |= prefixed("drift", self._drift)
             self.follow_versions()
@@ -681,6 +738,9 @@ class RunLog:
         if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.rules.values()):
             # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
             stop = self.ranks.gather(stop)[0]
+        if self._too_many is not None:  # which every rank knows
+            stop = stop or self._too_many
+            self._bad_row_window, self._too_many = BadRowWindow(), None  # a resumed run counts anew
         self.stopped = self.stopped if stop is None else stop
         return stop
 
@@ -702,6 +762,9 @@ class RunLog:
                 kept = None  # it is said once
             if alarm.stops:
                 stop = alarm.message
+        if self._too_many is not None:
+            self.event("error", BAD_ROWS, self._too_many, step=step)
+            self._tell(f"mismatch: {self._too_many}")
         return stop
 
     def _kept_for(self, alarms: Sequence[str], step: int) -> Kept | None:
@@ -737,11 +800,16 @@ class RunLog:
         """Forget the alarms of an earlier training of this trainer; those of a checkpoint are loaded afterwards."""
         self.alarms = AlarmState()
         self.stopped, self._looked = None, False
+        self._bad_row_window, self._too_many = BadRowWindow(), None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
         log = LogState(
-            flushes=dict(self._flushes), created=self._created, growth=self._growth, sync_growth=self._sync_growth
+            flushes=dict(self._flushes),
+            created=self._created,
+            growth=self._growth,
+            sync_growth=self._sync_growth,
+            bad_rows=self._bad_row_window,
         )
         return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
@@ -752,6 +820,7 @@ class RunLog:
             log = from_json(LogState, state["log"], "log")
             self._flushes, self._created = dict(log.flushes), log.created
             self._growth, self._sync_growth = log.growth, log.sync_growth
+            self._bad_row_window = log.bad_rows
         if state.get("monitor") is not None:
             self.alarms, notes = resumed(state["monitor"], self.rules)
             for message, metrics in notes:
@@ -760,9 +829,9 @@ class RunLog:
 
 
 def _in_short(name: str) -> bool:
-    """Return whether a metric is another's, one of the short list, or the count of a check that failed."""
+    """Return whether a metric is another's, one of the short list, or a count of failed checks or bad rows."""
     ours = own_name(name)
-    return ours is None or ours in SHORT or ours.startswith(METRIC)
+    return ours is None or ours in SHORT or ours.startswith((METRIC, BAD_ROWS_METRIC))
 
 
 def _plain(value: Any) -> Any:

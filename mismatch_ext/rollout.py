@@ -13,12 +13,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import compress
 from numbers import Integral
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.bad_rows import Fault
+from mismatch_ext.errors import MismatchError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.routing import RoutingTrace
@@ -272,6 +274,8 @@ class RolloutRecord:
         request_id: The engine's or caller's name for the request, used in messages.
         routing: Routes from any token of the sequence up to the last token, or the one before it; None if not recorded.
         support: The ids that each response token was sampled from; None if not recorded.
+        fault: Why the row cannot be trained on; None if it can. A record with a fault has 0 for log-probabilities that are not
+            finite, and neither routes nor support if these do not fit. `record_of` makes one.
 
     Raises:
         RecordError: Lengths differ, a token id is negative, there is no provenance, the routing belongs to other tokens, or a
@@ -288,6 +292,7 @@ class RolloutRecord:
     request_id: str | None = None
     routing: RoutingTrace | None = None
     support: TokenSupport | None = None
+    fault: Fault | None = None
 
     def __post_init__(self) -> None:
         where, ids, flags = (
@@ -341,11 +346,14 @@ def to_records(
     finish_reasons: Sequence[str | None] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[RolloutRecord]:
-    """Make records of columns with an entry per rollout; a log-probability is None where the engine reported NaN."""
+    """Make records of columns with an entry per rollout; a log-probability is None where the engine reported NaN.
+
+    A rollout whose log-probabilities, routes or support are wrong becomes a record with a `fault`.
+    """
     count = len(prompt_ids)
     columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
     return [
-        RolloutRecord(
+        record_of(
             prompt_ids=tuple(prompt),
             response_ids=tuple(response),
             rollout_logprobs=tuple(math.nan if value is None else float(value) for value in logprobs),
@@ -360,6 +368,28 @@ def to_records(
             zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
         )
     ]
+
+
+def record_of(**fields: Any) -> RolloutRecord:
+    """Return a record of `RolloutRecord`'s fields; if one of them does not fit, a record without it, with a `fault`.
+
+    Raises RecordError for what is not the fault of one row: lengths that differ, or a field of the wrong type.
+    """
+    try:
+        return RolloutRecord(**fields)
+    except MismatchError:
+        pass  # below it is found out which field is wrong
+    finite = tuple(value if math.isfinite(value) else 0.0 for value in fields["rollout_logprobs"])
+    plain = RolloutRecord(**fields | {"rollout_logprobs": finite, "routing": None, "support": None})
+    fitting: dict[str, Any] = {}
+    faults: list[Fault] = []
+    for reason, name in (("rollout_logprobs", "rollout_logprobs"), ("routes", "routing"), ("mask", "support")):
+        try:
+            replace(plain, **{name: fields.get(name)})
+            fitting[name] = fields.get(name)
+        except MismatchError as error:
+            faults.append(Fault(reason=reason, message=str(error)))
+    return replace(plain, **fitting, fault=faults[0])
 
 
 def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = None) -> NonFiniteLogprobError:

@@ -119,8 +119,9 @@ def test_an_engines_reading_gives_the_provenance_with_the_patches_of_this_proces
 def test_ids_alone_make_records_and_their_numbers_are_checked() -> None:
     made = to_records([[5, 6]], [[7, 8, 9]], [[-0.5, -1.0, -2.0]], provenance=ORIGIN, finish_reasons=["stop"])
     assert made == [record(request_id="0")]
-    with pytest.raises(NonFiniteLogprobError, match="rollout 0, token 1"):
-        to_records([[5, 6]], [[7, 8]], [[-0.5, None]], provenance=ORIGIN)
+    faulty = to_records([[5, 6]], [[7, 8]], [[-0.5, None]], provenance=ORIGIN)[0].fault
+    assert faulty is not None
+    assert "rollout 0, token 1" in faulty.message
     with pytest.raises(ValueError, match="longer"):
         to_records([[5]], [[7], [8]], [[-0.5], [-0.5]], provenance=ORIGIN)
 

@@ -473,7 +473,10 @@ def found(number: str, fault: Unseen, folder: Path, engines: Engines) -> Any:
     """Plant a fault, and return the doctor's diagnosis; the message if the log is refused."""
     folder.mkdir()
     if fault.trl:
-        scenario, payload = Scenario("tests.peers.doctor.unseen", "kept_by_a_run"), {"number": number, "out": str(folder)}
+        scenario, payload = (
+            Scenario("tests.peers.doctor.unseen", "kept_by_a_run"),
+            {"number": number, "out": str(folder)},
+        )
         # An engine in this process says that it is a rank.
         variables = {name: value for name, value in os.environ.items() if name not in LAUNCHED}
         ran = run_fresh(scenario, payload, {**variables, **rendezvous()}, 600)

@@ -1,0 +1,136 @@
+"""Bad rows of a batch: which they are and why, how many there were, and when there are too many of them.
+
+A row is bad if it cannot be trained on: a log-probability is not finite, or what the engine says of it does not fit its tokens.
+If the config acts, such a row gets loss weight 0. Other rows keep their gradients, and the batch keeps its denominators.
+
+    bad = BadRows(len(records))
+    bad.add(3, "routes", "rollout 3: its routing was recorded of other tokens ...")
+    log.count_bad_rows(split, bad)          # metrics `bad_rows/<reason>`; too many of them end an acting run
+    loss_weight = (~bad.flags()).float()    # [B]
+
+Shapes: B rows of a batch, T tokens of its longest response.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from mismatch_ext.errors import MismatchError
+from mismatch_ext.states import state
+from mismatch_ext.sums import Sums
+
+REASONS = {
+    "rollout_logprobs": "a log-probability of the engine is missing or not finite",
+    "old_logprobs": "a log-probability of the trainer at sampling time is not finite",
+    "routes": "its routes are missing, malformed, or of other tokens",
+    "tokens": "its tokens are not those that the engine sampled",
+    "weight_version": "it was sampled with other weights than its batch",
+    "mask": "its sampling mask is missing or does not fit its tokens",
+}
+"""Why a row is bad, by the name in the metric `bad_rows/<reason>`. All ranks reduce exactly these."""
+METRIC = "bad_rows/"
+"""Prefix of the metrics that count bad rows since the last log, by reason."""
+EVENT = "bad_rows"
+"""Name of the events about bad rows in `metrics.jsonl`."""
+WINDOW = 20
+"""Optimizer steps over which the share of bad rows is taken."""
+FEW = 3
+"""Fewer bad rows in a window never end a run, whatever their share, unless none is allowed. A choice."""
+ALL = "rows"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fault:
+    """Why a row is bad: one of `REASONS`, and the message that names row and place."""
+
+    reason: str
+    message: str
+
+
+class BadRows:
+    """The bad rows of a batch of `size` rows; of a row's faults the first one stays.
+
+    Attributes:
+        size: Number of rows of the batch.
+        faults: The fault of each bad row, by the row's number.
+    """
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.faults: dict[int, Fault] = {}
+
+    def __len__(self) -> int:
+        return len(self.faults)
+
+    def add(self, row: int, reason: str, message: str) -> None:
+        """Call a row bad; `reason` is one of `REASONS`."""
+        assert reason in REASONS, reason
+        self.faults.setdefault(row, Fault(reason=reason, message=message))
+
+    @contextmanager
+    def judging(self, row: int, reason: str) -> Iterator[None]:
+        """Run a check of one row; if it raises an error of this package, the row is bad."""
+        try:
+            yield
+        except MismatchError as error:
+            self.add(row, reason, str(error))
+
+    def add_non_finite(self, reason: str, values: Tensor, mask: Tensor) -> None:
+        """Call rows bad that have a value which is not finite at a sampled token; values and mask are `[B, T]`."""
+        broken = ~values.isfinite() & mask.bool()
+        for row in broken.any(1).nonzero()[:, 0].tolist():
+            place = int(broken[row].nonzero()[0])
+            of = "engine" if reason == "rollout_logprobs" else "trainer"
+            message = f"row {row}, token {place}: the {of}'s log-probability is {float(values[row, place])}."
+            self.add(row, reason, message)
+
+    def flags(self, device: torch.device | str = "cpu") -> Tensor:
+        """Return which rows are bad `[B]`, bool."""
+        flags = torch.zeros(self.size, dtype=torch.bool)
+        flags[list(self.faults)] = True
+        return flags.to(device)
+
+    def sums(self) -> Sums:
+        """Return the number of rows, and of those that are bad for each reason."""
+        reasons = [fault.reason for fault in self.faults.values()]
+        counts = {ALL: self.size} | {reason: reasons.count(reason) for reason in REASONS}
+        return {name: torch.tensor(float(count), dtype=torch.float64) for name, count in counts.items()}
+
+    def firsts(self) -> list[Fault]:
+        """Return the first fault of each reason, by the number of its row."""
+        first: dict[str, Fault] = {}
+        for _, fault in sorted(self.faults.items()):
+            first.setdefault(fault.reason, fault)
+        return list(first.values())
+
+
+@state
+class BadRowWindow:
+    """The last `WINDOW` steps: of each log the step, the rows that are bad, and all rows."""
+
+    logs: tuple[tuple[int, int, int], ...] = ()
+
+    def after(self, step: int, bad: int, rows: int) -> BadRowWindow:
+        """Return the window after a log of a step."""
+        kept = [log for log in self.logs if log[0] > step - WINDOW]
+        return BadRowWindow(logs=(*kept, (step, bad, rows)))
+
+    def too_many(self, share: float) -> str | None:
+        """Return why the run has to end if there are more bad rows than a share of all; None if it goes on.
+
+        Without any allowed (`share` 0), one is too many; otherwise fewer than `FEW` never are.
+        """
+        bad = sum(bad for _, bad, _ in self.logs)
+        rows = sum(rows for _, _, rows in self.logs)
+        least = FEW if share else 1
+        if bad < least or bad <= share * rows:
+            return None
+        return (
+            f"{bad} of the {rows} rows of the last {WINDOW} steps were bad, which is more than mismatch.monitor.max_bad_rows="
+            f"{share:g} allows. {EVENT!r} in metrics.jsonl says why each was; repair the cause, or set another share."
+        )
