@@ -37,6 +37,9 @@ Positive = Annotated[Number, Field(gt=0)]
 Count = Annotated[int, Strict(), Field(ge=1)]
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict()]
+_PAIR = BeforeValidator(
+    lambda value: tuple(value) if isinstance(value, list) else value
+)  # JSON and YAML have no tuples
 _INHERITED = WrapValidator(lambda value, check: value if value is FROM_PRESET else check(value))
 Section = TypeVar("Section")
 
@@ -123,6 +126,9 @@ class CorrectionConfig:
     """Upper bound of the weight."""
     lower: Annotated[Positive | None, _INHERITED] = FROM_PRESET
     """Lower bound of the weight."""
+    confidence: Annotated[tuple[Positive, Annotated[Number, Field(ge=0, le=1)]] | None, _PAIR, _INHERITED] = FROM_PRESET
+    """Upper bound that follows the policy, `[slope, floor]`: a token's weight is at most 1 + slope max(1 - pi, floor)
+    (CIS, arXiv 2609.32444). It takes the place of `upper`."""
     normalize: Annotated[Flag | None, _INHERITED] = FROM_PRESET
     """Divide the weights by their mean over the batch."""
     reject: Annotated[

@@ -80,9 +80,9 @@ def correct(
 
     With rho_t = pi_old(t)/mu(t), the weight is rho_t (token), prod_t rho_t (sequence: unbiased, but its variance grows with the
     length) or exp(mean_t log rho_t) (geometric: a measure free of the length, but not an importance weight). Truncation (TIS) is
-    min(w, upper); a mask (MIS, IcePop) sets weights beyond the bounds to 0. Both accept bias for less variance. Rejection drops
-    tokens or sequences from the loss altogether. Log-ratios are clamped to +-20 for weights, rules and chi-squared; KL and
-    perplexities use them as they are.
+    min(w, upper); CIS truncates a token at 1 + slope max(1 - pi_old, floor) (arXiv 2609.32444). A mask (MIS, IcePop) sets weights
+    beyond the bounds to 0. All of them accept bias for less variance. Rejection drops tokens or sequences from the loss
+    altogether. Log-ratios are clamped to +-20 for weights, rules and chi-squared; KL and perplexities use them as they are.
 
     In bypass mode, pass the current policy's log-probabilities as `old_logprobs`; the ratio is then pi/mu.
 
@@ -168,6 +168,7 @@ class _Tokens:
         self.present, self.length = count > 0, count.clamp(min=1).double()
         # Rows that count in means over sequences.
         self.averaged = torch.ones_like(self.present) if "verl_empty_rows" in settings.compat else self.present
+        self.bound = None if settings.confidence is None else _confident(old.detach()[mask], settings.confidence)
         self.d = torch.empty(int(count.sum()), dtype=torch.float64, device=mask.device)
         ends, step = [0, *count.cumsum(0).tolist()], max(1, BLOCK // mask.shape[1])
         starts = range(0, len(mask), step)
@@ -232,8 +233,9 @@ class _Tokens:
         rows = self.averaged
         if s.level == "token":
             ratio = torch.expm1(self.c).add_(1.0)
-            above, below = (float(x.count_nonzero()) / self.total for x in (ratio > high, ratio < low))
-            weight = _bound(ratio, s)
+            is_above = ratio > (high if self.bound is None else self.bound)
+            above, below = (float(x.count_nonzero()) / self.total for x in (is_above, ratio < low))
+            weight = _bound(ratio, s) if self.bound is None else torch.minimum(ratio, self.bound)
             row_weight, row_ratio = self.by_row(weight) / self.length, (self.excess_row + self.count) / self.length
             mean, variance = float(weight.sum()) / self.total, float(weight.var(correction=0))
             smallest, largest = (float(x) for x in torch.aminmax(weight))
@@ -382,6 +384,13 @@ def _of_block(old: Tensor, rollout: Tensor, mask: Tensor, d: Tensor) -> tuple[Te
     # rho^2 - 1 = x^2 + 2 x with x = rho - 1.
     totals = torch.stack([unclamped - d.sum(), excess @ excess + 2 * excess.sum()])
     return old_row, d_row, excess_row, totals
+
+
+def _confident(old: Tensor, confidence: tuple[float, float]) -> Tensor:
+    """Return the upper bound of the weight of tokens `[n]`, from the policy's log-probabilities of them."""
+    slope, floor = confidence
+    unsure = -torch.expm1(old.double())  # 1 - pi, which is accurate where pi is nearly 1
+    return 1 + slope * unsure.clamp(min=floor)
 
 
 def _bound(weight: Tensor, settings: ResolvedCorrection) -> Tensor:

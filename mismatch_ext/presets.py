@@ -25,7 +25,7 @@ class Inherited(Enum):
 
 
 FROM_PRESET: Any = Inherited.FROM_PRESET
-OF_THE_WEIGHT = ("bound", "upper", "lower", "normalize")
+OF_THE_WEIGHT = ("bound", "upper", "lower", "confidence", "normalize")
 """Keys that do nothing without an importance weight."""
 KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold")
 """Keys of `correction` that a preset may set."""
@@ -59,6 +59,8 @@ class ResolvedCorrection:
     bound: Literal["truncate", "mask", "clip", "icepop"] = "truncate"
     upper: float | None = None
     lower: float | None = None
+    confidence: tuple[float, float] | None = None
+    """Slope and floor of an upper bound that follows the policy: a token's weight is at most 1 + slope max(1 - pi, floor)."""
     normalize: bool = False
     """Divide the weights by their mean: over tokens, or over sequences for the other levels."""
     rules: Mapping[str, Interval] = dataclasses.field(default_factory=dict, hash=False)
@@ -71,8 +73,11 @@ class ResolvedCorrection:
 
     def __post_init__(self) -> None:
         weighs, low, high, threshold = self.level != "none", self.lower, self.upper, self.off_policy_threshold
-        idle = [name for name in ("upper", "lower", "normalize") if getattr(self, name) not in (None, False)]
+        of_weight = ("upper", "lower", "confidence", "normalize")
+        idle = [name for name in of_weight if getattr(self, name) not in (None, False)]
         limits = [(name, getattr(self, name)) for name in ("upper", "lower", "veto")]
+        follows = self.confidence is not None
+        truncates = self.level == "token" and self.bound == "truncate" and high is None and low is None
         for wrong, message in (
             (self.loss == "reinforce" and self.mode != "bypass", ".loss='reinforce' needs mode='bypass'."),
             (
@@ -81,7 +86,7 @@ class ResolvedCorrection:
                 "leave out the level, or set loss='reinforce' or mode='decoupled'.",
             ),
             (
-                weighs and high is None and low is None,
+                weighs and high is None and low is None and not follows,
                 f": level={self.level!r} without bounds; set upper, lower or both.",
             ),
             (
@@ -89,7 +94,12 @@ class ResolvedCorrection:
                 ": bound='icepop' is a band; set both lower and upper.",
             ),
             (
-                weighs and self.bound == "truncate" and (high is None or low is not None),
+                follows and weighs and not truncates,
+                ".confidence is the upper bound of a token's weight: it needs level='token' and bound='truncate', and takes the "
+                "place of upper and lower.",
+            ),
+            (
+                weighs and not follows and self.bound == "truncate" and (high is None or low is not None),
                 ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set "
                 "lower to null.",
             ),
@@ -172,6 +182,7 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "seq_mis": ResolvedCorrection(level="sequence", bound="mask", upper=3.0),
     "icepop": _ICEPOP,
     "geo_mask": ResolvedCorrection(level="geometric", bound="mask", lower=0.999, upper=1.001),
+    "cis": ResolvedCorrection(level="token", confidence=(2.3, 5e-3)),
     "opsm": ResolvedCorrection(off_policy_threshold=0.5),
     # slime's examples/train_infer_mismatch_helper/mis.yaml.
     "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
@@ -181,6 +192,7 @@ PRESETS: dict[str, ResolvedCorrection] = {
 
 Truncated importance sampling is `tis` per token and `seq_tis` per sequence; `seq_mis` drops sequences beyond the bound, `icepop`
 tokens outside of a band, `geo_mask` sequences by their geometric mean, and `opsm` is DeepSeek-V3.2's mask (arXiv 2512.02556).
+`cis` truncates by a bound that follows the policy's confidence in the token (arXiv 2609.32444).
 """
 
 

@@ -30,7 +30,7 @@ def native_options(settings: ResolvedCorrection) -> dict[str, Any] | None:
         return None
     if settings.level == "none":
         return {"vllm_importance_sampling_correction": False}
-    if settings.level == "geometric":
+    if settings.level == "geometric" or settings.confidence is not None:
         return None
     how = "truncate" if settings.bound in ("truncate", "clip") else "mask"
     return {

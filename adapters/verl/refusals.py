@@ -466,6 +466,10 @@ TABLE = (
             NAME_A_PRESET, _of_correction("veto"),
         ),
         Setting(
+            "mismatch.correction.confidence", other_than(), LEFT_OUT, "verl's rollout_correction has no setting for it",
+            NAME_A_PRESET, _of_correction("confidence"),
+        ),
+        Setting(
             "mismatch.correction.lower",
             lambda value, asked: value is not None and asked.clips,
             f"{LEFT_OUT}, or bound='mask'", "verl's rollout_correction has no setting for it", NAME_A_PRESET,

@@ -190,7 +190,7 @@ def test_other_malformed_inputs_are_refused() -> None:
         correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=PRESETS["opsm"])
 
 
-SOME = ("decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "icepop", "geo_mask", "slime_mis", "slime_cis")
+SOME = ("decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "icepop", "geo_mask", "slime_mis", "slime_cis", "cis")
 
 
 @settings(max_examples=40, deadline=None)
@@ -228,8 +228,11 @@ def by_hand(
     def clamped(x: float) -> float:
         return min(max(x, -20.0), 20.0)
 
-    def bounded(ratio: float) -> float:
+    def bounded(ratio: float, logprob: float) -> float:
         low, high = s.lower or 0.0, math.inf if s.upper is None else s.upper
+        if s.confidence is not None:
+            slope, floor = s.confidence
+            return min(ratio, 1 + slope * max(1 - math.exp(logprob), floor))
         if s.bound in ("truncate", "clip"):
             return min(max(ratio, low), high)
         return ratio if low <= ratio <= high else 0.0
@@ -260,7 +263,7 @@ def by_hand(
         exponent = {"sequence": math.fsum(d), "geometric": math.fsum(d) / max(len(d), 1)}.get(s.level)
         for place, x, k in zip(places, d, keep, strict=True):
             ratio = math.exp(clamped(x if exponent is None else exponent))
-            weights[row][place] = 1.0 if s.level == "none" else bounded(ratio)
+            weights[row][place] = 1.0 if s.level == "none" else bounded(ratio, float(old[row, place]))
             kept[row][place] = k and whole
     if s.normalize:
         count = float(mask.sum())
@@ -353,7 +356,9 @@ def test_weights_are_detached_from_policies_that_require_gradients(preset: str) 
     assert found.metrics == plain.metrics
 
 
-@pytest.mark.parametrize("preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "slime_mis", "geo_mask"])
+@pytest.mark.parametrize(
+    "preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "slime_mis", "geo_mask", "cis"]
+)
 @pytest.mark.parametrize("scale", [1e-9, 1e-4, 0.2])
 def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
     chosen = PRESETS[preset]
@@ -385,6 +390,11 @@ def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, sca
     weights = [
         w.clamp(min=low, max=high) if chosen.bound in ("truncate", "clip") else w * ((w >= low) & (w <= high)) for w in raw
     ]  # fmt: skip
+    if chosen.confidence is not None:
+        slope, floor = chosen.confidence
+        weights = [
+            w.minimum(1 + slope * (1 - o.exp()).clamp(min=floor)) for w, (o, _) in zip(raw, sequences, strict=True)
+        ]
     w = torch.cat(weights)
     factor = found.get("rollout_is_batch_norm_factor", 1.0)  # the weights are as wide as the inputs
     torch.testing.assert_close(

@@ -23,7 +23,7 @@ def weights_and_mask(
         if not places:
             continue
         log_ratios = [float(old[place]) - float(rollout[place]) for place in places]
-        of_row = [weight(log_ratios, i, settings) for i in range(len(places))]
+        of_row = [weight(log_ratios, i, settings, float(old[places[i]])) for i in range(len(places))]
         row_means.append(sum(of_row) / len(of_row))
         row_rules = [rule for rule in settings.rules.items() if rule[0][:5] != "token"]
         keep_row = all(rule_keeps(log_ratios, name, bounds, settings.compat) for name, bounds in row_rules)
@@ -47,8 +47,8 @@ def weights_and_mask(
     return weights, kept
 
 
-def weight(log_ratios: list[float], i: int, settings: Any) -> float:
-    """Return the bounded weight of token i of a row."""
+def weight(log_ratios: list[float], i: int, settings: Any, logprob: float) -> float:
+    """Return the bounded weight of token i of a row, whose log-probability under the trainer's policy is given."""
     if settings.level == "none":
         return 1.0
     total = sum(log_ratios)
@@ -56,6 +56,9 @@ def weight(log_ratios: list[float], i: int, settings: Any) -> float:
     ratio = math.exp(cut(exponent))
     lower = 0.0 if settings.lower is None else settings.lower
     upper = math.inf if settings.upper is None else settings.upper
+    if settings.confidence is not None:
+        slope, floor = settings.confidence
+        return min(ratio, 1 + slope * max(1 - math.exp(logprob), floor))
     if settings.bound in ("truncate", "clip"):
         return min(max(ratio, lower), upper)
     return ratio if lower <= ratio <= upper else 0.0
