@@ -7,6 +7,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from mismatch_ext.centering import centering_terms as centering_terms
+    from mismatch_ext.centering import sampler_bias as sampler_bias
     from mismatch_ext.config import CorrectionConfig as CorrectionConfig
     from mismatch_ext.config import KlConfig as KlConfig
     from mismatch_ext.config import LrConfig as LrConfig
@@ -62,6 +64,7 @@ _MODULES = {
     "WeightVerifier": "weights",
     "align": "routing.align",
     "audit": "precision.audit",
+    "centering_terms": "centering",
     "correct": "correction",
     "drift_metrics": "drift",
     "drift_sums": "drift",
@@ -71,6 +74,7 @@ _MODULES = {
     "kl_full": "kl",
     "kl_terms": "kl",
     "read_run": "log_reading",
+    "sampler_bias": "centering",
     "support_logprobs": "sampling_mask",
     "write_rollouts": "doctor",
 }

@@ -20,7 +20,6 @@ Shapes: B rows, T tokens, V vocabulary, K tokens of the head.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -31,37 +30,14 @@ EMPTY_TAIL = 1e-6
 """Mass below which the policy's tail counts as empty: in float32 the rest of it is rounding."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CenteredWeight:
-    """The importance weight w(p/q) that a loss uses: 1, truncated (TIS) or 0 outside of a band (IcePop).
-
-    With `upper` alone the weight is min(p/q, upper); with `lower` too it is p/q within [lower, upper], and 0 outside.
-    """
-
-    lower: float | None = None
-    upper: float | None = None
-
-    def of(self, log_ratio: Tensor) -> Tensor:
-        """Return the weights of log-ratios log p - log q, of any shape."""
-        if self.upper is None:
-            return torch.ones_like(log_ratio)
-        ratio = log_ratio.clamp(max=20.0).exp()
-        if self.lower is None:
-            return ratio.clamp(max=self.upper)
-        outside = (ratio < self.lower) | (ratio > self.upper)
-        return ratio.masked_fill(outside, 0.0)
-
-
-UNWEIGHTED = CenteredWeight()
-
-
 def centering_terms(
     *,
     logits: Tensor,
     head_ids: Tensor,
     head_logprobs: Tensor,
     response_mask: Tensor,
-    weight: CenteredWeight = UNWEIGHTED,
+    upper: float | None = None,
+    lower: float | None = None,
 ) -> Tensor:
     """Return the term of each token whose gradient is the expected weighted score, E_q[w grad log p].
 
@@ -76,7 +52,8 @@ def centering_terms(
         head_ids: Ids of the sampler's most likely tokens at each place `[B, T, K]` or `[T, K]`, int64, each once.
         head_logprobs: The sampler's natural-log probabilities of them, of the same shape; -inf fills up a place with fewer.
         response_mask: True at tokens that the policy sampled `[B, T]` or `[T]`. The others get 0.
-        weight: The weight that the loss multiplies its tokens by.
+        upper: Upper bound of the loss's importance weight p/q (truncated, TIS); None if it has no weight.
+        lower: Lower bound, if the weight is 0 outside of a band (IcePop).
 
     Returns:
         The terms `[B, T]` or `[T]`, float32 or wider. Their values mean nothing; their gradients do.
@@ -84,7 +61,7 @@ def centering_terms(
     Raises:
         RecordError: Shapes differ, or a head has more probability than 1.
     """
-    coefficients, logprobs = _head(logits, head_ids, head_logprobs, response_mask, weight)
+    coefficients, logprobs = _head(logits, head_ids, head_logprobs, response_mask, upper, lower)
     # A token that fills up a head has coefficient 0 and a log-probability that is finite.
     return (coefficients * logprobs).sum(-1).masked_fill(~response_mask.bool(), 0.0)
 
@@ -96,7 +73,8 @@ def sampler_bias(
     head_ids: Tensor,
     head_logprobs: Tensor,
     response_mask: Tensor,
-    weight: CenteredWeight = UNWEIGHTED,
+    upper: float | None = None,
+    lower: float | None = None,
 ) -> Tensor:
     """Return the size of the expected score E_q[w grad log p] at each token `[B, T]`, in the space of logits.
 
@@ -105,7 +83,7 @@ def sampler_bias(
     the sampler is the policy, and at places without a token.
     """
     # The gradient of sum_v c_v log p_v in the logits is c - p sum(c), where c is 0 in the tail.
-    coefficients, logprobs = _head(logits, head_ids, head_logprobs, response_mask, weight)
+    coefficients, logprobs = _head(logits, head_ids, head_logprobs, response_mask, upper, lower)
     probs = logprobs.exp()
     total = coefficients.sum(-1, keepdim=True)
     in_head = coefficients - probs * total
@@ -117,8 +95,24 @@ def sampler_bias(
     return squares.sqrt().masked_fill(~response_mask.bool(), 0.0)
 
 
+def weight_of(log_ratio: Tensor, upper: float | None, lower: float | None) -> Tensor:
+    """Return the importance weights of log-ratios log p - log q, of any shape: 1, truncated, or 0 outside of a band."""
+    if upper is None:
+        return torch.ones_like(log_ratio)
+    ratio = log_ratio.clamp(max=20.0).exp()
+    if lower is None:
+        return ratio.clamp(max=upper)
+    outside = (ratio < lower) | (ratio > upper)
+    return ratio.masked_fill(outside, 0.0)
+
+
 def _head(
-    logits: Tensor, head_ids: Tensor, head_logprobs: Tensor, response_mask: Tensor, weight: CenteredWeight
+    logits: Tensor,
+    head_ids: Tensor,
+    head_logprobs: Tensor,
+    response_mask: Tensor,
+    upper: float | None,
+    lower: float | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the coefficients, without graph, and the policy's log-probabilities of the head, both `[..., K]`."""
     _check_shapes(logits, head_ids, head_logprobs, response_mask)
@@ -143,10 +137,10 @@ def _head(
     rho = torch.where(empty, 1.0, q_tail.clamp(min=0.0) / p_tail.clamp(min=EMPTY_TAIL))
     # rho w(1 / rho), which is 0 for rho = 0 without weights, and stays finite with them.
     log_rho = rho.clamp(min=math.exp(-20.0)).log()
-    alpha = rho * weight.of(-log_rho)
+    alpha = rho * weight_of(-log_rho, upper, lower)
 
     log_ratio = torch.where(known, policy - sampler, 0.0)
-    coefficients = q * weight.of(log_ratio) - alpha * p
+    coefficients = q * weight_of(log_ratio, upper, lower) - alpha * p
     return torch.where(known & sampled, coefficients, 0.0), logprobs
 
 

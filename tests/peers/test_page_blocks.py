@@ -131,6 +131,13 @@ LIGHT: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
         "\nassert verdict.problems == ()",
     ),
     ("docs/kl.md", 1): ("", (), ""),
+    ("docs/correction.md", 0): (
+        "import torch\nlogits = torch.randn(2, 3, 200, requires_grad=True)\ntemperature = 1.0\nmask = torch.ones(2, 3).bool()\n"
+        "top_logprobs, top_ids = (1.3 * logits).detach().log_softmax(-1).topk(128, dim=-1)\n"
+        "advantages, weights, logprobs = torch.ones(2, 3), torch.ones(2, 3), logits.log_softmax(-1)[..., 0]\n",
+        (),
+        "\nloss.backward()\nassert logits.grad.isfinite().all() and float(pull) > 0.01",
+    ),
 }  # fmt: skip
 pytestmark = pytest.mark.engine
 

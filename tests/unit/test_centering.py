@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from mismatch_ext.centering import UNWEIGHTED, CenteredWeight, centering_terms, sampler_bias
+from mismatch_ext.centering import centering_terms, sampler_bias, weight_of
 from mismatch_ext.errors import RecordError
 
 VOCABULARY, LENGTH = 5, 3
-TIS = CenteredWeight(upper=2.0)
-ICEPOP = CenteredWeight(lower=0.5, upper=2.0)
+Bounds = dict[str, float | None]
+UNWEIGHTED: Bounds = {"upper": None, "lower": None}
+TIS: Bounds = {"upper": 2.0, "lower": None}
+ICEPOP: Bounds = {"upper": 2.0, "lower": 0.5}
 WEIGHTS = {"none": UNWEIGHTED, "tis": TIS, "icepop": ICEPOP}
 
 
@@ -50,17 +52,15 @@ class Tree:
         logprobs = logits.log_softmax(-1)
         return sum((logprobs[self.number[answer[:at]], answer[at]] for at in range(LENGTH)), logits.new_zeros(()))
 
-    def update(
-        self, weight: CenteredWeight, *, centered: bool, head: int = VOCABULARY, constant: bool = False
-    ) -> Tensor:
+    def update(self, weight: Bounds, *, centered: bool, head: int = VOCABULARY, constant: bool = False) -> Tensor:
         """Return the expected gradient of the loss in the policy's logits, over all answers of the sampler."""
         logits = self.policy.clone().requires_grad_()
         logprobs, sampled = logits.log_softmax(-1), self.sampler.log_softmax(-1)
-        weights = weight.of((logprobs - sampled).detach())
+        weights = weight_of((logprobs - sampled).detach(), **weight)
         head_logprobs, head_ids = sampled.topk(head, dim=-1)
         everywhere = torch.ones(len(logits), dtype=torch.bool)
         terms = centering_terms(
-            logits=logits, head_ids=head_ids, head_logprobs=head_logprobs, response_mask=everywhere, weight=weight
+            logits=logits, head_ids=head_ids, head_logprobs=head_logprobs, response_mask=everywhere, **weight
         )
         chances = {answer: self.chance(self.sampler, answer).exp() for answer in self.rewards}
         baseline = sum(chances[answer] * reward for answer, reward in self.rewards.items())
@@ -100,7 +100,7 @@ def test_the_rest_of_the_update_is_the_covariance(name: str) -> None:
     """With a head of the whole vocabulary, the update is the sum of P(prefix) Cov_q(A, w grad log p), enumerated by hand."""
     tree, weight = Tree.drawn(0, 0.3, 0.5), WEIGHTS[name]
     logprobs, sampled = tree.policy.log_softmax(-1), tree.sampler.log_softmax(-1)
-    weights = weight.of(logprobs - sampled)
+    weights = weight_of(logprobs - sampled, **weight)
     chances = {answer: float(tree.chance(tree.sampler, answer).exp()) for answer in tree.rewards}
     baseline = sum(chances[answer] * reward for answer, reward in tree.rewards.items())
     expected = torch.zeros_like(tree.policy)
@@ -152,7 +152,7 @@ def test_a_tail_that_is_the_policys_own_scaled_is_exact(name: str) -> None:
         leaf = logits.clone().requires_grad_()
         sampler = q.log().gather(1, ids)
         centering_terms(
-            logits=leaf, head_ids=ids, head_logprobs=sampler, response_mask=mask, weight=WEIGHTS[name]
+            logits=leaf, head_ids=ids, head_logprobs=sampler, response_mask=mask, **WEIGHTS[name]
         ).sum().backward()
         assert leaf.grad is not None
         gradients.append(leaf.grad)
@@ -166,7 +166,7 @@ def test_the_bias_is_the_norm_of_the_terms_gradient(name: str) -> None:
     sampled = (logits + 0.4 * torch.randn(2, 3, 40, generator=generator, dtype=torch.float64)).log_softmax(-1)
     head_logprobs, head_ids = sampled.topk(16, dim=-1)
     mask = torch.tensor([[True, True, False], [True, False, False]])
-    given = {"head_ids": head_ids, "head_logprobs": head_logprobs, "response_mask": mask, "weight": WEIGHTS[name]}
+    given = {"head_ids": head_ids, "head_logprobs": head_logprobs, "response_mask": mask, **WEIGHTS[name]}
     leaf = logits.clone().requires_grad_()
     centering_terms(logits=leaf, **given).sum().backward()  # type: ignore[arg-type]
     assert leaf.grad is not None
