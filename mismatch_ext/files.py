@@ -30,8 +30,10 @@ def _replace(target: Path, data: bytes) -> None:
     """Write the bytes next to the target and rename them."""
     partial = target.with_name(f"{target.name}.partial")
     partial.unlink(missing_ok=True)  # of a process that was killed
+    # If another process makes its file between these two lines, this fails, and the file stays: it is not ours.
+    file = partial.open("xb")
     try:
-        with partial.open("xb") as file:
+        with file:
             file.write(data)
         os.replace(partial, target)
     except BaseException:

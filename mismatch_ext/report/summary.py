@@ -153,11 +153,13 @@ def pooled(run: RunData, column: str, split: str = "train") -> float | None:
 
 
 def _weighted_mean(values: Sequence[float], weights: Sequence[float | None]) -> float | None:
-    """Return the mean, weighted if every value has a weight; None if it is not finite."""
-    known = [weight for weight in weights if weight is not None and weight > 0]
-    if len(known) < len(values):
-        known = [1.0] * len(values)
-    mean = sum(v * w for v, w in zip(values, known, strict=True)) / sum(known)
+    """Return the mean of the values that have a weight, or the plain mean if none has; None if it is not finite."""
+    known = [
+        (value, weight) for value, weight in zip(values, weights, strict=True) if weight is not None and weight > 0
+    ]
+    if not known:
+        known = [(value, 1.0) for value in values]
+    mean = sum(value * weight for value, weight in known) / sum(weight for _, weight in known)
     return mean if math.isfinite(mean) else None
 
 

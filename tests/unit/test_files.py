@@ -69,3 +69,21 @@ def test_a_missing_folder_is_not_made(tmp_path: Path) -> None:
     run = write_run(tmp_path / "run", "bf16", steps=3)
     assert cli.main(["report", str(run), "--out", str(tmp_path / "typo" / "r.html")]) == 2
     assert not (tmp_path / "typo").exists()
+
+
+def test_another_process_keeps_the_file_that_it_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "report.html"
+    partial = tmp_path / "report.html.partial"
+    plain, calls = Path.unlink, list[Path]()
+
+    def removed_and_made_by_another(self: Path, missing_ok: bool = False) -> None:
+        plain(self, missing_ok=missing_ok)
+        if not calls:
+            partial.write_bytes(b"of another process")
+        calls.append(self)
+
+    monkeypatch.setattr(Path, "unlink", removed_and_made_by_another)
+    with pytest.raises(RunDirectoryError):
+        write_whole(path, b"new")
+    assert partial.read_bytes() == b"of another process"
+    assert not path.exists()

@@ -27,7 +27,7 @@ from mismatch_ext.log_reading import RunData, read_run
 from mismatch_ext.precision.dtypes import spelled
 from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
-from mismatch_ext.report.summary import pool_profile, quantity
+from mismatch_ext.report.summary import pool_profile, pooled, quantity
 from mismatch_ext.report.tables import side_rows
 from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
@@ -112,6 +112,14 @@ def flat_run(
 
 def figures_of(runs: dict[str, RunData], section: str) -> tuple[Figure, ...]:
     return next((one.figures for one in sections(runs) if one.id == section), ())
+
+
+def test_a_log_without_its_token_count_does_not_change_the_weights_of_others(tmp_path: Path) -> None:
+    with run_stream(tmp_path, header=header("a")) as stream:
+        for step, (mean, tokens) in enumerate([(1e-6, 1000.0), (1.0, 1.0), (1.0, None)]):
+            counted = {} if tokens is None else {"mismatch/tokens": tokens}
+            stream.step(step, {"mismatch/logp_abs_diff_mean": mean} | counted)
+    assert pooled(read_run(tmp_path), "logp_abs_diff_mean") == pytest.approx(1 / 1001, rel=1e-2)
 
 
 def say(run_dir: Path) -> str:
