@@ -46,8 +46,11 @@ class TokenizerChat:
         return str(text)
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text, without adding special tokens."""
-        return list(self._tokenizer.encode(text, add_special_tokens=False))
+        """Return the token ids of a rendered text, without adding special tokens; raises RecordError if it has none."""
+        try:
+            return list(self._tokenizer.encode(text, add_special_tokens=False))
+        except Exception as error:
+            raise RecordError(f"the tokenizer cannot encode a text: {error}. Give the run's own tokenizer.") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""

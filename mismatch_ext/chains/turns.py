@@ -45,7 +45,7 @@ class Chat(Protocol):
         """Return the text of messages; raises RecordError if the template refuses them."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the token ids of a rendered text, without adding special tokens."""
+        """Return the token ids of a rendered text, without adding special tokens; raises RecordError if it has none."""
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, special tokens included."""
@@ -127,9 +127,10 @@ def parts_of(chat: Chat, settings: Mapping[str, Any] | None = None) -> Parts:
     default_system = one.removesuffix(user_block) if user_block else ""
     user_header = user_block.partition(PROBE)[0]
     assistant_header, _, behind = whole[len(one) :].partition(PROBE) if whole.startswith(one) else ("", "", "")
-    first = chat.encode(behind)[:1]
+    # The probe may not be in the vocabulary of a small tokenizer.
+    first = _encoded(chat, behind.partition(PROBE)[0])[:1]
     ends_answer = bool(first) and first[0] in chat.special_ids
-    opening = chat.encode(user_header)[:1]
+    opening = _encoded(chat, user_header)[:1]
     opens_message = bool(opening) and opening[0] in chat.special_ids
     return Parts(
         end=chat.decode(first) if ends_answer else "",
@@ -163,6 +164,14 @@ def _rendered(chat: Chat, messages: Sequence[Message], settings: Mapping[str, An
         return chat.render(messages, **settings)
     except RecordError:
         return ""
+
+
+def _encoded(chat: Chat, text: str) -> list[int]:
+    """Return the ids of a text, none if the tokenizer has no token for a part of it."""
+    try:
+        return chat.encode(text)
+    except RecordError:
+        return []
 
 
 def agreement(first: str, second: str) -> int:

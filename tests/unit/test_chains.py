@@ -10,6 +10,8 @@ from typing import Any
 import pytest
 from mismatch_ext.adapters.cli import main
 from mismatch_ext.adapters.transformers.chat import TokenizerChat
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 
 from mismatch_ext.chains.examining import examine
 from mismatch_ext.chains.logs import read_conversations
@@ -396,6 +398,17 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     assert main(["doctor", *words, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_without_a_token_for_a_text_is_told_in_one_class() -> None:
+    words = Tokenizer(models.WordLevel({"a": 0}))
+    words.pre_tokenizer = pre_tokenizers.Whitespace()
+    made = PreTrainedTokenizerFast(tokenizer_object=words)
+    made.chat_template = "{% for message in messages %}{{ message.content }} b {% endfor %}"
+    chat = TokenizerChat(made)
+    with pytest.raises(RecordError, match="cannot encode a text"):
+        chat.encode("b")
+    assert parts_of(chat).end == ""
 
 
 def test_parts_of_a_template() -> None:
