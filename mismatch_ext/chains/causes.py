@@ -20,6 +20,8 @@ MOST_EDITS = 200
 LONGEST_CALL = 20_000
 THINKING = re.compile(r"\s*(?:<think>.*?</think>|<thinking>.*?</thinking>|\[THINK\].*?\[/THINK\])\s*", re.DOTALL)
 """A block of thinking with the whitespace around it."""
+EMPTY = re.compile(r"\s*<think>\s*</think>\s*")
+"""The same without a thought."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,11 +109,25 @@ def _thinking_removed(gap: Difference) -> Iterator[str]:
             continue
         if block.start() > gap.at:
             return
+        # Some templates leave an empty block.
+        empty = EMPTY.match(gap.later, block.start())
+        if empty is not None:
+            yield gap.earlier[: block.start()] + empty.group() + gap.earlier[block.end() :]
         text = block.group()
         leading = text[: len(text) - len(text.lstrip())]
         trailing = text[len(text.rstrip()) :]
         for kept in dict.fromkeys((leading, "", leading + trailing, trailing)):
             yield gap.earlier[: block.start()] + kept + gap.earlier[block.end() :]
+
+
+def _thinking_added(gap: Difference) -> Iterator[str]:
+    for block in THINKING.finditer(gap.later):
+        if block.end() <= gap.at:
+            continue
+        if block.start() > gap.at:
+            return
+        start = max(block.start(), len(gap.earlier[: gap.at].rstrip()))
+        yield gap.earlier[:start] + gap.later[start : block.end()] + gap.earlier[start:].lstrip()
 
 
 def _tool_call_rewritten(gap: Difference) -> Iterator[str]:
@@ -197,6 +213,7 @@ EDITS: tuple[tuple[str, Edits], ...] = (
     ("system_prompt", _system_prompt),
     ("generation_prompt", _generation_prompt),
     ("thinking_removed", _thinking_removed),
+    ("thinking_added", _thinking_added),
     ("tool_call_rewritten", _tool_call_rewritten),
     ("end_missing", _end_missing),
     ("end_doubled", _end_doubled),
@@ -223,11 +240,31 @@ def explain(earlier: Turn, later: Turn, chat: Chat, parts: Parts) -> list[str]:
             causes.append(UNKNOWN)
             break
         cause, edited = found
+        if cause in BY_CLIENTS and history_kept(earlier, later, parts):
+            cause = "template_rewrites"
         if at < boundary:
             boundary += len(edited) - len(text)
         causes.append(cause)
         text = edited
     return causes or ["retokenized"]
+
+
+BY_CLIENTS = ("turn_truncated", "turn_dropped", "turn_edited")
+"""Causes that say that messages were changed; where the log has the messages, and they were not, the template did it."""
+
+
+def history_kept(earlier: Turn, later: Turn, parts: Parts) -> bool:
+    """Whether the later turn's messages are known to begin with those of the earlier turn and its answer."""
+    if earlier.request is None or later.request is None:
+        return False
+    before = earlier.request.messages
+    if later.request.messages[: len(before)] != before or len(later.request.messages) == len(before):
+        return False
+    answer = later.request.messages[len(before)]
+    if answer.get("tool_calls") or answer.get("reasoning_content"):
+        return True
+    sampled = earlier.response_text.removesuffix(parts.end)
+    return answer.get("role") == "assistant" and sampled.endswith(str(answer.get("content")))
 
 
 def _edit(gap: Difference) -> tuple[str, str] | None:

@@ -230,6 +230,8 @@ FIXES: Mapping[str, tuple[Changes, ...]] = {
     "system_prompt": (_same_system,),
     "generation_prompt": (_generation_prompt, _settings, _lines, _thinking_prompt),
     "thinking_removed": (_settings, _sampled_content, _lines),
+    "thinking_added": (_settings, _lines, _thinking_prompt),
+    "template_rewrites": (_settings, _sampled_content, _lines),
     "tool_call_rewritten": (_sampled_content, _lines),
     "end_missing": (_as_it_is,),
     "end_doubled": (_content_without_end, _as_it_is),

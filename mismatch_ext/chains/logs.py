@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mismatch_ext.chains.turns import Chat, Conversation, KnownParts, Message, Request, Turn
+from mismatch_ext.chains.turns import Chat, Conversation, KnownParts, Message, Parts, Request, Turn
 from mismatch_ext.doctor.log_rows import Flags, Ids, Strict, checked, short
 from mismatch_ext.errors import RecordError
 
@@ -76,7 +76,9 @@ class Reader:
         content = answer.get("content")
         further = answer.get("tool_calls") or answer.get("reasoning_content")
         if isinstance(content, str) and not further:
-            return content + end
+            return self._of_content(request, prompt, content, parts) + end
+        if not parts.assistant_header:
+            return str(content) + end
         whole = Request(messages=(*request.messages, answer), tools=request.tools, settings=request.settings)
         text = whole.render(self.chat, generation=False)
         place = text.rfind(parts.assistant_header) + len(parts.assistant_header)
@@ -87,6 +89,24 @@ class Reader:
             sampled = sampled.removeprefix("<think>\n\n</think>").lstrip("\n")
         stop = sampled.rfind(parts.end) if parts.end else -1
         return sampled if stop < 0 else sampled[:stop] + end
+
+    def _of_content(self, request: Request, prompt: str, content: str, parts: Parts) -> str:
+        """Return what was sampled for a content: the text itself, or with what the template writes before every answer.
+
+        Some models sample the beginning of an answer (a channel, an empty block of thinking) that their messages do not hold.
+        """
+        if not parts.assistant_header:
+            return content
+        begun = prompt.rpartition(parts.assistant_header)[2]
+        if begun and content.startswith(begun):
+            return content.removeprefix(begun)
+        beginning = parts.assistant_header.removeprefix(parts.generation)
+        if not beginning or beginning == parts.assistant_header:
+            return content
+        following = ({"role": "assistant", "content": content}, {"role": "user", "content": content})
+        history = Request(messages=(*request.messages, *following), tools=request.tools, settings=request.settings)
+        whole = history.render(self.chat, generation=False)
+        return beginning + content if whole.startswith(prompt + beginning + content) else content
 
 
 def _ids(reader: Reader, line: Line, where: str) -> list[Turn]:

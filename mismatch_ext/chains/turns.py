@@ -288,6 +288,8 @@ CAUSES = {
     "system_prompt": "the system prompt is missing in one of the two turns, or is the template's default there",
     "generation_prompt": "the generation prompt is in one of the two turns alone",
     "thinking_removed": "the thinking of an earlier answer was removed",
+    "thinking_added": "thinking that was not sampled was added to an earlier answer",
+    "template_rewrites": "the chat template writes an unchanged message in another form than before",
     "tool_call_rewritten": "the same tool call is written in another form",
     "end_missing": "the end-of-turn token of an answer is missing",
     "end_doubled": "the end-of-turn token of an answer stands twice",

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import deepcopy
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -398,6 +400,44 @@ def test_options_that_do_not_fit_are_refused(
 ) -> None:
     assert main(["doctor", *words, "--out", str(tmp_path)]) == 2
     assert message in capsys.readouterr().err
+
+
+def chat_with(template: str) -> TokenizerChat:
+    """Return the small tokenizer with the text of another template."""
+    made = deepcopy(tokenizer("qwen3"))
+    made.chat_template = template
+    return TokenizerChat(made)
+
+
+def of_trl(name: str) -> str:
+    """Return a template that TRL ships."""
+    return resources.files("trl").joinpath(f"chat_templates/{name}.jinja").read_text(encoding="utf-8")
+
+
+def test_a_setting_of_the_template_is_tried_before_its_lines() -> None:
+    chat = chat_with(of_trl("qwen3_6"))
+    messages = [user(FIRST), assistant(THINKING + ANSWERS[0]), user(SECOND), assistant(THINKING + ANSWERS[1])]
+    (found,) = examined(chat, [{"id": "a", "messages": messages}]).breaks
+    assert found.cause == "thinking_removed" and found.fix is not None
+    assert found.fix.change == "chat template setting preserve_thinking=True"
+
+
+def test_thinking_that_a_template_adds_is_named_where_the_log_shows_that_it_was_not_sampled() -> None:
+    chat = chat_with(of_trl("qwen3_training"))
+    (found,) = examined(chat, two_turns(chat)).breaks
+    assert found.cause == "thinking_added" and found.place == "token 0 of the answer of turn 1"
+    # Messages alone do not tell, and the model may have sampled what the template writes.
+    assert examined(chat, [{"id": "a", "messages": long_talk(5)}]).breaks == ()
+
+
+def test_a_message_that_the_template_alone_changes_is_not_called_edited() -> None:
+    plain = chat_of("smollm2").template
+    chat = chat_with(plain.replace("message['content']", "message['content'] | replace('forty', 'fifty')"))
+    (found,) = examined(chat, two_turns(chat)).breaks
+    assert found.cause == "template_rewrites"
+    messages = [user(FIRST), assistant("It is fifty-two."), user(SECOND)]
+    (found,) = examined(chat, two_turns(chat, messages=messages)).breaks
+    assert found.cause == "turn_edited"
 
 
 def test_a_tokenizer_without_a_token_for_a_text_is_told_in_one_class() -> None:
