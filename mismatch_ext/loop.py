@@ -34,6 +34,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_ext.chains.in_run import forks_of_turns
+from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
@@ -309,6 +311,18 @@ class Run:
                 self._kl.begin()
             self._measure_lengths(batch)
         return batch
+
+    def turns(self, conversations: Sequence[Sequence[RolloutRecord]], chat: Chat | None = None) -> None:
+        """Note how many conversations fork (`turns/forked_frac`): a turn's prompt begins with none of the turns before it.
+
+        Args:
+            conversations: For each conversation, the records of its turns in the order of the calls. Every rank must call.
+            chat: The tokenizer with its chat template (`mismatch_ext.adapters.transformers.chat.TokenizerChat`), which tells the
+                causes apart; without it only the share is noted.
+        """
+        forks = forks_of_turns(conversations, chat).over(self.ranks)
+        for name, value in forks.metrics().items():
+            self._pending.note(PREFIX + name, value, float(forks.conversations))
 
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, nats, under its routes.

@@ -56,6 +56,11 @@ def join_turns(
     sampled with. A completion may end inside its last turn: with `limit`, only one of that many tokens. With `every_turn`, each
     turn must be part of a completion; otherwise other candidates and calls are ignored. Raises RecordError or RoutingError.
     """
+    return match_turns(turns, trained, limit=limit).join(every_turn=every_turn)
+
+
+def match_turns(turns: Sequence[RolloutRecord], trained: Sequence[Trained], *, limit: int | None = None) -> Matched:
+    """Give each completion the turns that sampled it, as far as there are any; the arguments are those of `join_turns`."""
     rows = [_Completion(name, completion, limit) for name, completion in enumerate(trained)]
     waiting: _Waiting = defaultdict(list)
     for number, turn in enumerate(turns):
@@ -63,17 +68,47 @@ def join_turns(
     for row in rows:
         row.take_from(waiting)
     left = [turn for _, turn in sorted(chain.from_iterable(waiting.values()), key=lambda numbered: numbered[0])]
-    for row in rows:
-        row.expect_covered(left)
-    _expect_none_dropped(rows, left, every_turn)
-    counts: Counter[str] = Counter()
-    return Joined(
-        records=[_record(row, counts) for row in rows],
-        turns=sum(len(row.turns) for row in rows),
-        sampled_rows=counts["sampled"],
-        prefilled_rows=counts["prefilled"],
-        rerouted_rows=counts["rerouted"],
-    )
+    return Matched(rows=rows, left=left)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fork:
+    """Where a completion is not what was sampled: the tokens of a turn, and those that should have begun with them."""
+
+    earlier: tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
+    later: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Matched:
+    """Completions with the turns that sampled them, and the turns that no completion has."""
+
+    rows: list[_Completion]
+    left: list[RolloutRecord]
+
+    def join(self, *, every_turn: bool = True) -> Joined:
+        """Return the records of the completions; see `join_turns`."""
+        for row in self.rows:
+            row.expect_covered(self.left)
+        _expect_none_dropped(self.rows, self.left, every_turn)
+        counts: Counter[str] = Counter()
+        return Joined(
+            records=[_record(row, counts) for row in self.rows],
+            turns=sum(len(row.turns) for row in self.rows),
+            sampled_rows=counts["sampled"],
+            prefilled_rows=counts["prefilled"],
+            rerouted_rows=counts["rerouted"],
+        )
+
+    def forks(self) -> list[Fork | None]:
+        """Return for each completion with a token of the policy's that no turn sampled there where it forks, if that is known."""
+        return [row.fork(self.left) for row in self.rows if row.missing() is not None]
+
+    def misplaced_frac(self) -> float:
+        """Return the share of the policy's tokens that no turn sampled where they are trained on."""
+        counted = sum(sum(row.mask) for row in self.rows)
+        missing = sum(row.unsampled() for row in self.rows)
+        return missing / counted if counted else 0.0
 
 
 def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:
@@ -161,6 +196,16 @@ class _Completion:
             f"completion {self.name}: {self.token(missing)} (id {self.tokens[missing]}) counts as the policy's, and no call of "
             "the trainer's engine sampled it there."
         )
+        place, call = self.nearest(left, missing)
+        if call is not None and place < len(call.prompt_ids) + len(call.response_ids):
+            did = "was given" if place < len(call.prompt_ids) else "sampled"
+            there = f"id {self.tokens[place]} is trained on" if place < len(self.tokens) else "the completion ends"
+            token = (call.prompt_ids + call.response_ids)[place]
+            message += f" The nearest call {did} id {token} as {self.token(place)}, where {there}."
+        raise RecordError(f"{message} {REMEDY}")
+
+    def nearest(self, left: Sequence[RolloutRecord], missing: int) -> tuple[int, RolloutRecord | None]:
+        """Return the call that is most like the row at its first token that no turn sampled, and where the two part."""
         first = len(self.trained.prompt_ids)
         nearest: tuple[bool, int, RolloutRecord | None] = (False, -1, None)
         for turn in left:
@@ -170,12 +215,24 @@ class _Completion:
             if (after_others or first <= start <= min(missing, common)) and (after_others, common) > nearest[:2]:
                 nearest = after_others, common, turn
         _, place, call = nearest
-        if call is not None and place < len(call.prompt_ids) + len(call.response_ids):
-            did = "was given" if place < len(call.prompt_ids) else "sampled"
-            there = f"id {self.tokens[place]} is trained on" if place < len(self.tokens) else "the completion ends"
-            token = (call.prompt_ids + call.response_ids)[place]
-            message += f" The nearest call {did} id {token} as {self.token(place)}, where {there}."
-        raise RecordError(f"{message} {REMEDY}")
+        return place, call
+
+    def fork(self, left: Sequence[RolloutRecord]) -> Fork | None:
+        """Return the two texts that part where no turn sampled the row; None if no call is like the row there."""
+        missing = self.missing()
+        place, call = (0, None) if missing is None else self.nearest(left, missing)
+        if missing is None or call is None:
+            return None
+        if place >= len(call.prompt_ids):  # the row has other tokens than the call sampled
+            return Fork(earlier=(call.prompt_ids, call.response_ids), later=self.tokens)
+        # The call was given other tokens than the row has.
+        prompt = self.trained.prompt_ids
+        return Fork(earlier=(prompt, self.tokens[len(prompt) : missing]), later=call.prompt_ids)
+
+    def unsampled(self) -> int:
+        """Return how many of the policy's tokens no turn sampled."""
+        sampled = sum(sum(self.mask[len(turn.prompt_ids) : len(turn.prompt_ids) + count]) for turn, count in self.turns)
+        return sum(self.mask) - sampled
 
 
 def _expect_none_dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> None:

@@ -11,11 +11,12 @@ from typing import Any
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
 from mismatch_ext.adapters.doctor.hosts import HostRun
-from mismatch_ext.adapters.doctor.options import DTYPES, asked_of
+from mismatch_ext.adapters.doctor.options import DTYPES, asked_of, ensure_no_turns
 from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.doctor.run_folder import unlike
 from mismatch_ext.adapters.doctor.server import SEEDS, Server, connect
 from mismatch_ext.adapters.doctor.sides import Run
+from mismatch_ext.adapters.doctor.turns import run_turns
 
 from mismatch_ext.errors import ConfigError, MismatchError, RunDirectoryError
 from mismatch_ext.files import write_whole
@@ -24,6 +25,9 @@ from mismatch_ext.terminal import say
 
 def run(arguments: argparse.Namespace) -> int:
     """Print the table and write doctor.json; the exit status is 0 for clean, 1 for explained, 3 for an unexplained gap."""
+    if arguments.turns is not None:
+        return run_turns(arguments)
+    ensure_no_turns(arguments)
     host = host_of(arguments)
     asked = asked_of(arguments, host)
     sides = asked.run

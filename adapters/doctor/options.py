@@ -28,6 +28,7 @@ EPILOG = """examples:
   mismatch-ext doctor --model PATH --prompts prompts.txt --out runs/doctor
   mismatch-ext doctor --trl config.yaml --out runs/doctor
   mismatch-ext doctor --model PATH --rollouts rollouts.jsonl --out runs/doctor
+  mismatch-ext doctor --turns calls.jsonl --tokenizer PATH --out runs/turns
 
 exit status: 0 clean, 1 explained, 2 an error, 3 unexplained or not judged; docs/doctor.md has more"""
 
@@ -108,6 +109,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     configure_prompts(one)
     one.add_argument("--rollouts", metavar="FILE", type=folder,
                      help="rollouts that a host logged (docs/doctor.md); no engine is started")  # fmt: skip
+    one.add_argument("--turns", metavar="FILE", type=folder,
+                     help="conversations in a log: says where a turn does not extend the one before, and why")  # fmt: skip
+    tokens.add_argument("--tokenizer", metavar="PATH", type=folder,
+                        help="for --turns, the folder of the run's tokenizer (default: --model)")  # fmt: skip
+    tokens.add_argument("--chat-template", metavar="FILE", type=folder,
+                        help="for --turns, the run's chat template, if it is not the tokenizer's")  # fmt: skip
+    tokens.add_argument("--template-arg", metavar="KEY=VALUE", action="append", default=[],
+                        help="for --turns, a template's setting, such as enable_thinking=false; repeatable")  # fmt: skip
     tokens.add_argument("--weight-version", metavar="V",
                         help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
     tokens.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
@@ -130,6 +139,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
 
 
+def ensure_no_turns(arguments: argparse.Namespace) -> None:
+    """Refuse options that are read with `--turns` alone."""
+    for name in ("tokenizer", "chat_template", "template_arg"):
+        if getattr(arguments, name):
+            raise ConfigError(f"--{name.replace('_', '-')} is for --turns, which is not given. Leave it out.")
+
+
 def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     """Return the run that options describe; an option replaces the same setting of a host's configuration.
 
@@ -139,7 +155,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
     _ensure_allowed(arguments, host)
     given = _given(arguments)
     origin_of_given = {name: f"--{name.replace('_', '-')}" for name in given}
-    engine_arguments = _pairs("--engine-arg", arguments.engine_arg)
+    engine_arguments = pairs("--engine-arg", arguments.engine_arg)
     if "dtype" in engine_arguments:
         # The engine's dtype is also what rounding is judged in, so there is only one.
         given["dtype"] = _engine_dtype(engine_arguments.pop("dtype"), given.get("dtype"))
@@ -155,7 +171,7 @@ def asked_of(arguments: argparse.Namespace, host: HostRun | None) -> Asked:
         raise ConfigError(
             f"--engine: {asked.engine}, and the run's settings are of {host.sides.get('engine', 'vllm')}; leave it out."
         )
-    sampling = _pairs("--sampling", arguments.sampling)
+    sampling = pairs("--sampling", arguments.sampling)
     heat = {} if arguments.temperature is None else {"temperature": arguments.temperature}
     # The name of the seed depends on the kind of server, which is not known before it is asked.
     seed = {} if arguments.server is not None else {SEEDS[asked.engine]: arguments.seed}
@@ -299,7 +315,7 @@ def _engine_dtype(value: Any, stated: str | None) -> str:
     return dtype
 
 
-def _pairs(name: str, given: Sequence[str]) -> dict[str, Any]:
+def pairs(name: str, given: Sequence[str]) -> dict[str, Any]:
     """Return KEY=VALUE arguments; a value that is not JSON is a text."""
     values: dict[str, Any] = {}
     for pair in given:

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_sharding
-from mismatch_ext.adapters.trl.turns import joined_turns
+from mismatch_ext.adapters.trl.turns import fork_metrics, joined_turns, matched_turns
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -125,8 +125,11 @@ class MeasuredRun(TrainerRun):
         batch.generated += zip(*output[:2], strict=False)
         if joins:
             with self.checks.checking("records"), together(self.ranks):
-                metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
-                self.note(**metrics)
+                matched = matched_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
+                # Noted first, because turns that fork are refused. Causes are a service, for which no run ends.
+                with self.checks.reporting("turns"):
+                    self.note(**fork_metrics(matched, trainer._tokenizer))
+                self.note(**joined_turns(batch.records, matched, own=own))
         return output
 
     def note(self, **metrics: float) -> None:

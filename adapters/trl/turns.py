@@ -5,20 +5,34 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from mismatch_ext.adapters.transformers.chat import TokenizerChat
+
+from mismatch_ext.chains.in_run import forks_of_completions
 from mismatch_ext.errors import RecordError
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.turns import Trained, any_asked, join_turns
+from mismatch_ext.turns import Matched, Trained, any_asked, match_turns
 
 
-def joined_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: bool, limit: int) -> dict[str, float]:
-    """Join the records of each completion's turns, in place, and return metrics; `own` if a user's `rollout_func` generated."""
+def matched_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: bool, limit: int) -> Matched:
+    """Give each completion the records of its turns; `own` if a user's `rollout_func` generated."""
     trained = _trained(output)
     if own and not any_asked(records, trained):
         raise RecordError(
             "a rollout_func returned completions that trainer.vllm_generation.generate has not sampled, whose weights and "
             "log-probabilities are not known; generate with it, not with trainer.vllm_generation.llm or an engine of your own."
         )
-    joined = join_turns(records, trained, limit=None if own else limit, every_turn=not own)
+    return match_turns(records, trained, limit=None if own else limit)
+
+
+def fork_metrics(matched: Matched, tokenizer: Any) -> dict[str, float]:
+    """Return how many completions are not what their turns sampled, and why, if the tokenizer has a chat template."""
+    has_template = bool(getattr(tokenizer, "chat_template", None))
+    return forks_of_completions(matched, TokenizerChat(tokenizer) if has_template else None)
+
+
+def joined_turns(records: list[RolloutRecord], matched: Matched, *, own: bool) -> dict[str, float]:
+    """Join the records of each completion's turns, in place, and return metrics."""
+    joined = matched.join(every_turn=not own)
     records[:] = joined.records
     metrics = {"turns": joined.turns / len(records)}
     if records[0].routing is not None:

@@ -204,7 +204,7 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
     host = ""
     responses: list[LoggedResponse] = []
     left_out = 0
-    for where, content, container in _objects(path):
+    for where, content, container in objects_of(path):
         format = _recognized(content, container, where)
         host = format.name
         for place, row in format.rows(content, where):
@@ -219,7 +219,7 @@ def read_rollouts(path: Path, version: str | None = None) -> Logged:
     return logged if version is None else logged.of_version(version)
 
 
-def _objects(path: Path) -> Iterator[tuple[str, Any, str]]:
+def objects_of(path: Path) -> Iterator[tuple[str, Any, str]]:
     """Yield the object of each line, or the one of a `torch.save` file, with its place and the container."""
     try:
         data = path.read_bytes()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,18 +105,23 @@ def read_why(directory: str | Path) -> tuple[list[Why], list[tuple[str, str]]]:
     A run's own doctor writes into a folder in the run's, which is `mismatch` in the trainer's output folder.
     """
     found, wrong = [], []
-    places = ("", "*/", "*/*/", f"*/{RUN_FOLDER}/*/")
-    root = Path(directory).resolve().parent
-    for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{DOCTOR_FILE}")):
-        folder = path.resolve().parent
-        name = "/".join(part for part in folder.relative_to(root).parts if part != RUN_FOLDER) or folder.name
+    for path, name in files_below(directory, DOCTOR_FILE):
         try:
-            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name, folder))
+            found.append(why_of(json.loads(path.read_text(encoding="utf-8")), name, path.resolve().parent))
         except ValidationError as error:
             wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {first_of(error)}"))
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
             wrong.append((name, f"{DOCTOR_FILE} is not one of the doctor's: {error!r}"))
     return found, wrong
+
+
+def files_below(directory: str | Path, file: str) -> Iterator[tuple[Path, str]]:
+    """Yield the files of a name in a folder or below it, each with the name of its folder for a page."""
+    places = ("", "*/", "*/*/", f"*/{RUN_FOLDER}/*/")
+    root = Path(directory).resolve().parent
+    for path in sorted(path for place in places for path in Path(directory).glob(f"{place}{file}")):
+        folder = path.resolve().parent
+        yield path, "/".join(part for part in folder.relative_to(root).parts if part != RUN_FOLDER) or folder.name
 
 
 def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:

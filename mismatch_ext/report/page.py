@@ -12,6 +12,7 @@ from typing import Any
 
 import jinja2
 
+from mismatch_ext.chains.turns import TURNS_FILE
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.host_logs import EVENTS
@@ -22,6 +23,7 @@ from mismatch_ext.report.closing import failed_checks, only_measured
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
 from mismatch_ext.report.summary import Summary, load_runs, quantity, summarize
+from mismatch_ext.report.turns import BrokenTurns, read_turns
 from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
 
@@ -79,6 +81,7 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     runs = load_runs(run_dir)
     summary = summarize(runs)
     why, unread = read_why(run_dir)
+    turns, unread_turns = read_turns(run_dir)
     sentence = verdict(runs, summary, why)
     path = _default(Path(run_dir), runs) if out is None else Path(out)
     page = template.render(
@@ -87,7 +90,8 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
         # Inline, one copy for all plots, because the file must work without a network.
         plotly_js=plotly.offline.get_plotlyjs(),
         why=why,
-        **_context(runs, summary, why, unread),
+        turns=turns,
+        **_context(runs, summary, why, [*unread, *unread_turns]),
     )
     _write(path, page)
     problems = tuple(problem for run in runs.values() for problem in run.problems)
@@ -105,18 +109,38 @@ def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
 
 
 def build_why(directory: str | Path) -> Path:
-    """Render what doctor.json says: as a section of the report if the folder is a run's, otherwise as a separate page."""
+    """Render what doctor.json and turns.json say: in the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
     if (folder / METRICS_FILE).is_file():
         return build(folder).path
     why, unread = read_why(folder)
-    if not why:
-        raise RunDirectoryError(
-            f"{folder}: no {DOCTOR_FILE} that can be read{''.join(f'; {said}' for _, said in unread)}."
-        )
+    turns, unread_turns = read_turns(folder)
+    if not why and not turns:
+        reasons = "".join(f"; {said}" for _, said in [*unread, *unread_turns])
+        raise RunDirectoryError(f"{folder}: no {DOCTOR_FILE} and no {TURNS_FILE} that can be read{reasons}.")
+    page = _template("doctor.html.j2").render(
+        title=folder.resolve().name, why=why[:1], turns=turns[:1], verdicts=_verdicts(why[:1], turns[:1]), **_made()
+    )
     path = folder / REPORT_FILE
-    _write(path, _template("doctor.html.j2").render(title=folder.resolve().name, why=why[:1], **_made()))
+    _write(path, page)
     return path
+
+
+LEVELS = {
+    "clean": "same",
+    "explained": "elevated",
+    "partly": "large",
+    "unexplained": "large",
+    "other_trainer": "large",
+    "within the threshold": "small",
+}
+"""Colors of the doctor's verdicts."""
+
+
+def _verdicts(why: Sequence[Why], turns: Sequence[BrokenTurns]) -> list[tuple[str, str]]:
+    """Return the color and the sentence of each verdict on a separate page."""
+    about_sides = [(LEVELS[found.verdict], found.sentence) for found in why]
+    return about_sides + [(found.level, found.sentence) for found in turns]
 
 
 def build_demo(folder: Path, about: str, bars: Mapping[str, float], command: str) -> Path:

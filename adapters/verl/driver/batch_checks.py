@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +19,7 @@ from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulato
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.names import PREFIX
 from mismatch_ext.rollout import SamplingSettings
 
 
@@ -57,11 +58,13 @@ def check_settings(batch: Any, step: int, expected: SamplingSettings) -> None:
                 )
 
 
-def check_tokens(batch: Any, step: int) -> None:
+def check_tokens(batch: Any, step: int, metrics: MutableMapping[str, Any]) -> None:
     """Refuse rollouts with a token of the policy's that the engine has not sampled after the tokens before; raises RecordError.
 
-    Rollouts of which nobody noted it are left out.
+    Puts the share of such rollouts and tokens into `metrics` first. Rollouts of which nobody noted it are left out.
     """
+    forked: list[tuple[str, int]] = []
+    policy = misplaced = 0
     noted = {key: extra[SAMPLED] for key, extra in _extra_fields(batch) if extra.get(SAMPLED)}
     keys = list(noted)
     for first in range(0, len(keys), CHUNK):
@@ -70,21 +73,30 @@ def check_tokens(batch: Any, step: int) -> None:
         data = tq.kv_batch_get(keys=part, partition_id=batch.partition_id, select_fields=names)
         for key, prompt, response, mask in zip(part, *(data[name].unbind() for name in names), strict=True):
             tokens = torch.cat([prompt, response]).numpy()
-            token = first_unsampled(tokens, len(prompt), mask.bool().numpy(), noted[key])
-            if token is not None:
-                raise RecordError(
-                    f"rollout {key} of step {step}, token {token}: the tokens to be trained on are not those that the engine "
-                    "sampled. Let the agent loop keep the engine's token ids, and set response_mask to 0 for all others."
-                )
+            missing = unsampled(tokens, len(prompt), mask.bool().numpy(), noted[key])
+            policy += int(mask.bool().sum())
+            misplaced += len(missing)
+            if len(missing):
+                forked.append((key, int(missing[0])))
+    if noted:
+        metrics[f"{PREFIX}turns/forked_frac"] = len(forked) / len(noted)
+        metrics[f"{PREFIX}turns/misplaced_frac"] = misplaced / policy if policy else 0.0
+    if forked:
+        key, token = forked[0]
+        raise RecordError(
+            f"rollout {key} of step {step}, token {token}: the tokens to be trained on are not those that the engine sampled, in "
+            f"{len(forked)} of {len(noted)} rollouts. Let the agent loop keep the engine's token ids, and set response_mask to 0 "
+            "for all others."
+        )
 
 
-def first_unsampled(
+def unsampled(
     tokens: Sequence[int] | NDArray[Any],
     prompt: int,
     mask: Sequence[bool] | NDArray[Any],
     sampled: Sequence[Sequence[int]],
-) -> int | None:
-    """Return the number in the response of the first of the policy's tokens that no request has sampled; None if there is none.
+) -> NDArray[np.intp]:
+    """Return the places in the response of the policy's tokens that no request has sampled.
 
     Args:
         tokens: Prompt and response.
@@ -100,8 +112,7 @@ def first_unsampled(
         # A row may end inside an answer, of whose beginning there is no digest.
         if after > len(tokens) or found[after - 1] == digest_after:
             known[before:after] = True
-    missing = np.flatnonzero(np.asarray(mask) & ~known[prompt:])
-    return int(missing[0]) if len(missing) else None
+    return np.flatnonzero(np.asarray(mask) & ~known[prompt:])
 
 
 def _extra_fields(batch: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:

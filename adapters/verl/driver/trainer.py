@@ -210,7 +210,7 @@ class MismatchTrainer(_Host):
             check_settings(batch, self.global_steps, self._processes.sampling)
         if not self._has_routes:  # else the engine compares each token that it replays routes of
             with self._checks.reporting("records"), self._log.refusing("train", held):
-                check_tokens(batch, self.global_steps)
+                check_tokens(batch, self.global_steps, metrics)
         batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         self._measured = None
         with self._checks.checking("gap"), self._log.holding("train", held):

@@ -221,9 +221,10 @@ def measured(out: str) -> dict[str, Any]:
         "failed": dict(trainer.mm.checks.counts),
     }
     step = attempt(trainer, _generate_single_turn=_again(trainer, _rendered_again))
+    noted = {name: values[-1] for name, values in trainer._metrics["train"].items() if "mismatch/turns/" in name}
     events = read_run(trainer.mm.log.run_dir).events
     failed = [[e.data["check"], e.data["message"]] for e in events if e.name == "check_failed"]
-    return found | {"step": step, "failed in it": failed}
+    return found | {"step": step, "noted in it": noted, "failed in it": failed}
 
 
 def faults(trainer: Any) -> dict[str, Any]:

@@ -83,10 +83,16 @@ def test_a_config_that_does_not_act_measures_turns_and_tells_what_goes_wrong_bet
     assert found["failed"] == {} and len(found["history"]) == 2
     for entry, batch in zip(found["history"], found["batches"], strict=True):
         assert entry["mismatch/turns"] == 3 and entry["mismatch/k3_kl"] > 0
+        assert entry["mismatch/turns/forked_frac"] == entry["mismatch/turns/misplaced_frac"] == 0
         assert entry["mismatch/tokens"] == sum(batch["lengths"]) - batch["tool_tokens"]
     assert found["step"]["error"] == "" and found["step"]["gradients"]
     check, message = found["failed in it"][0]
     assert check == "records" and all(re.search(words, message) for words in NAMED["rendered again"]), message
+    # One of eight completions was given another history in its second turn.
+    noted = found["noted in it"]
+    assert noted["mismatch/turns/forked_frac"] == 1 / 8 and noted["mismatch/turns/misplaced_frac"] > 0
+    causes = {name: value for name, value in noted.items() if "/forked/" in name}
+    assert causes == {"mismatch/turns/forked/turn_edited": 1 / 8}
 
 
 # What a rollout_func does wrong, by what it is called.

@@ -160,6 +160,11 @@ def test_rows_are_held_against_what_the_engine_sampled_and_by_which_settings(run
     settings, tokens = found["another token"]
     assert settings == nothing
     assert tokens.startswith("RecordError: rollout prompt_1_0 of step 4, token 0: the tokens to be trained on are not")
+    assert "in 1 of 3 rollouts" in tokens
+    # Three of nine tokens are not those that the request sampled; a row that nobody noted is not counted.
+    assert found["another token, metrics"] == {"forked_frac": 1 / 3, "misplaced_frac": 3 / 9}
+    for case in ("as it was", "masked", "nobody knows", "moved"):
+        assert found[f"{case}, metrics"] == {"forked_frac": 0.0, "misplaced_frac": 0.0}, case
     settings, tokens = found["moved"]
     assert tokens == nothing
     assert settings.startswith(

@@ -199,9 +199,10 @@ def as_sampled() -> dict[str, Any]:
         given = Queue(rows | {"responses": responses, "response_mask": masks, "extra_fields": extra})
         keys = SimpleNamespace(keys=given.keys, tags=[{} for _ in given.keys], partition_id="train")
         batch_checks.tq, batch_checks.CHUNK = given, 2
-        found[case] = [
-            refused(batch_checks.check_settings, keys, STEP, expected), refused(batch_checks.check_tokens, keys, STEP)
-        ]  # fmt: skip
+        metrics: dict[str, float] = {}
+        settings = refused(batch_checks.check_settings, keys, STEP, expected)
+        found[case] = [settings, refused(batch_checks.check_tokens, keys, STEP, metrics)]
+        found[f"{case}, metrics"] = {name.rpartition("/")[2]: value for name, value in metrics.items()}
     return found
 
 

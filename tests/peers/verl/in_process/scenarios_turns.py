@@ -10,7 +10,7 @@ from unittest import mock
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, first_unsampled
+from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, unsampled
 from mismatch_ext.adapters.verl.rollout.client import MASKS, SAMPLED, SETTINGS, following, versioned
 from mismatch_ext.adapters.verl.rollout.digests import proven, with_digests, without_digests
 from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, UNKNOWN, add_masks, support_of
@@ -195,8 +195,9 @@ def sampled() -> dict[str, Any]:
         row = asyncio.run(_row(case, 4, 3, replayed=False))
         extra = json.loads(json.dumps(pickle.loads(pickle.dumps(row["extra_fields"]))))
         given = (row["input_ids"].tolist(), len(row["prompts"]), row["response_mask"].bool().tolist())
+        places = unsampled(*given, extra[SAMPLED]).tolist()
         found[case] = {
-            "first": first_unsampled(*given, extra[SAMPLED]),
+            "first": places[0] if places else None,
             "requests": len(extra[SAMPLED]),
             "settings": extra[SETTINGS],
         }

@@ -1,0 +1,111 @@
+"""Forks as metrics of a run: their share and causes, of completions that are joined from calls, and in your own loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from mismatch_ext.adapters.trl.turns import fork_metrics, matched_turns
+
+from mismatch_ext import Run
+from mismatch_ext.chains.in_run import forks_of_turns
+from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
+from mismatch_ext.turns import Matched, match_turns
+from tests.unit.conversations import ANSWERS, QUESTIONS, assistant, chat_of, tokenizer, user
+from tests.unit.loops import learn, sides
+
+HERE = Provenance(
+    engine="vllm", engine_version="0", dtype="float32", kv_cache_dtype=None, weight_version=3, patch_digest="none",
+    sampling=SamplingSettings(), logprobs_mode="processed_logprobs",
+)  # fmt: skip
+CHAT = chat_of("qwen3")
+THINKING = "<think>\nI add the two numbers.\n</think>\n\n"
+
+
+def record(prompt: list[int], response: list[int]) -> RolloutRecord:
+    """Return one call."""
+    return RolloutRecord(
+        prompt_ids=tuple(prompt), response_ids=tuple(response), rollout_logprobs=(-0.5,) * len(response),
+        response_mask=(True,) * len(response), finish_reason="stop", provenance=HERE,
+    )  # fmt: skip
+
+
+def talk(number: int, *, thinks: bool) -> list[RolloutRecord]:
+    """Return two calls, each with a prompt that the template renders; it leaves out the thinking of the first answer."""
+    question = user(f"{QUESTIONS[0]} ({number})")
+    answer = (THINKING if thinks else "") + ANSWERS[0]
+    second = [question, assistant(answer), user(QUESTIONS[1])]
+    prompts = [CHAT.encode(CHAT.render(messages, add_generation_prompt=True)) for messages in ([question], second)]
+    answers = [CHAT.encode(f"{text}<|im_end|>") for text in (answer, ANSWERS[1])]
+    return [record(prompt, response) for prompt, response in zip(prompts, answers, strict=True)]
+
+
+def rows(talks: list[list[RolloutRecord]]) -> tuple[list[list[int]], list[list[int]], list[list[int]], None, None]:
+    """Return what TRL would train on: the last prompt and its answer, of which both answers count as the policy's."""
+    prompts, completions, masks = [], [], []
+    for first, last in talks:
+        whole = [*last.prompt_ids, *last.response_ids]
+        start = len(first.prompt_ids)
+        begun = len(last.prompt_ids) - start
+        answer = len(first.response_ids)
+        prompts.append(whole[:start])
+        completions.append(whole[start:])
+        inserted = max(0, begun - answer)
+        masks.append([1] * (begun - inserted) + [0] * inserted + [1] * len(last.response_ids))
+    return prompts, completions, masks, None, None
+
+
+@pytest.mark.parametrize("thinking", [0, 1, 3])
+def test_completions_that_fork_are_counted_with_their_cause(thinking: int) -> None:
+    talks = [talk(number, thinks=number < thinking) for number in range(4)]
+    calls = [call for turns in talks for call in turns]
+    metrics = fork_metrics(matched_turns(calls, rows(talks), own=True, limit=512), tokenizer("qwen3"))
+    expected = {"turns/forked_frac": thinking / 4}
+    if thinking:
+        expected["turns/forked/thinking_removed"] = thinking / 4
+    misplaced = metrics.pop("turns/misplaced_frac")
+    assert metrics == expected and (misplaced > 0) == (thinking > 0)
+
+
+def test_a_tokenizer_without_a_template_tells_the_share_alone() -> None:
+    talks = [talk(0, thinks=True)]
+    plain = tokenizer("smollm2").__class__(tokenizer_object=tokenizer("smollm2").backend_tokenizer)
+    metrics = fork_metrics(matched_turns(talks[0], rows(talks), own=True, limit=512), plain)
+    assert set(metrics) == {"turns/forked_frac", "turns/misplaced_frac"} and metrics["turns/forked_frac"] == 1
+
+
+def test_a_call_that_was_given_another_history_is_compared_with_the_row() -> None:
+    """The row has the first answer as it was sampled, and the second call did not."""
+    first, last = talk(0, thinks=True)
+    appended = CHAT.encode(f"\n<|im_start|>user\n{QUESTIONS[1]}<|im_end|>\n<|im_start|>assistant\n")
+    response = [*first.response_ids, *appended, *last.response_ids]
+    mask = [1] * len(first.response_ids) + [0] * len(appended) + [1] * len(last.response_ids)
+    output = [list(first.prompt_ids)], [response], [mask], None, None
+    metrics = fork_metrics(matched_turns([first, last], output, own=True, limit=512), tokenizer("qwen3"))
+    assert metrics["turns/forked/thinking_removed"] == metrics["turns/forked_frac"] == 1
+    assert metrics["turns/misplaced_frac"] == len(last.response_ids) / sum(mask)
+
+
+def test_no_completion_means_no_metric() -> None:
+    assert fork_metrics(match_turns([], []), tokenizer("qwen3")) == {}
+    assert isinstance(match_turns([], []), Matched)
+
+
+def test_another_sample_of_a_prompt_is_no_fork() -> None:
+    first, last = talk(0, thinks=False)
+    again = replace(first, response_ids=first.response_ids[1:], rollout_logprobs=first.rollout_logprobs[1:],
+                    response_mask=first.response_mask[1:])  # fmt: skip
+    assert forks_of_turns([[first, again, last]], CHAT).forked == 0
+
+
+def test_your_own_loop_notes_the_forks_of_its_conversations(tmp_path: Path) -> None:
+    run = Run(None, *sides(), tmp_path)
+    conversations = [talk(number, thinks=number == 0) for number in range(4)]
+    with run.start():
+        run.turns(conversations, CHAT)
+        run.turns(conversations[1:])
+        (metrics,) = learn(run, 1)
+    # The mean over 4 and 3 conversations.
+    assert metrics["mismatch/turns/forked_frac"] == pytest.approx(1 / 7)
+    assert metrics["mismatch/turns/forked/thinking_removed"] == pytest.approx(1 / 4)
