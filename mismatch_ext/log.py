@@ -763,7 +763,8 @@ class RunLog:
             if alarm.stops:
                 stop = alarm.message
         if self._too_many is not None:
-            self.event("error", BAD_ROWS, self._too_many, step=step)
+            rows = {"reason": None, "rows": self._bad_row_window.bad}
+            self.event("error", BAD_ROWS, self._too_many, rows, step=step)
             self._tell(f"mismatch: {self._too_many}")
         return stop
 

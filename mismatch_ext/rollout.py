@@ -385,8 +385,9 @@ def record_of(**fields: Any) -> RolloutRecord:
     faults: list[Fault] = []
     for reason, name in (("rollout_logprobs", "rollout_logprobs"), ("routes", "routing"), ("mask", "support")):
         try:
-            replace(plain, **{name: fields.get(name)})
-            fitting[name] = fields.get(name)
+            with_field: dict[str, Any] = {name: fields.get(name)}
+            replace(plain, **with_field)
+            fitting |= with_field
         except MismatchError as error:
             faults.append(Fault(reason=reason, message=str(error)))
     return replace(plain, **fitting, fault=faults[0])
