@@ -67,7 +67,7 @@ def one(name: str, fails: bool, folder: Path) -> str:
             rollout.update = fail("no space on device")  # type: ignore[method-assign]
         if fails and name == "verify":
             rollout.drops_updates = True
-            run._verifier.state = dataclasses.replace(run._verifier.state, doubted=True)  # type: ignore[union-attr]
+            run._verifier.state = dataclasses.replace(run._verifier.state, doubted=(True,))  # type: ignore[union-attr]
         run.send()
         if fails and name == "write":
             run._log.write = fail("disk is full")  # type: ignore[method-assign]
