@@ -772,7 +772,10 @@ class Run:
         return {"kl": self._kl, "routing": self._replay, "scaler": self.trainer.scaler}
 
     def save(self, folder: str | Path) -> Path:
-        """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file."""
+        """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file.
+
+        Warns if the file cannot be written; the run goes on, and `start(resume=folder)` refuses that folder.
+        """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
         with self._together():
             if self.ranks.rank == 0:

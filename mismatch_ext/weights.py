@@ -130,7 +130,10 @@ REMEDIES = {
 
 RECENT, MOST_DOUBTED = 10, 3
 """Of so many last updates so many doubtful ones fail, as two in a row do: an engine may miss every second update. A choice."""
-ASKED_AGAIN = f"One such update ends nothing: the next one is checked, and two in a row or {MOST_DOUBTED} of the last {RECENT} fail."
+ASKED_AGAIN = (
+    "One such update ends nothing: the next one is checked. "
+    f"Two in a row fail, and so do {MOST_DOUBTED} of the last {RECENT}."
+)
 
 
 def unanswered(error: EngineError) -> str:
@@ -677,8 +680,9 @@ class WeightVerifier:
         """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError unless that is to warn.
 
         A bad verdict that is not clear is a warning, and the next update is judged again: two in a row raise, and so do
-        `MOST_DOUBTED` of the last `RECENT` updates. An engine that does not answer says nothing about its weights: that is a warning, and the verdict is None. Weights that stand still are an
-        event, too, unless no optimizer has `stepped` since the last update.
+        `MOST_DOUBTED` of the last `RECENT` updates. An engine that does not answer says nothing about its weights: that is a
+        warning, and the verdict is None. Weights that stand still are an event, too, unless no optimizer has `stepped` since
+        the last update.
         """
         try:
             verdict = self.judge(sent, look)

@@ -177,7 +177,7 @@ FAILURES = {
     "verify": "WeightSyncError",
     "log": "float()",
     "write": "disk is full",
-    "save": "cannot be written",
+    "save": "nothing",
     "observe measure": "nothing",
     "observe correct": "nothing",
 }

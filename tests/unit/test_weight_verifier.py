@@ -188,7 +188,7 @@ def test_an_engine_that_was_not_updated_twice_is_an_error_unless_that_is_to_warn
             verifier.verify()
     assert [event[:2] for event in said] == [("warning", EVENT), ("error", EVENT)]
     assert said[0][2].startswith("rollout server 1: weight update 1: stale.")
-    assert said[0][2].endswith("two in a row or 3 of the last 10 fail.")
+    assert said[0][2].endswith("Two in a row fail, and so do 3 of the last 10.")
     assert verifier.verdict is not None and verifier.verdict.message in said[1][2]
 
 
