@@ -136,6 +136,12 @@ ASKED_AGAIN = (
 )
 
 
+def doubted_too_often(doubted: Sequence[bool]) -> bool:
+    """Tell whether of the last `RECENT` updates, the latest one last, enough were bad that no doubt is left."""
+    two_in_a_row = all(doubted[-2:]) and len(doubted) > 1
+    return two_in_a_row or sum(doubted) >= MOST_DOUBTED
+
+
 def unanswered(error: EngineError) -> str:
     """Return what is said of a weight update after which an engine did not answer."""
     return f"nothing is known of this weight update: {error}"
@@ -690,11 +696,10 @@ class WeightVerifier:
             self.verdict = None
             self._say("warning", UNANSWERED_EVENT, unanswered(error))
             return None
-        in_doubt_before = self.state.doubted[-1:] == (True,)
         doubted = (*self.state.doubted, not verdict.ok)[-RECENT:]
         self.state = replace(self.state, doubted=doubted)
         if not verdict.ok:
-            confirmed = verdict.clear or in_doubt_before or sum(doubted) >= MOST_DOUBTED
+            confirmed = verdict.clear or doubted_too_often(doubted)
             if confirmed:
                 self._say("error", EVENT, verdict.message)
             else:
