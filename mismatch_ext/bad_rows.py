@@ -26,7 +26,7 @@ from mismatch_ext.sums import Sums
 
 REASONS = {
     "rollout_logprobs": "a log-probability of the engine is missing or not finite",
-    "old_logprobs": "a log-probability of the trainer at sampling time is not finite",
+    "old_logprobs": "a log-probability of the trainer at sampling time, or of its reference, is not finite",
     "routes": "its routes are missing, malformed, or of other tokens",
     "tokens": "its tokens are not those that the engine sampled",
     "weight_version": "it was sampled with other weights than its batch",
@@ -120,12 +120,17 @@ class BadRowWindow:
         kept = [log for log in self.logs if log[0] > step - WINDOW]
         return BadRowWindow(logs=(*kept, (step, bad, rows)))
 
+    @property
+    def bad(self) -> int:
+        """Number of bad rows in the window."""
+        return sum(bad for _, bad, _ in self.logs)
+
     def too_many(self, share: float) -> str | None:
         """Return why the run has to end if there are more bad rows than a share of all; None if it goes on.
 
         Without any allowed (`share` 0), one is too many; otherwise fewer than `FEW` never are.
         """
-        bad = sum(bad for _, bad, _ in self.logs)
+        bad = self.bad
         rows = sum(rows for _, _, rows in self.logs)
         least = FEW if share else 1
         if bad < least or bad <= share * rows:

@@ -6,12 +6,14 @@ changed setting (a KL coefficient, a loss scale, an alarm), it starts again. Oth
 
 from __future__ import annotations
 
+import contextlib
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from mismatch_ext.errors import RecordError
+from mismatch_ext.errors import RecordError, RunDirectoryError
 from mismatch_ext.files import write_whole
 
 STATE_FILE = "mismatch.json"
@@ -20,8 +22,23 @@ SCHEMA = 2
 
 
 def write_state(path: Path, state: Mapping[str, Any]) -> None:
-    """Write JSON-able state; if this process is killed, the file holds the old state or the new one."""
-    write_whole(path, json.dumps({"schema": SCHEMA, **state}).encode(), make_folder=True)
+    """Write JSON-able state; if this process is killed, the file holds the old state or the new one.
+
+    If it cannot be written, that is a warning, because the trainer's own checkpoint must not be lost with it. An older state
+    at that path is removed then, so that nobody resumes from it with newer weights.
+    """
+    text = json.dumps({"schema": SCHEMA, **state})
+    try:
+        write_whole(path, text.encode(), make_folder=True)
+    except RunDirectoryError as error:
+        with contextlib.suppress(OSError):
+            path.unlink(missing_ok=True)
+        with contextlib.suppress(Warning):  # a user may turn warnings into errors
+            warnings.warn(
+                f"mismatch: {error} The trainer's checkpoint is whole, but a run that resumes from it starts without the state "
+                "of this package: KL coefficient, learning-rate rule, loss scale and alarms.",
+                stacklevel=2,
+            )
 
 
 def read_state(path: Path) -> dict[str, Any] | None:

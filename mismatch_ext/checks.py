@@ -63,6 +63,7 @@ class Checks:
         self._step = step
         self._sink: Sink | None = None
         self._unwritten: list[FailedCheck] = []
+        self._since_gathered: Counter[tuple[str, int]] = Counter()  # failures by check and step
 
     def at(self, step: Callable[[], int]) -> None:
         """Set the function that returns the number of finished optimizer steps, once there is a run."""
@@ -122,6 +123,7 @@ class Checks:
         """Take failures: warn of the first of each check (unless another process has `warned`); write them now or later."""
         for failed in failures:
             self.counts[failed.check] += 1
+            self._since_gathered[failed.check, failed.step] += 1
             if self.counts[failed.check] == 1 and not warned:
                 with contextlib.suppress(Warning):  # a user may turn warnings into errors
                     warnings.warn(failed.sentence(), stacklevel=4)
@@ -143,13 +145,20 @@ class Checks:
     def gather(self, ranks: Ranks) -> None:
         """Bring the failures of all ranks to the main process, which writes them; all ranks must call it.
 
-        Nothing travels if the config acts, because a failed check is an error then.
+        A check that all ranks ran together has failed once, although each of them noted it: of each check and step as many
+        failures count as the rank with the most has. Nothing travels if the config acts, because a failed check is an error
+        then.
         """
         if self.acts or ranks.size == 1:
             return
         for failures in ranks.gather([] if ranks.rank == 0 else self.take()):
-            if ranks.rank == 0:
-                self.add(failures, warned=True)
+            of_rank: Counter[tuple[str, int]] = Counter()
+            for failed in failures:
+                key = (failed.check, failed.step)
+                of_rank[key] += 1
+                if ranks.rank == 0 and of_rank[key] > self._since_gathered[key]:
+                    self.add([failed], warned=True)
+        self._since_gathered.clear()
 
     def _write(self, failed: FailedCheck) -> None:
         """Write a failure. If a check fails again and again, write the first few, then only those numbered by a power of two."""

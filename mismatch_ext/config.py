@@ -337,7 +337,7 @@ class MonitorConfig:
     weight_sync: Action | None = None
     """What to do if the engine computes with stale or corrupted weights after an update: its prefill differs from the
     trainer, or its decode from its prefill. None ends a run whose config acts, and is counted and warned of in others.
-    `error` by itself makes a config act."""
+    `error` by itself makes a config act. With `warn` a config that acts warns of each such update and goes on."""
     alarms: dict[Text, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by the name of the logged metric, with or without the prefix `mismatch/`. They change or extend the
     built-in ones. Evaluation metrics are not watched."""
@@ -386,6 +386,11 @@ class MismatchConfig:
     """Learning-rate control; if absent, the schedule stays as it is."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults in every config, even an empty one."""
+
+    def __post_init__(self) -> None:
+        if self.monitor.weight_sync == "warn" and not self.acts:
+            # Without an acting section this is the default, by which a failed check is also counted.
+            object.__setattr__(self, "monitor", replace(self.monitor, weight_sync=None))
 
     @property
     def features(self) -> tuple[str, ...]:

@@ -386,6 +386,7 @@ class RunLog:
         self._looked = False
         self._stream: RunStream | None = None
         self._segment: Segment | None = None
+        self._resume_step: int | None = None  # of the segment
         self._new_from: int | None = None
         self._early_events: list[tuple[Any, ...]] = []
         self._sampling = SamplingSettings()
@@ -412,7 +413,10 @@ class RunLog:
     # The run.
 
     def begin(self, resume_step: int | None = None) -> None:
-        """Open a segment for a training; `resume_step` is the last step of the checkpoint that it resumes."""
+        """Open a segment for a training; `resume_step` is the last step of the checkpoint that it resumes.
+
+        If the file cannot be opened, the run goes on, and the next line tries again.
+        """
         self._open("training", resume_step)
         self._new_from = None
         if self.evidence is not None:
@@ -424,8 +428,7 @@ class RunLog:
         if self._segment is not None:
             yield
             return
-        with self._going_on():
-            self._open("evaluation")
+        self._open("evaluation")
         status, message = "completed", ""
         try:
             yield
@@ -436,14 +439,15 @@ class RunLog:
             self._close(step, status, message)
 
     def _open(self, of: Segment, resume_step: int | None = None) -> None:
-        if self.ranks.rank == 0:
-            self._open_file(of, resume_step)
-        self._segment = of
-
-    def _open_file(self, of: Segment, resume_step: int | None) -> None:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
+        self._segment, self._resume_step = of, resume_step
+        if self.ranks.rank == 0:
+            with self._going_on():
+                self._open_file(of, resume_step)
+
+    def _open_file(self, of: Segment, resume_step: int | None) -> None:
         self._stream = RunStream.open(
             self.run_dir, header=self._info(), of=of, resume_step=resume_step, new_from=self._new_from
         )
@@ -580,7 +584,7 @@ class RunLog:
         if bad:
             # Words travel only if there is something to say, which every rank knows from the sums.
             self._tell_of_faults(step, counts, [fault for found in self.ranks.gather(faults) for fault in found])
-        if split == "train":
+        if split == "train" and int(sums[ALL]):
             self._bad_row_window = self._bad_row_window.after(step, bad, int(sums[ALL]))
             if self.checks.acts:
                 self._too_many = self._bad_row_window.too_many(self.block.monitor.max_bad_rows)
@@ -716,8 +720,7 @@ class RunLog:
     def _file(self) -> RunStream:
         """Return the open segment; what is logged outside of trainings and evaluations opens one that has no end."""
         if self._stream is None:
-            self._open("evaluation")
-            self._segment = None
+            self._open_file(self._segment or "evaluation", self._resume_step)
         assert self._stream is not None
         return self._stream
 
@@ -763,7 +766,8 @@ class RunLog:
             if alarm.stops:
                 stop = alarm.message
         if self._too_many is not None:
-            self.event("error", BAD_ROWS, self._too_many, step=step)
+            rows = {"reason": None, "rows": self._bad_row_window.bad}
+            self.event("error", BAD_ROWS, self._too_many, rows, step=step)
             self._tell(f"mismatch: {self._too_many}")
         return stop
 

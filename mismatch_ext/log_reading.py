@@ -24,6 +24,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from mismatch_ext.bad_rows import REASONS
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import HostNames, Role, names_of
 
@@ -168,7 +169,22 @@ class _FailedCheckData(_Part):
     message: str
 
 
-_EVENT_DATA: dict[str, type[_Part]] = {"alarm": _AlarmData, "check_failed": _FailedCheckData}
+class _BadRowsData(_Part):
+    reason: str | None  # None: the rows of all reasons, which were too many
+    rows: Count
+
+    @model_validator(mode="after")
+    def _check(self) -> _BadRowsData:
+        if self.reason is not None and self.reason not in REASONS:
+            raise ValueError(f"the reason {self.reason!r} is not one of {', '.join(REASONS)}")
+        return self
+
+
+_EVENT_DATA: dict[str, type[_Part]] = {
+    "alarm": _AlarmData,
+    "check_failed": _FailedCheckData,
+    "bad_rows": _BadRowsData,
+}
 """What the report reads of the data of an event, by the event's name."""
 
 

@@ -23,6 +23,7 @@ is 0. If a section is present and the loop does not use it, the first step raise
 
 from __future__ import annotations
 
+import math
 import platform
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,13 +35,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks
-from mismatch_ext.errors import ConfigError, LoopError, RecordError, RoutingError
+from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
@@ -56,8 +58,8 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of
-from mismatch_ext.routing import align
+from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, no_routes, routes_of
+from mismatch_ext.routing import RoutingTrace, align, storage_dtype
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
@@ -136,6 +138,7 @@ class Run:
         self._verifier: WeightVerifier | None = None
         self._grid: GridWatch | None = None
         self._loss_parts: list[float] = []
+        self._broken_pass: str | None = None
         self._stepped = self._transfer_audited = self._started = self._ended = False
 
     # Begin.
@@ -274,9 +277,10 @@ class Run:
     def batch(self, records: Sequence[RolloutRecord], split: str = "train") -> Batch:
         """Lay rollouts out as tensors; `split` is "train", or "eval/<name>" for rollouts that the model does not learn from.
 
-        Raises RecordError if provenance is missing, mixed or of other weights than the engine's present ones, or if a KL
-        baseline is over copies of one record; RoutingError for records without routes under R3; LoopError if you have not sent
-        the weights since the last step.
+        A rollout that cannot be trained on is a bad row (`mismatch_ext.bad_rows`): it is counted, and if the config acts, its
+        loss weight is 0. Raises RecordError if provenance is missing or mixed, if all rollouts are of other weights than the
+        engine's present ones, or if a KL baseline is over copies of one record; RoutingError if no record has routes under R3;
+        LoopError if you have not sent the weights since the last step.
         """
         self._expect_started()
         with self._together(split):
@@ -288,17 +292,21 @@ class Run:
                     )
             batch = None
             with self._checks.checking("records"), self._log.refusing(split, self._held(records)):
-                batch = collate(records, self.trainer.device, split)
+                present = self.rollout.weight_version
+                batch = collate(records, self.trainer.device, split, weight_version=present)
             if batch is None:  # it was refused, and the run goes on: take one provenance, and no routes
                 alike = [replace(record, provenance=records[0].provenance, routing=None) for record in records]
                 batch = collate(alike, self.trainer.device, split)
             with self._checks.checking("records"), self._log.refusing(split, self._held(records)):
                 expect_present(batch.provenance, self.rollout.weight_version)
             if self.block.routing is not None and self.block.routing.mode == "R3" and batch.routing is None:
-                raise RoutingError(
-                    "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once the "
-                    "run has been started."
-                )
+                if not bool(batch.bad.all()):
+                    raise RoutingError(
+                        "mismatch.routing.mode='R3', and these rollouts have no routes; let rollout.generate sample them once "
+                        "the run has been started."
+                    )
+                batch.routing = self._no_routes(batch)
+            self._count_bad_rows(batch)
             copies = len(records) - len({id(record) for record in records})
             if split == "train" and copies and self._kl is not None and self._kl.config.has_baseline:
                 raise RecordError(
@@ -327,11 +335,16 @@ class Run:
     def score(self, batch: Batch) -> Tensor:
         """Return the trainer's log-probabilities of a batch's responses `[B, T]`, nats, under its routes.
 
-        Under R2 the first call for a batch without gradients records the batch's routes.
+        Under R2 the first call for a batch without gradients records the batch's routes. If the config acts, bad rows are 0 and
+        have no gradient. A row that is not finite without gradients, which is the pass for `old`, is bad from then on.
         """
         with self._under_routes(batch):
             logprobs = self.trainer.logprobs(batch)
-        return self._required.watched("replay", logprobs)
+        if torch.is_grad_enabled():
+            self._note_broken_pass(batch, logprobs.detach())
+        else:
+            self._find_non_finite(batch, logprobs)
+        return self._without_bad_rows(batch, self._required.watched("replay", logprobs))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, nats; zeros without a `kl` section, as nothing needs them then.
@@ -342,7 +355,52 @@ class Run:
         if self._kl is None:
             return torch.zeros_like(batch.rollout_logprobs)
         with self._under_routes(batch, reference=True):
-            return self.trainer.logprobs(batch, reference=True)
+            logprobs = self.trainer.logprobs(batch, reference=True)
+        self._find_non_finite(batch, logprobs.detach())
+        return self._without_bad_rows(batch, logprobs)
+
+    # Bad rows.
+
+    def _count_bad_rows(self, batch: Batch) -> None:
+        """Count the rows of a new batch, and those that have a fault."""
+        bad = BadRows(len(batch))
+        for row, record in enumerate(batch.records):
+            if record.fault is not None:
+                bad.add(row, record.fault.reason, f"row {row}: {record.fault.message}")
+        held = self._held(batch.records) if len(bad) else None
+        self._log.count_bad_rows(batch.split, bad, held)
+
+    def _find_non_finite(self, batch: Batch, logprobs: Tensor) -> None:
+        """Call rows bad that have a log-probability of the trainer or its reference which is not finite, and count them."""
+        if logprobs.shape != batch.response_mask.shape:
+            return  # an error of the batch, which whatever computes with these values names
+        later = BadRows(0)  # the batch's rows have been counted already
+        later.add_non_finite("old_logprobs", logprobs, batch.good_tokens)
+        if len(later):
+            batch.bad[list(later.faults)] = True
+            self._log.count_bad_rows(batch.split, later, self._held(batch.records, trainer=logprobs))
+
+    def _note_broken_pass(self, batch: Batch, logprobs: Tensor) -> None:
+        """Note a log-probability that is not finite in a pass that the model learns from: its gradient cannot be masked."""
+        broken = BadRows(len(batch))
+        broken.add_non_finite("old_logprobs", logprobs, batch.response_mask)
+        if len(broken) and self._broken_pass is None:
+            self._broken_pass = broken.firsts()[0].message
+
+    def _without_bad_rows(self, batch: Batch, logprobs: Tensor) -> Tensor:
+        """Return log-probabilities that are 0, without a gradient, in bad rows; all of them if the config does not act."""
+        if not self.block.acts:
+            return logprobs
+        # A copy: if a row of the batch turns out to be bad before the backward pass, autograd must not find another mask.
+        bad = batch.bad[:, None].clone()
+        return logprobs.masked_fill(bad, 0.0)
+
+    def _no_routes(self, batch: Batch) -> list[RoutingTrace]:
+        """Return empty routes for a batch in which every row is bad and none has routes."""
+        assert self._replay is not None
+        shape = self._replay.layout.shape
+        like = torch.zeros(0, len(shape.layers), shape.top_k, dtype=storage_dtype(shape.num_experts))
+        return [no_routes(record, like, layers=shape.layers, num_experts=shape.num_experts) for record in batch.records]
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:
@@ -374,7 +432,8 @@ class Run:
             batch.routing = routes_of(recording.passes, batch)
             return
         trace, recorded = align(batch.routing, batch.attention_mask)
-        real, split, before = batch.attention_mask.flatten(), REFERENCE if reference else batch.split, replay.forwards
+        real = (batch.attention_mask & ~batch.bad[:, None]).flatten()
+        split, before = REFERENCE if reference else batch.split, replay.forwards
         with replay.replaying(trainer.policy(reference=reference), trace, recorded, real=real, split=split):
             yield
         if replay.forwards == before:
@@ -387,12 +446,15 @@ class Run:
         """Measure the gap to the engine, and the KL divergence from the reference.
 
         `old` and `reference` are log-probabilities `[B, T]` in nats, of the trainer at sampling time and of the reference; the
-        latter only a `kl` section needs. Raises NonFiniteLogprobError, or LoopError if the reference is missing.
+        latter only a `kl` section needs. Bad rows are left out, and a row is bad in which `old` is not finite. Raises LoopError
+        if the reference is missing.
         """
         self._expect_started()
-        mask, measured = batch.response_mask, False
-        gap = (old.detach(), batch.rollout_logprobs, mask)
+        measured = False
         with self._together(batch.split):
+            self._find_non_finite(batch, old.detach())
+            mask = batch.good_tokens
+            gap = (old.detach(), batch.rollout_logprobs, mask)
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
                 self._log.observe(batch.split, *gap)
@@ -400,7 +462,8 @@ class Run:
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
-                self._log.observe(batch.split, native, *gap[1:], native=True)
+                measurable = mask & native.isfinite()  # it only serves as a comparison
+                self._log.observe(batch.split, native, batch.rollout_logprobs, measurable, native=True)
             if batch.split != "train":
                 return
             self._required.note("measure", batch)
@@ -434,12 +497,15 @@ class Run:
     def correct(self, batch: Batch, old: Tensor, *, advantages: Tensor | None = None) -> Correction:
         """Return the importance weights and the rejection mask for the gap; without a `correction` section the weights are 1.
 
+        If the config acts, the weights of bad rows are 0, and the section's own statistics leave them out.
         `old` are the trainer's log-probabilities at sampling time `[B, T]`, nats; in mode `bypass`, whose ratio is pi/mu,
         those of the current policy (`ppo_clip` then takes `batch.rollout_logprobs` as the old ones). `advantages` are `[B]` or
         `[B, T]`, for `off_policy_threshold`. With `normalize` the batch must be whole.
         """
         self._required.note("correct", batch)
-        mask, section = batch.response_mask, self.block.correction
+        section = self.block.correction
+        self._find_non_finite(batch, old.detach())
+        mask = batch.good_tokens if self.block.acts else batch.response_mask
         correction = Correction(weights=mask.float(), mask=mask, metrics={})
         if section is None:
             return correction
@@ -472,6 +538,7 @@ class Run:
     def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to add to a per-token loss, coefficient included; zeros without a `kl` section.
 
+        It is 0 for bad rows, which a baseline leaves out, too.
         `logprobs` are the current policy's `[B, T]`, nats, with their graph. `old`, of the trainer at sampling time, replaces
         the engine's under `ratio`. Give all responses of a prompt together, because the baseline is over those that are there.
         """
@@ -487,7 +554,7 @@ class Run:
         terms = kl_terms(
             logprobs,
             reference,
-            batch.response_mask,
+            batch.good_tokens,
             self._kl.config,
             behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
             coef=self._kl.coef,
@@ -506,7 +573,7 @@ class Run:
         self._required.note("penalty", batch)
         if self._kl is None or not self._kl.config.in_rewards:
             return torch.zeros_like(old)
-        return kl_terms(old, reference, batch.response_mask, self._kl.config, coef=self._kl.coef).reward
+        return kl_terms(old, reference, batch.good_tokens, self._kl.config, coef=self._kl.coef).reward
 
     # A step.
 
@@ -521,7 +588,8 @@ class Run:
         """Step optimizer and schedule as loss scaler and rate control say, and clear the gradients.
 
         Without `loss`, `backward` got it in parts; without `max_norm`, nothing is clipped. Raises LoopError if the loop did
-        not use a section of the config, PrecisionError if too many steps in a row overflow.
+        not use a section of the config, PrecisionError if too many steps in a row overflow, NonFiniteLogprobError if the config
+        acts and the trainer's own pass was not finite, which only a loss scaler can skip.
         """
         if loss is not None:
             self.backward(loss)
@@ -541,6 +609,7 @@ class Run:
         if scaler is not None:
             scaler.unscale_(optimizer)
         norm = _grad_norm(optimizer, max_norm)
+        self._expect_whole_pass(norm)
         if rate is not None and rate.config.trigger == "grad_norm":
             rate.collect({"grad_norm": norm})
         if self._grid is not None:
@@ -565,6 +634,18 @@ class Run:
         optimizer.zero_grad()
         return Stepped(taken=taken, grad_norm=norm, learning_rate=applied)
 
+    def _expect_whole_pass(self, grad_norm: float) -> None:
+        """Refuse a step whose gradient is not finite because the trainer's log-probabilities were not."""
+        broken, self._broken_pass = self._broken_pass, None
+        if not self.block.acts or self.trainer.scaler is not None:
+            return
+        with self._together():
+            if broken is not None and not math.isfinite(grad_norm):
+                raise NonFiniteLogprobError(
+                    f"step {self.steps + 1}: {broken} The gradient of the whole step is not finite, and the weights are as they "
+                    "were before it. Save them, look for NaN in the model's activations, and lower the learning rate."
+                )
+
     def _control_rate(self, step: int) -> None:
         """Begin to control the rate; the schedule may have moved already before the run's first step."""
         if self._rate is not None:
@@ -575,9 +656,12 @@ class Run:
 
     def _measure_lengths(self, batch: Batch) -> None:
         """Note a batch's lengths over all ranks, which give all of them one multiplier."""
+        good = ~batch.bad
         cut = torch.tensor([record.finish_reason == "length" for record in batch.records])
         unknown = sum(record.finish_reason is None for record in batch.records)
-        sums = length_sums(batch.lengths, cut) | {"unknown": torch.tensor(float(unknown), dtype=torch.float64)}
+        sums = length_sums(batch.lengths[good], cut[good.to("cpu")]) | {
+            "unknown": torch.tensor(float(unknown), dtype=torch.float64)
+        }
         sums = over_ranks(sums, self.ranks)
         lengths = length_statistics(sums)
         if float(sums["unknown"]):  # on any rank: all of them must give the rate the same statistics
@@ -702,7 +786,10 @@ class Run:
         return {"kl": self._kl, "routing": self._replay, "scaler": self.trainer.scaler}
 
     def save(self, folder: str | Path) -> Path:
-        """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file."""
+        """Write `state_dict` to a folder, after the loop has saved model, optimizer and schedule there, and return the file.
+
+        Warns if the file cannot be written; the run goes on, and `start(resume=folder)` refuses that folder.
+        """
         path, state = Path(folder) / STATE_FILE, self.state_dict()  # on all ranks: it settles the batch's KL
         with self._together():
             if self.ranks.rank == 0:

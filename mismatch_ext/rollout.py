@@ -385,11 +385,24 @@ def record_of(**fields: Any) -> RolloutRecord:
     faults: list[Fault] = []
     for reason, name in (("rollout_logprobs", "rollout_logprobs"), ("routes", "routing"), ("mask", "support")):
         try:
-            replace(plain, **{name: fields.get(name)})
-            fitting[name] = fields.get(name)
+            with_field: dict[str, Any] = {name: fields.get(name)}
+            replace(plain, **with_field)
+            fitting |= with_field
         except MismatchError as error:
             faults.append(Fault(reason=reason, message=str(error)))
     return replace(plain, **fitting, fault=faults[0])
+
+
+FAULT_ERRORS: dict[str, type[MismatchError]] = {"rollout_logprobs": NonFiniteLogprobError, "routes": RoutingError}
+"""The error for a fault of each reason, for callers that cannot leave a rollout out; RecordError for the other reasons."""
+
+
+def expect_no_fault(records: Iterable[RolloutRecord]) -> None:
+    """Raise the error of the first record that has a fault."""
+    for record in records:
+        if record.fault is not None:
+            error = FAULT_ERRORS.get(record.fault.reason, RecordError)
+            raise error(record.fault.message)
 
 
 def non_finite(rollout: str, token: int, logprob: float, token_id: int | None = None) -> NonFiniteLogprobError:
@@ -417,6 +430,9 @@ class Batch:
     response_mask: Tensor  # True at tokens that the policy sampled `[B, T]`
     rollout_logprobs: Tensor  # the engine's `[B, T]`, nats, float32; 0 at padding
     groups: Tensor  # number of each row's prompt in the batch `[B]`, int64; rows of one prompt share it
+    # True for rows that cannot be trained on `[B]`. Parts of a batch share this memory, so that a row which turns out to be
+    # bad later is bad in all of them.
+    bad: Tensor
     temperature: float  # that the tokens were sampled at
     provenance: Provenance  # of all rows
     records: tuple[RolloutRecord, ...]
@@ -439,6 +455,11 @@ class Batch:
         """Token ids of the responses `[B, T]`, int64; 0 at padding."""
         return self.of_responses(self.tokens[:, 1:])
 
+    @property
+    def good_tokens(self) -> Tensor:
+        """True at the sampled tokens of rows that are not bad `[B, T]`."""
+        return self.response_mask & ~self.bad[:, None]
+
     def of_responses(self, values: Tensor) -> Tensor:
         """Return the values of the response tokens `[B, T]`, 0 at padding, from those of all tokens but the first `[B, S-1]`."""
         places = torch.arange(self.response_mask.shape[1], device=values.device) + self.prompt_lengths[:, None] - 1
@@ -456,15 +477,33 @@ class Batch:
         return replace(self, **per_row, part=self.part or len(per_row["records"]) < len(self))
 
 
-def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu", split: str = "train") -> Batch:
-    """Turn rollouts of one provenance into a batch; rollouts of one prompt form a group, in any order. Raises RecordError."""
-    provenance = one_provenance((f"row {row}", record.provenance) for row, record in enumerate(records))
+USELESS_ROUTES = ("routes", "tokens", "weight_version")
+"""Faults of rows whose routes, if there are any, belong to other tokens or other weights than the batch's."""
+
+
+def collate(
+    records: Sequence[RolloutRecord],
+    device: torch.device | str = "cpu",
+    split: str = "train",
+    *,
+    weight_version: int | None = None,
+) -> Batch:
+    """Turn rollouts of one provenance into a batch; rollouts of one prompt form a group, in any order. Raises RecordError.
+
+    A record with a fault stays in the batch as a bad row. So does a row without routes if other rows have some, and, if you
+    give the engine's present `weight_version`, a row of another version if other rows have that version.
+    """
     for row, record in enumerate(records):
         if not record.prompt_ids:
             raise RecordError(f"row {row} has no prompt; give at least one token, such as the one that begins a text.")
-    routes = [record.routing for record in records if record.routing is not None]
-    if routes and len(routes) != len(records):
-        raise RecordError(f"{len(routes)} of {len(records)} rollouts have routes; allowed: all of them or none.")
+    records = _with_faults(records, weight_version)
+    faults = [record.fault for record in records]
+    of_batch = [
+        record.provenance if fault is None or fault.reason != "weight_version" else _at(record, weight_version)
+        for record, fault in zip(records, faults, strict=True)
+    ]
+    provenance = one_provenance((f"row {row}", of_row) for row, of_row in enumerate(of_batch))
+    routing = _routing_of(records)
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(record.prompt_ids, len(numbers)) for record in records]
 
@@ -479,12 +518,65 @@ def collate(records: Sequence[RolloutRecord], device: torch.device | str = "cpu"
         response_mask=padded((record.response_mask for record in records), torch.bool),
         rollout_logprobs=padded((record.rollout_logprobs for record in records), torch.float32),
         groups=torch.tensor(groups, device=device),
+        bad=torch.tensor([fault is not None for fault in faults], dtype=torch.bool, device=device),
         temperature=provenance.sampling.temperature,
         provenance=provenance,
         records=tuple(records),
         split=split,
-        routing=routes or None,
+        routing=routing,
     )
+
+
+def _at(record: RolloutRecord, weight_version: int | None) -> Provenance:
+    """Return a record's provenance with the version of its batch, if that is known."""
+    if weight_version is None:
+        return record.provenance
+    return replace(record.provenance, weight_version=weight_version)
+
+
+def _with_faults(records: Sequence[RolloutRecord], weight_version: int | None) -> list[RolloutRecord]:
+    """Return records with the faults that only the other rows of the batch reveal."""
+    have_routes = any(record.routing is not None for record in records)
+    have_version = any(record.provenance.weight_version == weight_version for record in records)
+    checked = []
+    for record in records:
+        version = record.provenance.weight_version
+        fault = record.fault
+        if fault is None and have_version and version != weight_version:
+            message = f"it was sampled with weight version {version}, but the engine is at {weight_version}."
+            fault = Fault(reason="weight_version", message=message)
+        elif fault is None and have_routes and record.routing is None:
+            fault = Fault(reason="routes", message="it has no routes, although other rollouts of its batch have some.")
+        checked.append(record if fault is record.fault else replace(record, fault=fault))
+    return checked
+
+
+def _routing_of(records: Sequence[RolloutRecord]) -> list[RoutingTrace] | None:
+    """Return a trace for each record, which is empty for those whose routes are of no use; None if nothing was recorded."""
+    like = next((record.routing for record in records if record.routing is not None), None)
+    if like is None:
+        return None
+    traces = []
+    for record in records:
+        useless = record.fault is not None and record.fault.reason in USELESS_ROUTES
+        if record.routing is None or useless:
+            traces.append(no_routes(record, like.parts[0], layers=like.layers, num_experts=like.num_experts))
+        else:
+            traces.append(record.routing)
+    return traces
+
+
+def no_routes(record: RolloutRecord, like: Tensor, *, layers: tuple[int, ...], num_experts: int) -> RoutingTrace:
+    """Return an empty trace of a record's tokens, which the model then routes itself; `like` has the shape `[any, L, K]`."""
+    ids = (*record.prompt_ids, *record.response_ids)
+    empty = RoutingTrace(
+        parts=(like[:0],),
+        layers=layers,
+        num_experts=num_experts,
+        start=len(ids) - 1,
+        versions=((0, record.provenance.weight_version),),
+    )
+    return empty.of_tokens(ids)
 
 
 def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import unicodedata
 
@@ -19,7 +20,14 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 
 
 def say(text: str, *, error: bool = False, keep: str = "\n\t") -> None:
-    """Print a text (`error`: to standard error) and flush it, with "?" for characters that the terminal's encoding lacks."""
+    """Print a text (`error`: to standard error) and flush it, with "?" for characters that the terminal's encoding lacks.
+
+    A stream that cannot be written, on a full disk or a closed pipe, ends no run: the text is lost. Python itself then exits
+    with an error, so that a command does not look as if it had printed everything.
+    """
     stream = sys.stderr if error else sys.stdout
+    if stream is None:  # a process without a terminal
+        return
     encoding = stream.encoding or "utf-8"
-    print(printable(text, keep=keep).encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+    with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
+        print(printable(text, keep=keep).encode(encoding, "replace").decode(encoding), file=stream, flush=True)

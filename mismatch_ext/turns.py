@@ -54,7 +54,8 @@ def join_turns(
 
     Each row of routes comes from the turn that computed it first, so that a sampled token keeps the experts that it was
     sampled with. A completion may end inside its last turn: with `limit`, only one of that many tokens. With `every_turn`, each
-    turn must be part of a completion; otherwise other candidates and calls are ignored. Raises RecordError or RoutingError.
+    turn must be part of a completion; otherwise other candidates and calls are ignored. A completion has the fault of its
+    first turn that has one. Raises RecordError or RoutingError.
     """
     return match_turns(turns, trained, limit=limit).join(every_turn=every_turn)
 
@@ -289,8 +290,11 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
         logprobs[first : first + count] = turn.rollout_logprobs[:count]
         sampled[first : first + count] = [True] * count
     mask = tuple(ours and theirs for ours, theirs in zip(sampled, trained.response_mask, strict=True))
-    _expect_logprobs(row, logprobs, mask)
+    if all(turn.fault is None for turn, _ in row.turns):  # else some log-probabilities are 0 in place of NaN
+        _expect_logprobs(row, logprobs, mask)
     last, count = row.turns[-1]
+    # A turn with a fault may lack routes or masks, and the completion is as bad as its first such turn.
+    fault = next((turn.fault for turn, _ in row.turns if turn.fault is not None), None)
     return RolloutRecord(
         prompt_ids=trained.prompt_ids,
         response_ids=trained.response_ids,
@@ -299,8 +303,9 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
         finish_reason=last.finish_reason if count == len(last.response_ids) else "length",
         provenance=last.provenance,
         request_id=str(row.name),
-        routing=_routing(row, counts),
-        support=_support(row),
+        routing=None if fault is not None else _routing(row, counts),
+        support=None if fault is not None else _support(row),
+        fault=fault,
     )
 
 

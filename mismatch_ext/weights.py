@@ -128,7 +128,18 @@ REMEDIES = {
 }
 
 
-ASKED_AGAIN = "One such update ends nothing: the next one is checked, and two in a row fail."
+RECENT, MOST_DOUBTED = 10, 3
+"""Of so many last updates so many doubtful ones fail, as two in a row do: an engine may miss every second update. A choice."""
+ASKED_AGAIN = (
+    "One such update ends nothing: the next one is checked. "
+    f"Two in a row fail, and so do {MOST_DOUBTED} of the last {RECENT}."
+)
+
+
+def doubted_too_often(doubted: Sequence[bool]) -> bool:
+    """Tell whether of the last `RECENT` updates, the latest one last, enough were bad that no doubt is left."""
+    two_in_a_row = all(doubted[-2:]) and len(doubted) > 1
+    return two_in_a_row or sum(doubted) >= MOST_DOUBTED
 
 
 def unanswered(error: EngineError) -> str:
@@ -172,7 +183,8 @@ class SyncVerdict:
     movement: float
     message: str
     clear: bool = False
-    """Whether it is bad beyond doubt: its gap is more than ten times what the update moved, and than this model's rounding."""
+    """Whether it is bad beyond doubt: a tensor is bit by bit that of before the update, or the gap is more than ten times what
+    the update moved, and than this model's rounding."""
 
     @property
     def ok(self) -> bool:
@@ -525,12 +537,13 @@ class TrainerLook:
 
 @state
 class VerifierState:
-    """What a checkpoint holds of a verifier: the dtypes of both checks, their histories, and whether the last update was bad."""
+    """What a checkpoint holds of a verifier: the dtypes of both checks, their histories, and which updates were bad lately."""
 
     dtypes: tuple[str, str]
     prefill: History = field(default_factory=History)
     decode: History = field(default_factory=History)
-    doubted: bool = False
+    doubted: tuple[bool, ...] = ()
+    """Of each of the last `RECENT` updates, whether it was bad; the latest one is last."""
 
 
 def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
@@ -658,7 +671,12 @@ class WeightVerifier:
             verdict, gap = replace(verdict, status=worse.status, message=worse.message), worse.gap_mean
         # Decode and prefill are two passes over the same weights, so that an update's size explains nothing between them.
         explained = 0.0 if verdict.status == "stale_decode" else FACTOR * max(moved, verdict.baseline)
-        clear = not verdict.ok and gap > explained
+        missed = any(
+            comparison.matches_previous and not comparison.equal
+            for comparison in comparisons
+            if comparison.name != OUTPUT_HEAD
+        )
+        clear = not verdict.ok and (missed or gap > explained)
         self.verdict = replace(verdict, clear=clear)
         return self.verdict
 
@@ -667,9 +685,10 @@ class WeightVerifier:
     ) -> SyncVerdict | None:
         """Judge the last update as `judge` does; if it is bad, write an event, and raise WeightSyncError unless that is to warn.
 
-        A bad verdict that is not clear is a warning, and the next update is judged anew: two in a row raise. An engine that does
-        not answer says nothing about its weights: that is a warning, and the verdict is None. Weights that stand still are an
-        event, too, unless no optimizer has `stepped` since the last update.
+        A bad verdict that is not clear is a warning, and the next update is judged again: two in a row raise, and so do
+        `MOST_DOUBTED` of the last `RECENT` updates. An engine that does not answer says nothing about its weights: that is a
+        warning, and the verdict is None. Weights that stand still are an event, too, unless no optimizer has `stepped` since
+        the last update.
         """
         try:
             verdict = self.judge(sent, look)
@@ -677,17 +696,16 @@ class WeightVerifier:
             self.verdict = None
             self._say("warning", UNANSWERED_EVENT, unanswered(error))
             return None
+        doubted = (*self.state.doubted, not verdict.ok)[-RECENT:]
+        self.state = replace(self.state, doubted=doubted)
         if not verdict.ok:
-            confirmed = verdict.clear or self.state.doubted
+            confirmed = verdict.clear or doubted_too_often(doubted)
             if confirmed:
                 self._say("error", EVENT, verdict.message)
             else:
                 self._say("warning", EVENT, f"{verdict.message} {ASKED_AGAIN}")
-            self.state = replace(self.state, doubted=True)
             if confirmed and self.monitor.weight_sync != "warn":
                 raise WeightSyncError(verdict.message)
-        else:
-            self.state = replace(self.state, doubted=False)
         if verdict.status != "unchanged" and self._still >= STILL and self._event is not None:
             self._event("info", MOVING_EVENT, "weight updates send other weights again.")
         self._still = self._still + stepped if verdict.status == "unchanged" else 0

@@ -11,6 +11,7 @@ import base64
 import binascii
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from numbers import Integral
 from typing import Any
 
@@ -18,8 +19,9 @@ import numpy as np
 from mismatch_ext.adapters.http import brief
 from numpy.typing import NDArray
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
-from mismatch_ext.rollout import Provenance, RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord, expect_no_fault, record_of
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
 ROUTES_FLAG = "--enable-return-routed-experts"
@@ -50,17 +52,22 @@ def to_records(
         n: Responses per prompt.
         weight_version: Weight version that every response must report; None accepts any.
 
+    Returns:
+        The records. One has a `fault` if its log-probabilities are not finite, its routes or tokens are wrong, or it is of other
+        weights.
+
     Raises:
-        RecordError: A response is malformed, or their number is wrong; names request, field, value and what is allowed.
-        RoutingError: Routing is missing or malformed.
+        RecordError: A response is malformed, their number is wrong, or all are of other weights; names request, field, value and
+            what is allowed.
+        RoutingError: The routing of all responses is missing or malformed.
         EngineError: A request was aborted.
     """
     if len(outputs) != n * len(prompt_ids):
         raise RecordError(
             f"{len(outputs)} responses for {len(prompt_ids)} prompts with n={n}; allowed: {n * len(prompt_ids)}, n per prompt."
         )
-    return [
-        parse_response(
+    records = [
+        _record(
             output,
             prompt_ids=prompt_ids[row // n],
             provenance=provenance,
@@ -70,6 +77,10 @@ def to_records(
         )
         for row, output in enumerate(outputs)
     ]
+    for reason in ("routes", "weight_version"):
+        if all(record.fault is not None and record.fault.reason == reason for record in records):
+            expect_no_fault(records)  # it is the engine's fault, and not that of some rows
+    return records
 
 
 def parse_response(
@@ -102,19 +113,56 @@ def parse_response(
         RoutingError: Routing is missing or malformed.
         EngineError: The request was aborted.
     """
+    record = _record(
+        output,
+        prompt_ids=prompt_ids,
+        provenance=provenance,
+        shape=shape,
+        weight_version=weight_version,
+        request_id=request_id,
+        allow_abort=allow_abort,
+    )
+    expect_no_fault([record])
+    return record
+
+
+def _record(
+    output: Any,
+    *,
+    prompt_ids: Sequence[int],
+    provenance: Provenance,
+    shape: RoutingShape | None,
+    weight_version: str | None,
+    request_id: str | None,
+    allow_abort: bool = False,
+) -> RolloutRecord:
+    """Turn one finished response into a record, with a fault if its tokens, weights, log-probabilities or routes are wrong."""
     answer = _Answer(output, request_id)
     answer.check_counts(len(prompt_ids))
-    answer.check_weights(weight_version)
-    return RolloutRecord(
+    logprobs, tokens = answer.entries()
+    bad = BadRows(1)
+    with bad.judging(0, "tokens"):
+        answer.check_tokens(tokens)
+    with bad.judging(0, "weight_version"):
+        answer.check_weights(weight_version)
+    with bad.judging(0, "rollout_logprobs"):
+        answer.check_finite(logprobs)
+    trace = None
+    if shape is not None:
+        with bad.judging(0, "routes"):
+            trace = answer.trace(prompt_ids, shape, provenance.weight_version)
+    record = record_of(
         prompt_ids=tuple(prompt_ids),
         response_ids=answer.ids,
-        rollout_logprobs=answer.logprobs(),
+        rollout_logprobs=logprobs,
         response_mask=(True,) * len(answer.ids),
         finish_reason=answer.finish_reason(allow_abort),
         provenance=provenance,
         request_id=answer.request,
-        routing=None if shape is None else answer.trace(prompt_ids, shape, provenance.weight_version),
+        routing=trace,
     )
+    # The words of this file name the field of the answer.
+    return replace(record, fault=bad.faults.get(0, record.fault))
 
 
 def parse_sampled(output: Any, prompt_tokens: int) -> tuple[tuple[int, ...], tuple[float, ...]]:
@@ -196,7 +244,14 @@ class _Answer:
             raise self._refused("weight_version", stamp, allowed)
 
     def logprobs(self) -> tuple[float, ...]:
-        """Return the log-probability of each sampled token, from entries [log-probability, token id, text or null]."""
+        """Return the log-probability of each sampled token, all of them finite."""
+        values, tokens = self.entries()
+        self.check_tokens(tokens)
+        self.check_finite(values)
+        return values
+
+    def entries(self) -> tuple[tuple[float, ...], tuple[Any, ...]]:
+        """Return log-probabilities and token ids from entries [log-probability, token id, text or null]; NaN for null."""
         field, entries = "output_token_logprobs", self.meta.get("output_token_logprobs")
         if entries is None and self.ids:
             raise self._refused(field, entries, "one entry per token; send return_logprob=true with the request")
@@ -211,15 +266,25 @@ class _Answer:
             tokens = tuple(entry[1] for entry in entries)
         except (TypeError, ValueError, IndexError, KeyError) as error:
             raise self._refused(field, entries, "[log-probability, token id, text or null] for each token") from error
+        return values, tokens
+
+    def check_tokens(self, tokens: tuple[Any, ...]) -> None:
+        """Refuse entries of other tokens than those that were sampled."""
         if tokens != self.ids:
             place = next(i for i, (token, sampled) in enumerate(zip(tokens, self.ids, strict=True)) if token != sampled)
             raise self._refused(
-                f"{field}[{place}]", entries[place], f"the entry of token {self.ids[place]}, as in output_ids"
+                f"output_token_logprobs[{place}]",
+                self.meta["output_token_logprobs"][place],
+                f"the entry of token {self.ids[place]}, as in output_ids",
             )
-        if not all(LOWEST[0] < value <= 0 for value in values):  # false for NaN
-            for place, value in enumerate(values):
-                self._check_logprob(f"{field}[{place}]", value, entries[place])
-        return values
+
+    def check_finite(self, values: tuple[float, ...]) -> None:
+        """Refuse log-probabilities that are not finite, or above 0."""
+        if all(LOWEST[0] < value <= 0 for value in values):  # false for NaN
+            return
+        for place, value in enumerate(values):
+            entry = self.meta["output_token_logprobs"][place]
+            self._check_logprob(f"output_token_logprobs[{place}]", value, entry)
 
     def _check_logprob(self, field: str, value: float, entry: Any) -> None:
         if not math.isfinite(value) or value == LOWEST[0] or value <= LOWEST[1]:

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.rollout import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord, expect_no_fault
 from mismatch_ext.routing import RoutingTrace
 
 Floats = NDArray[np.float64]
@@ -62,7 +62,8 @@ class Sample:
 
     @classmethod
     def of(cls, records: Sequence[RolloutRecord]) -> Sample:
-        """Return the sample that rollout records hold."""
+        """Return the sample that rollout records hold; raises the error of the first one that has a fault."""
+        expect_no_fault(records)
         routes = tuple(record.routing for record in records if record.routing is not None)
         return cls(
             prompts=tuple(record.prompt_ids for record in records),

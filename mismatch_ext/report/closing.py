@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mismatch_ext.alarms import STALENESS
+from mismatch_ext.bad_rows import EVENT as BAD_ROWS
 from mismatch_ext.checks import EVENT
 from mismatch_ext.evidence import EVENT as EVIDENCE
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
@@ -23,6 +24,7 @@ def closing_lines(run: RunData) -> list[str]:
     """Return the summary of a run over all its segments."""
     rows = [
         *(("checks", text) for text in _failed_checks(run)),
+        *(("bad rows", text) for text in _bad_rows(run)),
         *(("gap", text) for text in _gap(run)),
         *(("alarms", text) for text in _alarms(run)),
         *(("warning", text) for text in _untrained(run)),
@@ -90,6 +92,48 @@ def failed_checks(run: RunData) -> list[FailedTimes]:
         for check, events in checks.items()
     ]
     return sorted(rows, key=lambda row: row.first_step)
+
+
+@dataclass(frozen=True, kw_only=True)
+class BadRowsOf:
+    """How many rows were bad for a reason, with the message of the first time."""
+
+    reason: str
+    rows: int
+    first_step: int
+    message: str
+
+
+def bad_rows(run: RunData) -> list[BadRowsOf]:
+    """Return the bad rows of a run by reason, in the order of their first steps."""
+    reasons: dict[str, list[EventRecord]] = {}
+    for event in kept_events(run, BAD_ROWS):
+        if event.data["reason"] is not None:
+            reasons.setdefault(event.data["reason"], []).append(event)
+    found = [
+        BadRowsOf(
+            reason=reason,
+            rows=sum(event.data["rows"] for event in events),
+            first_step=events[0].step,
+            message=events[0].message,
+        )
+        for reason, events in reasons.items()
+    ]
+    return sorted(found, key=lambda of_reason: of_reason.first_step)
+
+
+def too_many_bad_rows(run: RunData) -> EventRecord | None:
+    """Return the event that says that bad rows have ended the run; None if they have not."""
+    ended = [event for event in kept_events(run, BAD_ROWS) if event.data["reason"] is None]
+    return ended[-1] if ended else None
+
+
+def _bad_rows(run: RunData) -> list[str]:
+    lines = [f"{row.reason}: {_count(row.rows, 'row')}, first at step {row.first_step}" for row in bad_rows(run)]
+    ended = too_many_bad_rows(run)
+    if ended is not None:
+        lines.append(f"ended the run at step {ended.step}")
+    return lines
 
 
 def _failed_checks(run: RunData) -> list[str]:

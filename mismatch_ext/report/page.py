@@ -19,7 +19,7 @@ from mismatch_ext.host_logs import EVENTS
 from mismatch_ext.log_reading import METRICS_FILE, RunData
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
-from mismatch_ext.report.closing import failed_checks, only_measured
+from mismatch_ext.report.closing import bad_rows, failed_checks, only_measured, too_many_bad_rows
 from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
 from mismatch_ext.report.summary import Summary, load_runs, quantity, summarize
@@ -227,6 +227,7 @@ def _context(
             for name, run in runs.items()
             if (failed := failed_checks(run)) or only_measured(run)
         ],
+        "bad_rows": [(name, rows, too_many_bad_rows(run)) for name, run in runs.items() if (rows := bad_rows(run))],
         "events": events,
         "events_left_out": events_left_out,
         "missing": [*tables.missing(runs, summary), *unread],

@@ -42,7 +42,15 @@ from mismatch_ext.alarms import GROWTH_LOW, HEALTHY_K3, PATIENCE, PHANTOM, SKIPP
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import CORRECTION_MEASURES, PREFIX, Role
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.closing import failed_checks, kept_events, replays, section, times
+from mismatch_ext.report.closing import (
+    bad_rows,
+    failed_checks,
+    kept_events,
+    replays,
+    section,
+    times,
+    too_many_bad_rows,
+)
 from mismatch_ext.report.doctor import Why
 from mismatch_ext.report.summary import (
     ABS_DIFF_MEAN,
@@ -416,6 +424,21 @@ def _size(row: Row | None) -> float | None:
     return _mean_of(k3) if mean is None and k3 is not None else mean
 
 
+def _bad_rows(run: RunData) -> list[_Warning]:
+    """Return what is said of the rows that were left out of the loss, and that they have ended the run if they have."""
+    ended = too_many_bad_rows(run)
+    found = []
+    if ended is not None:
+        said = f"too many bad rows ended the run at step {ended.step}"
+        found.append(_Warning(step=ended.step, said=said, advice='repair their cause, under "Bad rows"'))
+    for row in bad_rows(run):
+        rows = "1 row was" if row.rows == 1 else f"{row.rows} rows were"
+        said = f"{rows} bad ({row.reason}), first at step {row.first_step}"
+        advice = 'look at the bad rows, under "Bad rows"' if ended is None else None
+        found.append(_Warning(step=row.first_step, said=said, advice=advice))
+    return found
+
+
 def _warnings(run: RunData, level: str, worst: Row | None, outliers: _Outliers | None) -> list[_Warning]:
     """Return what the mean over all steps of a run with this level does not tell; those with advice first."""
     found = _alarms(run, level)
@@ -431,6 +454,7 @@ def _warnings(run: RunData, level: str, worst: Row | None, outliers: _Outliers |
         )
         for row in failed_checks(run)
     ]
+    found += _bad_rows(run)
     if outliers is not None:
         found.append(_of_outliers(outliers))
     known = parts(run)

@@ -23,7 +23,6 @@ BLOCK: dict[str, Any] = {
     "correction": {"preset": "token_truncate"},
     "lr": {"trigger": "mismatch_kl"},
 }
-NAN = float("nan")
 
 
 def fail(words: str) -> Callable[..., Any]:
@@ -58,10 +57,8 @@ def one(name: str, fails: bool, folder: Path) -> str:
             run.batch([dataclasses.replace(record, provenance=None) for record in records], "eval/mine")
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
-        spoiled = old.clone()
-        spoiled[0, 0] = NAN
-        run.measure(batch, spoiled if fails and name == "measure" else old, ref)
-        run.correct(batch, spoiled if fails and name == "correct" else old)
+        run.measure(batch, old, None if fails and name == "measure" else ref)
+        run.correct(batch, old[1:] if fails and name == "correct" else old)
         loss = run.score(batch).mean() + run.kl(batch, run.score(batch), ref).mean()
         if fails and name == "step":
             loss = loss.detach().requires_grad_()
@@ -70,7 +67,7 @@ def one(name: str, fails: bool, folder: Path) -> str:
             rollout.update = fail("no space on device")  # type: ignore[method-assign]
         if fails and name == "verify":
             rollout.drops_updates = True
-            run._verifier.state = dataclasses.replace(run._verifier.state, doubted=True)  # type: ignore[union-attr]
+            run._verifier.state = dataclasses.replace(run._verifier.state, doubted=(True,))  # type: ignore[union-attr]
         run.send()
         if fails and name == "write":
             run._log.write = fail("disk is full")  # type: ignore[method-assign]

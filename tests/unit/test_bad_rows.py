@@ -15,6 +15,8 @@ from mismatch_ext.bad_rows import REASONS, BadRows, BadRowWindow
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunLog
+from mismatch_ext.log_reading import read_run
+from mismatch_ext.report import build, closing_lines
 from mismatch_ext.rollout import record_of
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.test_rollout import ORIGIN
@@ -91,6 +93,28 @@ def test_too_many_bad_rows_stop_a_run_that_acts(tmp_path: Path, acts: bool) -> N
     events = [line for line in lines if line["kind"] == "event" and line["name"] == "bad_rows"]
     assert [event["level"] for event in events] == ["warning"] * 3 + ["error"] * acts
     assert len([message for message in told if "rollout 1 has no routes" in message]) == 1
+
+
+def test_closing_lines_and_report_list_bad_rows_by_reason(tmp_path: Path) -> None:
+    log = RunLog(MismatchConfig(), tmp_path, info=lambda: {"acts": True}, step=lambda: 2, checks=Checks(True))
+    log.begin()
+    for step, reason in ((1, "routes"), (2, "tokens")):
+        bad = BadRows(8)
+        for row in range(2):
+            bad.add(row, reason, f"row {row}: <b>{reason}</b> are wrong.")
+        log.count_bad_rows("train", bad)
+        log.log(step, {"loss": 0.0})
+    log.end("completed")
+
+    lines = "\n".join(closing_lines(read_run(tmp_path)))
+    assert "routes: 2 rows, first at step 1" in lines
+    assert "tokens: 2 rows, first at step 2" in lines
+    assert "ended the run at step 2" in lines
+    page = build(tmp_path).path.read_text(encoding="utf-8").partition("<script>")[0]
+    assert '<td>routes</td><td class="n">1</td><td class="n">2</td>' in page
+    assert "&lt;b&gt;routes" in page
+    assert "was ended by them at step 2" in page
+    assert "too many bad rows ended the run at step 2" in page.lower()
 
 
 def test_a_checkpoint_has_the_window(tmp_path: Path) -> None:

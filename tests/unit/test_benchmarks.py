@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from benchmarks.bench_false_alarms import replayed, resampled, verdicts_replayed
 from benchmarks.harness import interval, of_the_mean
 
 
@@ -40,3 +41,22 @@ def test_the_interval_of_a_median_leaves_it_out_with_at_most_5_percent(count: in
 
 def test_of_few_values_the_interval_is_all_of_them() -> None:
     assert interval([3.0, 1.0, 2.0]) == (1.0, 3.0)
+
+
+def test_rules_that_warn_and_end_are_replayed_over_clean_and_over_broken_logs() -> None:
+    clean = [{"mismatch/k3_kl": 1e-5}] * 60
+    assert replayed(clean) == ({}, 0)
+    broken = [*clean, *[{"mismatch/k3_kl": 0.1, "mismatch/bad_rows/routes": 9.0}] * 60]
+    warned, ends = replayed(broken)
+    assert warned["mismatch/k3_kl"] == 1
+    assert ends > 0
+    good, bad = (False, False), (True, False)
+    assert verdicts_replayed([good, bad, good, bad, good]) == (2, 0)
+    assert verdicts_replayed([bad, bad, good]) == (2, 1)
+
+
+def test_blocks_of_a_run_are_drawn_in_their_order() -> None:
+    (drawn,) = resampled([list(range(60))], 240, seed=1)
+    assert len(drawn) == 240
+    assert all(drawn[at + 1] == drawn[at] + 1 for at in range(239) if (at + 1) % 24)
+    assert drawn[:24] != drawn[24:48]

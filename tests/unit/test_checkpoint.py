@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ from mismatch_ext.checkpoint import (
     write_state,
 )
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import RecordError, RunDirectoryError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.states import from_json, state, to_json
 
 
@@ -130,10 +132,25 @@ def test_a_state_of_other_types_is_refused_by_field(data: Any, sentence: str) ->
         from_json(Example, data, "kl")
 
 
-def test_a_file_that_cannot_be_written_or_read_is_an_error_that_names_it(tmp_path: Path) -> None:
+def test_an_older_state_is_removed_if_the_new_one_cannot_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / STATE_FILE
+    write_state(path, {"kl": None})
+
+    def full(old: Any, new: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.warns(UserWarning, match="No space left on device"):
+        write_state(path, {"kl": None})
+    assert read_state(path) is None and not list(tmp_path.iterdir())
+
+
+def test_a_file_that_cannot_be_written_is_told_and_one_that_cannot_be_read_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "checkpoint-3").touch()
     path = tmp_path / "checkpoint-3" / STATE_FILE
-    with pytest.raises(RunDirectoryError, match="mismatch.json cannot be written: .*; free space"):
+    with pytest.warns(UserWarning, match="mismatch.json cannot be written: .*The trainer's checkpoint is whole"):
         write_state(path, {"kl": None})
     unreadable = Path("/proc/self/mem")  # its first page is mapped nowhere
     with pytest.raises(RecordError, match="/proc/self/mem cannot be read: .*Resume from another checkpoint"):

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from mismatch_ext.checks import ALL_WRITTEN, Checks
+from mismatch_ext.checks import ALL_WRITTEN, Checks, FailedCheck
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import (
     ConfigError,
@@ -24,6 +24,7 @@ from mismatch_ext.errors import (
 )
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report import build, closing_lines
+from tests.unit.loops import Two
 from tests.unit.synthetic_runs import run_stream
 
 STALE = WeightSyncError("the weights are stale")
@@ -147,6 +148,18 @@ def run_of(folder: Path, acts: bool, checks: Checks | None) -> Path:
             checks.report_to(stream.event)
         stream.end(1, "completed")
     return folder
+
+
+def test_a_check_that_all_ranks_ran_together_has_failed_once() -> None:
+    together = FailedCheck(check="weight_sync", step=3, message="stale")
+    of_two = [FailedCheck(check="measure", step=3, message=f"batch {number}") for number in range(2)]
+    checks = Checks(False, lambda: 3)
+    checks.add([together], warned=True)
+    checks.gather(Two(said=[together, *of_two]))
+    assert checks.counts == {"weight_sync": 1, "measure": 2}
+    checks.gather(Two(said=[dataclasses.replace(together, step=4)]))
+    checks.gather(Two(said=[]))
+    assert checks.counts["weight_sync"] == 2
 
 
 def test_closing_lines_and_report_name_the_failed_checks(tmp_path: Path) -> None:

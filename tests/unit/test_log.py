@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import math
 import os
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -325,11 +327,41 @@ def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, mo
     assert event.data["lines"] > 3 and [end.status for end in written.ends] == ["completed"]
 
 
-def test_a_disk_that_is_full_at_the_start_is_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fills_before_the_header_ends_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run = Run(tmp_path)
-    monkeypatch.setattr(os, "write", lambda fd, data: 0)
-    with pytest.raises(RunDirectoryError, match="only 0 of"):
-        run.log.begin(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "write", lambda fd, data: 0)
+        run.log.begin(4)
+        run.log.event("warning", "early", "waits for the file")
+        run.log.log(5, {"x": 0.5})
+    assert len([text for text in run.told if "only 0 of" in text]) == 1
+    run.log.log(6, {"x": 0.5})
+    run.log.end("completed")
+    written = read_run(tmp_path)
+    assert (written.header["of"], written.header["resume_step"]) == ("training", 4)
+    assert [record.step for record in written.steps] == [6]
+    assert len(events(tmp_path, "early")) == len(events(tmp_path, "lines_lost")) == 1
+    assert [end.status for end in written.ends] == ["completed"]
+
+
+@pytest.mark.parametrize("gone", ["full disk", "closed"])
+def test_a_banner_that_cannot_be_printed_ends_no_run(
+    gone: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    stream = Gone()
+    if gone == "closed":
+        stream = Gone()
+        stream.close()
+    run = Run(tmp_path)
+    run.log.begin(None)
+    monkeypatch.setattr(sys, "stdout", stream)
+    run.log.announce()
+    monkeypatch.setattr(sys, "stdout", None)
+    run.log.announce()
 
 
 def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,6 +432,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
         "created": 1,
         "growth": {"points": [[step, gap]]},
         "sync_growth": {"points": []},
+        "bad_rows": {"logs": []},
     }
     assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 

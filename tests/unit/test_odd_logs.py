@@ -121,6 +121,8 @@ def our_lines(acts: bool = True) -> list[dict[str, Any]]:
         event(3, "alarm", ALARM),
         event(3, "alarm", ALARM | {"status": "cleared"}, "info"),
         event(2, "check_failed", FINDING),
+        event(2, "bad_rows", {"reason": "routes", "rows": 2}, "warning"),
+        event(3, "bad_rows", {"reason": None, "rows": 4}, "error"),
         event(2, "weight_sync", {"status": "stale"}, "error"),
         {"kind": "end", "segment": 0, "step": 3, "status": "completed", "message": ""},
     ]

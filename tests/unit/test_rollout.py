@@ -80,8 +80,10 @@ def test_a_batch_carries_each_rows_routes() -> None:
     ]
     rows = [record(routing=trace) for trace in traces]
     assert collate(rows).routing == traces
-    with pytest.raises(RecordError, match="2 of 3 rollouts have routes"):
-        collate([*rows, record()])
+    batch = collate([*rows, record()])
+    assert batch.bad.tolist() == [False, False, True]
+    assert batch.routing is not None and [trace.rows for trace in batch.routing] == [4, 4, 0]
+    assert batch.records[2].fault is not None and batch.records[2].fault.reason == "routes"
     with pytest.raises(RecordError, match="row 1 has no prompt"):
         collate([record(), record(prompt_ids=())])
 

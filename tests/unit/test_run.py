@@ -402,6 +402,20 @@ def test_a_bad_update_is_warned_of_where_it_is_no_error(tmp_path: Path) -> None:
             learn(run, 1)
 
 
+@pytest.mark.parametrize("acts", [True, False])
+def test_bad_updates_under_warn_are_counted_in_a_run_that_only_measures(acts: bool, tmp_path: Path) -> None:
+    trainer, rollout = sides()
+    block = {"monitor": {"weight_sync": "warn"}} | ({"correction": {"preset": "tis"}} if acts else {})
+    with Run(block, trainer, rollout, tmp_path).start() as run:
+        rollout.drops_updates = True
+        run.rollout.weight_version = 0
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            metrics = learn(run, 3)[-1]
+    assert metrics.get("mismatch/checks_failed/weight_sync") == (None if acts else 2)
+    assert len([warning for warning in told if "stale" in str(warning.message)]) == (3 if acts else 2)
+
+
 def test_copies_of_a_rollout_do_not_cancel_their_own_kl(tmp_path: Path) -> None:
     for baseline in ("leave_one_out", "none"):
         trainer, rollout = sides()

@@ -142,9 +142,8 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     with Run({}, trainer, rollout, tmp_path / "one", ranks=ranks).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         old = run.score(batch).detach()
-        old[0, 0] = float("nan")
-        with pytest.warns(UserWarning, match="NonFiniteLogprobError"):
-            run.measure(batch, old)
+        with pytest.warns(UserWarning, match="RecordError"):
+            run.measure(batch, old[:, :-1])
         run.log()
         assert not run._checks.unwritten
         assert [
@@ -171,14 +170,14 @@ FAILURES = {
     "init": "cannot be written",
     "start": "engine is gone",
     "batch": "weight version 7",
-    "measure": "not finite",
-    "correct": "is nan",
+    "measure": "give run.measure(batch, old, reference) the reference's",
+    "correct": "all must have one shape",
     "step": "no gradient went through",
     "send": "no space on device",
     "verify": "WeightSyncError",
     "log": "float()",
     "write": "disk is full",
-    "save": "cannot be written",
+    "save": "nothing",
     "observe measure": "nothing",
     "observe correct": "nothing",
 }

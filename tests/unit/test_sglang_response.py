@@ -10,7 +10,8 @@ import pytest
 from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
 
-from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.doctor.sample import Sample
+from mismatch_ext.errors import EngineError, MismatchError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.rollout import RolloutRecord, collate
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.sglang_recorded import PROMPT, RECORDED, SHAPE, provenance, recorded, response, routes
@@ -141,6 +142,30 @@ def test_what_is_no_response_is_refused(output: Any) -> None:
 def test_a_logprob_that_is_not_finite_is_refused_in_every_form(value: Any) -> None:
     with pytest.raises(NonFiniteLogprobError, match=r"request a1, meta_info.output_token_logprobs\[1\]: "):
         parse(response(output_token_logprobs=[[-1, 21], [value, 22], [-1, 23]]))
+
+
+def test_a_response_of_a_batch_that_is_wrong_is_a_record_with_a_fault() -> None:
+    entries = [[-1, 21], [None, 22], [-1, 23]]
+    wrong = {
+        "rollout_logprobs": response(output_token_logprobs=entries),
+        "routes": response(routed_experts="garbage"),
+        "tokens": response(output_token_logprobs=[[-1, 21], [-1, 99], [-1, 23]]),
+        "weight_version": response(weight_version="v3"),
+    }
+    known = {"provenance": provenance(), "shape": SHAPE, "weight_version": "v7"}
+    outputs = [response(), *wrong.values()]
+    records = to_records(outputs, prompt_ids=[PROMPT] * len(outputs), **known)  # type: ignore[arg-type]
+    assert [record.fault and record.fault.reason for record in records] == [None, *wrong]
+    assert all(math.isfinite(value) for record in records for value in record.rollout_logprobs)
+    with pytest.raises(NonFiniteLogprobError, match=r"request 1, meta_info.output_token_logprobs\[1\]: found"):
+        Sample.of(records)
+
+
+@pytest.mark.parametrize("change", [{"weight_version": "v3"}, {"routed_experts": None}])
+def test_what_is_wrong_with_all_responses_is_an_error(change: dict[str, Any]) -> None:
+    known = {"provenance": provenance(), "shape": SHAPE, "weight_version": "v7"}
+    with pytest.raises(MismatchError, match="request 0, meta_info"):
+        to_records([response(**change)] * 2, prompt_ids=[PROMPT] * 2, **known)  # type: ignore[arg-type]
 
 
 def test_rounding_above_zero_is_no_fault() -> None:

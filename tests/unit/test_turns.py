@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from mismatch_ext.bad_rows import Fault
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingTrace
@@ -223,6 +224,17 @@ def test_what_is_wrong_is_named(name: str) -> None:
     with pytest.raises(kind) as refusal:
         join_turns(found, [one], limit=len(ROW))
     assert all(word in str(refusal.value) for word in words), refusal.value
+
+
+def test_a_completion_has_the_fault_of_its_turn() -> None:
+    fault = Fault(reason="routes", message="routes of other tokens")
+    sampled = turns()
+    sampled[1] = replace(sampled[1], routing=None, fault=fault)
+    other = Trained(prompt_ids=(9,), response_ids=(4,), response_mask=(True,))
+    records = join_turns([*sampled, turn((9,), (4,), 5)], [whole(), other]).records
+    assert [record.fault for record in records] == [fault, None]
+    assert records[0].response_mask == MASK
+    assert records[1].routing is not None
 
 
 def test_the_last_tokens_of_a_tool_have_no_routes() -> None:

@@ -187,9 +187,8 @@ def test_an_engine_that_was_not_updated_twice_is_an_error_unless_that_is_to_warn
         with pytest.raises(WeightSyncError, match="stale"):
             verifier.verify()
     assert [event[:2] for event in said] == [("warning", EVENT), ("error", EVENT)]
-    assert said[0][2].startswith("rollout server 1: weight update 1: stale.") and said[0][2].endswith(
-        "two in a row fail."
-    )
+    assert said[0][2].startswith("rollout server 1: weight update 1: stale.")
+    assert said[0][2].endswith("Two in a row fail, and so do 3 of the last 10.")
     assert verifier.verdict is not None and verifier.verdict.message in said[1][2]
 
 
@@ -201,6 +200,39 @@ def test_one_update_that_is_missed_ends_nothing() -> None:
         verdict = verifier.verify(engine.receive(trainer.model) if sends else None)
         assert verdict is not None and verdict.ok == sends, verdict.message
     assert [event[:2] for event in said] == [("warning", EVENT)] * 2
+
+
+def test_an_engine_that_misses_every_second_update_is_an_error_at_the_third() -> None:
+    trainer, engine, verifier, said = started()
+    for sends in (False, True, False, True):
+        for _ in range(5):
+            trainer.train()
+        verifier.verify(engine.receive(trainer.model) if sends else None)
+    for _ in range(5):
+        trainer.train()
+    with pytest.raises(WeightSyncError, match="weight update 5: stale"):
+        verifier.verify()
+    assert [event[:2] for event in said] == [("warning", EVENT)] * 2 + [("error", EVENT)]
+
+
+def test_doubts_of_more_than_ten_updates_ago_are_forgotten() -> None:
+    trainer, engine, verifier, said = started()
+    for sends in (False, True, False, *[True] * 8, False):
+        for _ in range(5):
+            trainer.train()
+        verifier.verify(engine.receive(trainer.model) if sends else None)
+    assert [event[:2] for event in said] == [("warning", EVENT)] * 3
+
+
+def test_a_tensor_of_before_the_update_is_an_error_at_once() -> None:
+    trainer, engine, verifier, said = started()
+    trainer.train()
+    assert verifier.verify(engine.receive(trainer.model)).ok  # type: ignore[union-attr]
+    with torch.no_grad():  # below the floor of movement
+        trainer.model.embed.weight[3, 3] += 0.01
+    with pytest.raises(WeightSyncError, match="1 are the trainer's previous version"):
+        verifier.verify({"embed.weight": trainer.model.embed.weight.detach().half()})
+    assert [event[:2] for event in said] == [("error", EVENT)]
 
 
 def test_an_update_far_beyond_what_it_moved_is_an_error_at_once() -> None:

@@ -174,7 +174,7 @@ def test_every_update_is_compared_by_probes_and_tensors_and_a_stale_one_is_told(
     steps = run.expect_failure(3)
     data = read_run(work / "checkpoints/mismatch")
     (told,) = [event for event in data.events if event.name == "weight_sync"]
-    assert (told.step, told.level) == (3, "warning")  # one alone is doubted, and the next one is asked
+    assert (told.step, told.level) == (3, "error")  # its tensors leave no doubt, and the run is to be warned
     # The embeddings and the norms: of each of the model's layers two, and the last.
     assert re.match(
         r"rollout server 0: weight update 4: stale\. (\d+) of \1 tensors differ from the trainer's, such as .*\. "
