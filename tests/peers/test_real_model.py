@@ -11,13 +11,15 @@ from typing import TYPE_CHECKING
 import pytest
 
 from examples.smollm2 import unpack
-from tests.oracle import expect_float32
+from tests.oracle import FACTOR, expect_float32
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers import scenarios_gate
+    from tests.peers import scenarios_real_model as scenarios
     from tests.peers.trl import scenarios_real_model
 else:
+    scenarios = named("tests.peers.scenarios_real_model")
     scenarios_gate = named("tests.peers.scenarios_gate")
     scenarios_real_model = named("tests.peers.trl.scenarios_real_model")
 
@@ -34,8 +36,43 @@ def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smol
     found = run(scenarios_real_model.train, model=smollm2, out=tmp_path, block=block).expect()
     expect_float32(found["history"], found["float32_errors"])
     # The first update sends what the engine started with.
-    assert [status for status, *_ in found["verdicts"]] == ["unchanged", "in_sync", "in_sync"], found["verdicts"]
+    assert [status for status, *_ in found["verdicts"]] == ["unchanged", *["in_sync"] * 5], found["verdicts"]
     assert all(step["grad_norm"] > 0 for step in found["history"])
+
+
+def test_five_updates_of_all_tensors_in_a_row_reach_the_engine_of_a_run(
+    run: Run, smollm2: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.updated_by_run, model=smollm2, out=tmp_path, updates=5).expect()
+    print([f"{look['gap']:.2f} of {look['moved']:.0f} roundings" for look in found["looks"]])
+    assert found["statuses"] == ["in_sync"] * 5
+    assert all(look["same"] == [] for look in found["looks"])
+    assert all(look["gap"] < FACTOR and look["moved"] > 100 * FACTOR for look in found["looks"]), found["looks"]
+
+
+def test_an_update_that_misses_the_head_shows_in_units_of_rounding(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    found = run(scenarios.updated_by_run, model=smollm2, out=tmp_path, updates=1, stale_head=True).expect()
+    (look,) = found["looks"]
+    assert look["gap"] > 100 * FACTOR, found
+
+
+def test_the_doctor_names_and_confirms_a_temperature_within_a_real_vocabulary(
+    run: Run, smollm2: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.diagnosed, model=smollm2, out=tmp_path / "doctor", sampling="temperature=0.9").expect()
+    assert (found["status"], found["verdict"]) == (1, "explained"), found["printed"]
+    (cause,) = found["causes"]
+    assert (cause["key"], cause["status"]) == ("temperature", "confirmed")
+    assert abs(cause["parameter"] - 0.9) < 0.005
+
+
+def test_chat_prompts_with_tools_are_measured_turn_by_turn(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
+    found = run(scenarios_real_model.train_with_tools, model=smollm2, out=tmp_path, block=block).expect()
+    expect_float32(found["history"], found["float32_errors"])
+    (batch,) = found["batches"]
+    # Two calls, and the answer after them; the tools' own tokens have no probability of the engine's.
+    assert batch["turns"] == [3] * 8 and batch["tool_tokens"] > 0 and batch["engine"] == 0.0, batch
 
 
 def test_a_gate_admits_it_and_names_a_head_that_updates_do_not_reach(run: Run, smollm2: Path, tmp_path: Path) -> None:
