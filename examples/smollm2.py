@@ -141,8 +141,12 @@ def mixture_of(dense: PreTrainedModel, experts: int, noise: float = NOISE, seed:
     loaded = mixture.load_state_dict(dense.state_dict(), strict=False)
     made_here = (".mlp.", "_proj.bias")
     left_out = [name for name in loaded.missing_keys if not any(part in name for part in made_here)]
-    if left_out:
-        raise ValueError(f"The dense model has no weights for {', '.join(left_out)}. Allowed is a Llama model.")
+    unknown = [name for name in loaded.unexpected_keys if ".mlp." not in name]
+    if left_out or unknown:
+        raise ValueError(
+            f"{type(dense).__name__} has unknown weights ({', '.join(unknown) or 'none'}) or lacks some "
+            f"({', '.join(left_out) or 'none'}). Give a Llama model."
+        )
     for sparse_layer, dense_layer in zip(mixture.model.layers, dense.model.layers, strict=True):
         attention, sparse, mlp = sparse_layer.self_attn, sparse_layer.mlp, dense_layer.mlp
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
