@@ -32,8 +32,8 @@ def chats() -> Dataset:
     )
 
 
-def train(model: str, out: str, block: Any) -> dict[str, Any]:
-    """Train six steps on chat prompts, and note what is found of each weight update."""
+def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train six steps on chat prompts, with more arguments of TRL's, and note what is found of each weight update."""
     verdicts: list[SyncVerdict] = []
     judge = WeightVerifier.judge
 
@@ -44,7 +44,7 @@ def train(model: str, out: str, block: Any) -> dict[str, Any]:
     WeightVerifier.judge = noting  # type: ignore[method-assign]
     trainer = MismatchGRPOTrainer(
         model=model, reward_funcs=even, train_dataset=chats(),
-        args=MismatchGRPOConfig(**arguments(out, mismatch=block, vllm_max_model_length=128, max_steps=6)),
+        args=MismatchGRPOConfig(**arguments(out, mismatch=block, vllm_max_model_length=128, max_steps=6, **overrides)),
     )  # fmt: skip
     errors = watch_float32_error(trainer)
     trainer.train()
