@@ -4,6 +4,7 @@
 # mutants          plants faults in the product and runs the tests that must notice; FAULTS='kl verl' plants those alone
 # stack            builds what users of STACK=trl-oldest, trl-newest, verl-pins or verl-sglang have, and runs its tests
 # demo             the main job, settings side by side; FULL=1 trains too    bench    ratios as JSON lines
+# real             the main job on a real model, SmolLM2-135M-Instruct, and on a mixture of experts made from it; FULL=1 trains too
 # dist             sdist and wheel in dist/, the wheel installed and run in an empty environment
 # docs             the site in runs/site, with search and the API reference; a dead link is an error
 SHELL := /bin/bash
@@ -21,7 +22,7 @@ export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup check docs test nightly mutants stack demo bench dist lock clean
+.PHONY: setup check docs test nightly mutants stack demo real bench dist lock clean
 
 setup: .venv/.installed .venv-sglang/.installed
 
@@ -55,6 +56,11 @@ stack: # builds an environment of its own, from the package index
 
 demo: .venv/.installed
 	$(BIN)/python -m examples.demo --model $(or $(MODEL),both) --run-dir $(or $(RUN_DIR),runs/demo) $(if $(STEPS),--steps $(STEPS)) \
+		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(FULL),--full)
+
+real: .venv/.installed
+	$(BIN)/python -m pip install -q -c requirements/constraints-cpu.txt -r requirements/real.txt
+	$(BIN)/python -m examples.demo --model real --run-dir $(or $(RUN_DIR),runs/real) $(if $(STEPS),--steps $(STEPS)) \
 		$(if $(PROMPTS),--prompts $(PROMPTS)) $(if $(FULL),--full)
 
 bench: .venv/.installed

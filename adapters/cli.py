@@ -98,6 +98,7 @@ def _gate(arguments: argparse.Namespace) -> int:
 
 
 def _configure_trl(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--verbose", action="store_true", help="print versions and patches when the run starts")
     parser.add_argument("script", choices=["grpo"], help="TRL's script to run")
     parser.add_argument(
         "rest", metavar="ARGUMENTS", nargs=argparse.REMAINDER, help="its arguments, for example --config FILE"
@@ -108,6 +109,8 @@ def _trl(arguments: argparse.Namespace) -> int:
     """Run TRL's script with our trainer."""
     from mismatch_ext.adapters.trl.grpo import main as grpo
 
+    if arguments.verbose:
+        logging.getLogger("mismatch_ext").setLevel(logging.INFO)
     grpo(arguments.rest)
     return 0
 

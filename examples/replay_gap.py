@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from rich.console import Console
 
 from examples.arithmetic.shipped import shipped_model
-from examples.demo import EVALUATED, FP32, R3, Setting, print_replay, replay_rows, train
+from examples.demo import ADDITION, FP32, R3, Setting, print_replay, replay_rows, train
 from examples.sequences import MEASURES, left_by_replay, read_sequences
 from mismatch_ext import read_run
 
@@ -50,17 +50,17 @@ def main() -> None:
     train(ORACLE, args.out / BF16.name, args.out, 0, args.oracle_prompts)
     runs = {setting.name: read_run(args.out / setting.name) for setting in (BF16, ORACLE)}
     sums = read_sequences(args.out / BF16.name)
-    left = {split: {name: left_by_replay(sums, split, name) for name in MEASURES} for split, _ in EVALUATED}
+    left = {split: {name: left_by_replay(sums, split, name) for name in MEASURES} for split, _ in ADDITION}
     summary = {
         "steps": args.steps,
-        "runs": {name: {split: measured(run, split) for split, _ in EVALUATED} for name, run in runs.items()},
+        "runs": {name: {split: measured(run, split) for split, _ in ADDITION} for name, run in runs.items()},
         "left": {split: {name: asdict(interval) for name, interval in by.items()} for split, by in left.items()},
     }
     (args.out / "summary.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
 
     console = Console(width=170)
     print_replay(replay_rows(runs), console)
-    for split, label in EVALUATED:
+    for split, label in ADDITION:
         k3, mean = (format(left[split][name], ".3g") for name in ("k3", "abs"))
         console.print(f"{label}: replay leaves {k3} of k3 and {mean} of the mean |Δlogp|, with 95 % intervals")
 

@@ -1,11 +1,11 @@
-"""GRPO with TRL, vLLM and the `mismatch:` block, on addition problems with short worked steps.
+"""GRPO with TRL, vLLM and the `mismatch:` block, on addition problems with short worked steps, or on chat prompts.
 
     python examples/trl_grpo.py --config examples/configs/fp16.yaml
     python examples/trl_grpo.py --max_steps 20 --output_dir runs/mine --mismatch '{"precision": {"dtype": "float16"}}'
 
-`examples/configs` has a file for each feature: fp16, r3, lr, kl. Every TRL argument can be given, also in the file. On a GPU,
-give `--model_name_or_path Qwen/Qwen3-0.6B`: with your own model, all other arguments have TRL's defaults. Only the two class
-names and `mismatch` differ from a plain TRL script.
+`examples/configs` has a file for each feature: fp16, r3, lr, kl; smollm2 has chat prompts for a real model. Every TRL argument
+can be given, also in the file. On a GPU, give `--model_name_or_path Qwen/Qwen3-0.6B`: with your own model, all other arguments
+have TRL's defaults. Only the two class names and `mismatch` differ from a plain TRL script.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ import examples.script as shared  # first, because it sets what vLLM reads when 
 # isort: split
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 
-from examples.arithmetic.task import reward
+from examples import chat
+from examples.arithmetic.task import reward as addition_reward
 from examples.sequences import SequenceSums
 
 
@@ -30,6 +31,9 @@ from examples.sequences import SequenceSums
 class ScriptArguments(shared.ScriptArguments):
     """What this script needs besides the trainer's own arguments."""
 
+    task: Literal["addition", "chat"] = field(
+        default="addition", metadata={"help": "Addition for the small models, or chat prompts (examples/chat.py)."}
+    )
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
     eval_when: Literal["before", "after"] = field(
         default="before", metadata={"help": "Whether the gap is measured before training or after it."}
@@ -42,12 +46,14 @@ def main() -> None:
     script, config = shared.parse((ScriptArguments, MismatchGRPOConfig), {"use_vllm": True, "mismatch": {}}, small={})
     # With zero steps, only the checkpoint itself is evaluated.
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
-    evaluation = shared.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
+    is_chat = script.task == "chat"
+    prompts = chat if is_chat else shared
+    evaluation = prompts.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
     trainer = MismatchGRPOTrainer(
         model=shared.model_path(script),
-        reward_funcs=reward,
+        reward_funcs=chat.reward if is_chat else addition_reward,
         args=config,
-        train_dataset=shared.problems(rows, seed=1000 + config.seed),
+        train_dataset=prompts.problems(rows, seed=1000 + config.seed),
         eval_dataset=evaluation,
     )
     shared.show_progress(trainer)

@@ -273,15 +273,32 @@ def run_info(
     }
 
 
-def banner(block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str, Rule], run_dir: Path) -> str:
-    """Return the lines at the start of a run: what both sides compute with, the sections that are on, and the patches."""
+def banner(
+    block: MismatchConfig, header: Mapping[str, Any], rules: Mapping[str, Rule], run_dir: Path, *, verbose: bool = False
+) -> str:
+    """Return the lines at the start of a run: what both sides compute with, and a line for each section that is on.
+
+    Args:
+        block: The config of the run.
+        header: The header of its metrics file.
+        rules: The alarms that are watched.
+        run_dir: The folder of the metrics file.
+        verbose: Whether versions, and each patch with the function that it replaces, are shown too.
+    """
     active = "is active on" if block.acts else "measures, and changes nothing in,"
     lines = [f"mismatch-ext {header['versions']['mismatch-ext']} {active} {header['run']['host']}"]
-    lines += [_line(side, header[side] or "none: the trainer's own model generates") for side in ("trainer", "engine")]
+    for side in ("trainer", "engine"):
+        reading = {name: value for name, value in (header[side] or {}).items() if name != "version"}
+        lines.append(_line(side, reading or "none: the trainer's own model generates"))
     lines += section_lines(block)
     if header["audit"] is not None:
         lines.append(_line("audit", "both sides compute as asked: their dtypes were read back"))
-    lines += [_line("patch", f"{patch['name']} on {patch['target']}") for patch in header["patches"]]
+    patches = header["patches"]
+    if verbose:
+        lines.append(_line("versions", header["versions"]))
+        lines += [_line("patch", f"{patch['name']} on {patch['target']}") for patch in patches]
+    elif patches:
+        lines.append(_line("patches", f"{len(patches)}, named in {METRICS_FILE}"))
     return "\n".join([*lines, *alarm_lines(rules, run_dir)])
 
 
@@ -485,9 +502,13 @@ class RunLog:
             self._lost = 0
 
     def announce(self) -> None:
-        """Print what both sides compute with, which sections are on, and which alarms are watched."""
+        """Print what both sides compute with, which sections are on, and which alarms are watched.
+
+        If this package's loggers show the level INFO, versions and patches are printed too.
+        """
         if self.ranks.rank == 0:
-            say(banner(self.block, self._info(), self.rules, self.run_dir))
+            verbose = logger.isEnabledFor(logging.INFO)
+            say(banner(self.block, self._info(), self.rules, self.run_dir, verbose=verbose))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
         """Write what is left and how training ended ("completed" or "failed"; by default with the alarm that stopped it)."""

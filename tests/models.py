@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig
+from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, MixtralConfig, MixtralForCausalLM
 
 from examples.arithmetic.recipe import RECIPES, build_model
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
@@ -78,6 +78,38 @@ def tiny_gemma2(directory: Path, *, cap: float | None = 5.0) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = Gemma2ForCausalLM(config)
+    model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
+    model.save_pretrained(directory)
+    make_tokenizer().save_pretrained(directory)
+    return directory
+
+
+def tiny_mixtral(directory: Path) -> Path:
+    """Save a two-layer Mixtral, whose checkpoint names and cuts its experts in another way than transformers does.
+
+    Args:
+        directory: Folder to write; created when missing.
+    """
+    config = MixtralConfig(
+        vocab_size=len(VOCABULARY),
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=32,
+        max_position_embeddings=256,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        initializer_range=0.2,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=EOS_ID,
+        pad_token_id=PAD_ID,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = MixtralForCausalLM(config)
     model.generation_config = GenerationConfig(eos_token_id=EOS_ID, pad_token_id=PAD_ID)
     model.save_pretrained(directory)
     make_tokenizer().save_pretrained(directory)

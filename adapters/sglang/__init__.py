@@ -6,7 +6,7 @@ from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.server import ServerProblem, ServerVerdict, check_server, read_server
 from mismatch_ext.adapters.sglang.side import Rollout
-from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
+from mismatch_ext.adapters.sglang.weights import update_weights
 
 from mismatch_ext.rollout import to_provenance
 from mismatch_ext.routing import RoutingShape
@@ -20,7 +20,6 @@ __all__ = [
     "ServerVerdict",
     "Transport",
     "check_server",
-    "checkpoint_parameters",
     "decode_routes",
     "generate_request",
     "parse_response",

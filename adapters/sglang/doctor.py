@@ -19,7 +19,8 @@ from mismatch_ext.adapters.sglang.probes import SCORING
 from mismatch_ext.adapters.sglang.request import generate_request
 from mismatch_ext.adapters.sglang.server import read_server
 from mismatch_ext.adapters.sglang.side import ON_CPU
-from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
+from mismatch_ext.adapters.sglang.weights import update_weights
+from mismatch_ext.adapters.transformers.checkpoint import checkpoint_parameters
 
 from mismatch_ext.doctor import Sample
 from mismatch_ext.errors import ConfigError, EngineError

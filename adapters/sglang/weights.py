@@ -8,9 +8,6 @@ error that names its tensor, and names are those of the checkpoint.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from itertools import groupby
-from typing import TYPE_CHECKING
 
 import torch
 from mismatch_ext.adapters.sglang.engine import Transport
@@ -21,35 +18,10 @@ from mismatch_ext.precision.audit import SyncReading
 from mismatch_ext.precision.dtypes import canonical, limits, torch_dtype
 from mismatch_ext.weights import NamedTensors, in_parts
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
 BUCKET_BYTES = 1 << 29
 FUSED = re.compile(r"\.experts\.(gate_up_proj|down_proj)$")
-LAYER = re.compile(r"^(.*?\.layers\.\d+)\.")
 KEPT_FLOAT32 = re.compile(r"(^|\.)(e_score_correction_bias|A_log)$")
 """Weights that SGLang keeps in float32 whatever its dtype; for a model that does not keep them so, SGLang rounds them itself."""
-
-
-def checkpoint_parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
-    """Yield a transformers model's parameters under the names and in the shapes of its checkpoint, a layer at a time.
-
-    transformers fuses the experts of a layer into one tensor when it loads a checkpoint; this function splits them again, as
-    `save_pretrained` does. It copies the experts of one layer at a time.
-
-    Args:
-        model: A transformers model, unwrapped.
-    """
-    from transformers.core_model_loading import revert_weight_conversion
-
-    def layer(item: tuple[str, Tensor]) -> str:
-        prefix = LAYER.match(item[0])
-        return prefix[1] if prefix else ""
-
-    for _, group in groupby(model.named_parameters(), key=layer):
-        with torch.no_grad():
-            tensors = {name: parameter.detach() for name, parameter in group}
-            yield from revert_weight_conversion(model, tensors).items()
 
 
 def update_weights(
@@ -68,8 +40,8 @@ def update_weights(
 
     Args:
         transport: The engine.
-        named_parameters: Checkpoint names and tensors of the whole model, for example `checkpoint_parameters(model)`; no tensor
-            may be sharded.
+        named_parameters: Checkpoint names and tensors of the whole model, for example those of
+            `mismatch_ext.adapters.transformers.checkpoint_parameters(model)`; no tensor may be sharded.
         dtype: The engine's dtype, which `read_server` reports.
         weight_version: Version that responses report from now on, with "-incomplete" behind it until the last bucket has
             arrived; None leaves the previous one.
@@ -107,7 +79,8 @@ def _cast(name: str, tensor: Tensor, dtype: torch.dtype, sent: set[str], fused_e
     if FUSED.search(name) and not fused_experts:
         raise RecordError(
             f"{name} holds all experts of a layer, as transformers keeps them; SGLang has no such name, drops it and reports "
-            "success. Send checkpoint_parameters(model), or say fused_experts=True if the model's checkpoint has this name."
+            "success. Send mismatch_ext.adapters.transformers.checkpoint_parameters(model), or say fused_experts=True if "
+            "the model's checkpoint has this name."
         )
     if hasattr(tensor, "full_tensor"):
         raise RecordError(

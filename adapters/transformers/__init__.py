@@ -4,6 +4,7 @@ from mismatch_ext.versions import present
 
 present("transformers")
 
+from mismatch_ext.adapters.transformers.checkpoint import checkpoint_parameters
 from mismatch_ext.adapters.transformers.readiness import scan_checkpoint
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.routing import (
@@ -24,6 +25,7 @@ __all__ = [
     "Replay",
     "TrainedModel",
     "VocabularySurplus",
+    "checkpoint_parameters",
     "moe_layout",
     "read_trainer",
     "record_routing",

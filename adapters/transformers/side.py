@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.attention import DroppedCap, dropped_cap
+from mismatch_ext.adapters.transformers.checkpoint import checkpoint_parameters
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
@@ -106,7 +107,6 @@ class TrainedModel:
 
     def checkpoint_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the present weights under the names and in the shapes of the model's checkpoint, as engines load them."""
-        from mismatch_ext.adapters.sglang.weights import checkpoint_parameters
         from transformers import PreTrainedModel
 
         return checkpoint_parameters(self.model) if isinstance(self.model, PreTrainedModel) else self.named_parameters()

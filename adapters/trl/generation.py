@@ -7,7 +7,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from accelerate.utils import is_peft_model
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -136,10 +138,15 @@ class CheckedGeneration:
         # same twice.
         self._sending = engine.Sending()
         with nullcontext() if self.base is None else self.base.kept():
-            for name, parameter in self._plain_parameters(*args, **kwargs):
+            for name, parameter in under_checkpoint_names(self._sent_model(), self._plain_parameters(*args, **kwargs)):
                 with self.checks.checking("weight_sync"):
                     self._sending.note(name, parameter)
                 yield name, parameter
+
+    def _sent_model(self) -> Any:
+        """Return the model whose parameters TRL names: unwrapped, and without adapters, which TRL merges."""
+        model = self.run.trainer.accelerator.unwrap_model(self.run.trainer.model)
+        return model.get_base_model() if is_peft_model(model) else model
 
     def sync_if_asleep(self) -> None:
         """Update an engine that sleeps, which TRL would do while it generates, among outputs that are not probes'."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.doctor.asking import ToSample, sequences
+from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.doctor_blocks import Held, holding
 from mismatch_ext.adapters.vllm.engine import read_engine, runner, shutdown
@@ -121,7 +122,7 @@ class VllmEngine:
 
     def update(self, model: nn.Module) -> None:
         """Replace the engine's weights by a model's, as a trainer sends them."""
-        update_weights(self._llm, model.named_parameters())
+        update_weights(self._llm, under_checkpoint_names(model, model.named_parameters()))
 
     def score_alone(self, sample: Sample) -> Sample:
         """Return what `score` does, but send one request at a time, each after the one before was answered."""

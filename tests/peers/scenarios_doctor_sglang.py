@@ -18,7 +18,8 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.examining import examine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 from mismatch_ext.adapters.sglang.doctor import SglangEngine
-from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
+from mismatch_ext.adapters.sglang.weights import update_weights
+from mismatch_ext.adapters.transformers import checkpoint_parameters
 
 from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset

@@ -5,19 +5,28 @@ Its layers write no language, but everything that depends on the vocabulary, the
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from examples.smollm2 import unpack
-from tests.oracle import expect_float32
+from tests.oracle import FACTOR, expect_float32, float32_error
+from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Run, named
+from tests.peers.trl.test_server import FLAGS, TRANSFER
+from tests.peers.verl.cpu.assets import write_prompts
+from tests.peers.verl.main_ppo import DEVICE, GRPO, PROMPTS, cpu_paths, lasting, run_command
 
 if TYPE_CHECKING:
     from tests.peers import scenarios_gate
+    from tests.peers import scenarios_real_model as scenarios
     from tests.peers.trl import scenarios_real_model
 else:
+    scenarios = named("tests.peers.scenarios_real_model")
     scenarios_gate = named("tests.peers.scenarios_gate")
     scenarios_real_model = named("tests.peers.trl.scenarios_real_model")
 
@@ -29,13 +38,53 @@ def smollm2() -> Path:
     return unpack(layers=4)
 
 
+def expect_all_to_arrive(looks: list[dict[str, Any]]) -> None:
+    """Assert that five updates moved every tensor, the policy by far more than rounding, and the gap by rounding alone."""
+    print([f"gap {look['gap']:.2f} roundings, moved by {look['moved']:.0f}" for look in looks])
+    assert [look["same"] for look in looks] == [[]] * 5
+    assert all(look["gap"] < FACTOR and look["moved"] > 100 * FACTOR for look in looks), looks
+
+
 def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smollm2: Path, tmp_path: Path) -> None:
     block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
     found = run(scenarios_real_model.train, model=smollm2, out=tmp_path, block=block).expect()
     expect_float32(found["history"], found["float32_errors"])
     # The first update sends what the engine started with.
-    assert [status for status, *_ in found["verdicts"]] == ["unchanged", "in_sync", "in_sync"], found["verdicts"]
+    assert [status for status, *_ in found["verdicts"]] == ["unchanged", *["in_sync"] * 5], found["verdicts"]
     assert all(step["grad_norm"] > 0 for step in found["history"])
+
+
+def test_five_updates_of_all_tensors_in_a_row_reach_the_engine_of_a_run(
+    run: Run, smollm2: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.updated_by_run, model=smollm2, out=tmp_path, updates=5, timeout=600).expect()
+    assert found["statuses"] == ["in_sync"] * 5
+    expect_all_to_arrive(found["looks"])
+
+
+def test_an_update_that_misses_the_head_shows_in_units_of_rounding(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    found = run(scenarios.updated_by_run, model=smollm2, out=tmp_path, updates=1, stale_head=True).expect()
+    (look,) = found["looks"]
+    assert look["gap"] > 100 * FACTOR, found
+
+
+def test_the_doctor_names_and_confirms_a_temperature_within_a_real_vocabulary(
+    run: Run, smollm2: Path, tmp_path: Path
+) -> None:
+    found = run(scenarios.diagnosed, model=smollm2, out=tmp_path / "doctor", sampling="temperature=0.9").expect()
+    assert (found["status"], found["verdict"]) == (1, "explained"), found["printed"]
+    (cause,) = found["causes"]
+    assert (cause["key"], cause["status"]) == ("temperature", "confirmed")
+    assert abs(cause["parameter"] - 0.9) < 0.005
+
+
+def test_chat_prompts_with_tools_are_measured_turn_by_turn(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
+    found = run(scenarios_real_model.train_with_tools, model=smollm2, out=tmp_path, block=block).expect()
+    expect_float32(found["history"], found["float32_errors"])
+    (batch,) = found["batches"]
+    # Two calls, and the answer after them; the tools' own tokens have no probability of the engine's.
+    assert batch["turns"] == [3] * 8 and batch["tool_tokens"] > 0 and batch["engine"] == 0.0, batch
 
 
 def test_a_gate_admits_it_and_names_a_head_that_updates_do_not_reach(run: Run, smollm2: Path, tmp_path: Path) -> None:
@@ -46,3 +95,41 @@ def test_a_gate_admits_it_and_names_a_head_that_updates_do_not_reach(run: Run, s
     assert "| blocks that differ, of 9 | 0 |" in found["float32"]["page"]
     assert found["stale head"]["status"] == 1
     assert "first block that differs: output head (" in found["stale head"]["page"]
+
+
+@pytest.mark.nightly
+def test_five_updates_of_all_tensors_in_a_row_reach_the_gates_engine(run: Run, smollm2: Path) -> None:
+    expect_all_to_arrive(run(scenarios.updated_by_gate, model=smollm2, updates=5).expect()["looks"])
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_five_updates_in_a_row_reach_a_server_from_trl(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
+    with serving(smollm2, tmp_path, *FLAGS, *TRANSFER, development=True) as url:
+        to_server = {"vllm_mode": "server", "vllm_server_base_url": url, "vllm_server_timeout": 120.0}
+        found = run(
+            scenarios_real_model.train, model=smollm2, out=tmp_path / "run", block=block, timeout=600, **to_server
+        ).expect()
+    expect_float32(found["history"], found["float32_errors"])
+    assert [status for status, *_ in found["verdicts"]] == ["unchanged", *["in_sync"] * 5], found["verdicts"]
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(900)
+def test_five_updates_in_a_row_reach_verls_engine(smollm2: Path, tmp_path: Path) -> None:
+    data = write_prompts(tmp_path / "prompts.parquet", 6 * PROMPTS)
+    block = ("+mismatch.precision.dtype=float32", "+mismatch.monitor.weight_sync=error")
+    # No answer is right, so that the entropy is what moves the weights.
+    learning = ("actor_rollout_ref.actor.entropy_coeff=0.1", "actor_rollout_ref.actor.optim.lr=1e-3")
+    script = (sys.executable, "-m", "verl.trainer.main_ppo")
+    command = [*script, *cpu_paths(tmp_path, data, smollm2), *DEVICE, *GRPO, *block, *learning, *lasting(6)]
+    environment = {"VERL_USE_EXTERNAL_PLUGINS": "auto"}
+    steps = run_command(tmp_path, command, timeout=800, env=environment).expect(6)
+    model = AutoModelForCausalLM.from_pretrained(smollm2, dtype=torch.float32).eval()
+    tokens = torch.randint(3, model.config.vocab_size, (4, 24), generator=torch.Generator().manual_seed(1))
+    rounding = float32_error(model, tokens, torch.ones_like(tokens), torch.ones_like(tokens))
+    gaps = [step["mismatch/logp_abs_diff_mean"] / rounding for step in steps]
+    print([f"gap {gap:.2f} roundings" for gap in gaps])
+    assert all(0 < gap < FACTOR for gap in gaps), gaps
+    assert all(step["actor/grad_norm"] > 0 for step in steps)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import json
+import logging
 import math
 import os
 import re
@@ -82,6 +83,7 @@ class Run:
             seed=0,
             trainer=TRAINER,
             engine=ENGINE,
+            patches=[{"name": "a/patch", "target": "some.module:Class.method"}],
         )
 
 
@@ -112,7 +114,22 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     assert [(end.step, end.status) for end in data.ends] == [(1, "completed")]
     said = capsys.readouterr().out
     assert "measures, and changes nothing in, a loop" in said and "training completed after 1 step" in said
-    assert re.search(r"engine +engine=vllm, version=1, model_dtype=float32", said)
+    assert re.search(r"engine +engine=vllm, model_dtype=float32", said)
+    # Patches are in the file, and on the console only if it is asked for more.
+    assert data.header["patches"] == [{"name": "a/patch", "target": "some.module:Class.method"}]
+    assert re.search(r"patches +1, named in metrics.jsonl$", said, flags=re.M) and "some.module" not in said
+
+
+def test_a_verbose_console_shows_versions_and_patches(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(tmp_path)
+    with caplog.at_level(logging.INFO, logger="mismatch_ext"):
+        run.log.begin(None)
+        run.log.announce()
+    said = capsys.readouterr().out
+    assert re.search(r"patch +a/patch on some.module:Class.method$", said, flags=re.M)
+    assert re.search(rf"versions +mismatch-ext=\S+, torch={re.escape(torch.__version__)}", said)
 
 
 @pytest.mark.parametrize(

@@ -18,12 +18,12 @@ import torch
 from mismatch_ext.adapters.sglang import (
     HttpTransport,
     Rollout,
-    checkpoint_parameters,
     score_tokens,
     update_weights,
 )
 from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.probes import decode_tokens
+from mismatch_ext.adapters.transformers import checkpoint_parameters
 from safetensors.torch import load_file
 from torch import distributed
 from torch.distributed.device_mesh import init_device_mesh

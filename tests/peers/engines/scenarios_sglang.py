@@ -32,8 +32,8 @@ from mismatch_ext.adapters.sglang import engine as transports
 from mismatch_ext.adapters.sglang.engine import EngineTransport, HttpTransport, Transport
 from mismatch_ext.adapters.sglang.probes import score_tokens
 from mismatch_ext.adapters.sglang.side import Rollout
-from mismatch_ext.adapters.sglang.weights import checkpoint_parameters, update_weights
-from mismatch_ext.adapters.transformers import scoring
+from mismatch_ext.adapters.sglang.weights import update_weights
+from mismatch_ext.adapters.transformers import checkpoint_parameters, scoring
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM

@@ -80,7 +80,9 @@ def test_every_section_in_float32_agrees_and_every_update_is_verified(
     assert [step["mismatch/routing/set_mismatch_frac"] for step in result["history"]] == [0.0] * 3
     assert result["engine"]["model_dtype"] == result["engine"]["kv_cache_dtype"] == "float32"
     assert set(result["engine"]["parameter_dtypes"]) == {"float32"}
-    assert "dtype=float32" in ran.stdout and "trl/server_client" in ran.stdout
+    assert "dtype=float32" in ran.stdout
+    patches = read_run(tmp_path / "mismatch").header["patches"]
+    assert "trl/server_client" in {patch["name"] for patch in patches}
 
 
 def test_two_ranks_share_a_server_and_each_has_the_routes_of_its_own_rollouts(
