@@ -14,7 +14,7 @@ from mismatch_ext.adapters.verl import evidence as module
 from mismatch_ext.adapters.verl import measure
 from mismatch_ext.adapters.verl.driver import batch_checks
 from mismatch_ext.adapters.verl.evidence import StoredBatch
-from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
+from mismatch_ext.adapters.verl.measure import OLD, SCORED, BadKeys, Measured, Scoring, segments_of
 from mismatch_ext.adapters.verl.replay import versions
 from mismatch_ext.adapters.verl.rollout.client import SAMPLED, SETTINGS
 from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
@@ -88,10 +88,16 @@ def batch(given: Queue) -> Any:
     return SimpleNamespace(keys=given.keys, tags=tags, partition_id="train")
 
 
-def measured(given: Queue, scoring: Scoring | None, chunk: int = 3, sample: int = 0) -> Measured:
-    """Measure a batch, so many rows at a time."""
+def measured(given: Queue, scoring: Scoring | None, chunk: int = 3, sample: int = 0, bad: Any = None) -> Measured:
+    """Measure a batch, so many rows at a time; its bad rows are added to `bad`."""
     measure.tq, measure.CHUNK = given, chunk
-    return measure.measure(batch(given), STEP, scoring, longest=17, sample=sample, seed=5)
+    bad = BadKeys(batch(given)) if bad is None else bad
+    return measure.measure(batch(given), STEP, scoring, bad, longest=17, sample=sample, seed=5)
+
+
+def told(bad: Any) -> list[list[str]]:
+    """Return reason and message of each bad row."""
+    return [[fault.reason, fault.message] for _, fault in sorted(bad.rows.faults.items())]
 
 
 def figures(sums: Any) -> dict[str, Any]:
@@ -159,7 +165,15 @@ def unfit() -> dict[str, Any]:
         given = queue()
         given.rows[field][row] = given.rows[field][row].clone()
         given.rows[field][row][token] = value
-        found[name] = refused(measured, given, Scoring())
+        bad = BadKeys(batch(given))
+        stated = measured(given, Scoring(), bad=bad)
+        without = queue()
+        without.rows["response_mask"][row] = torch.zeros_like(without.rows["response_mask"][row])
+        expected = measured(without, Scoring())
+        assert stated.gap is not None and expected.gap is not None
+        found[name] = told(bad)
+        found[f"{name} left out"] = gap_metrics(stated.gap) == gap_metrics(expected.gap)
+        found[f"{name} lengths"] = len(stated.lengths)
     given = queue()
     given.rows["rollout_log_probs"][5] = given.rows["rollout_log_probs"][5][:9]
     found["short"] = refused(measured, given, Scoring())
@@ -199,9 +213,9 @@ def as_sampled() -> dict[str, Any]:
         given = Queue(rows | {"responses": responses, "response_mask": masks, "extra_fields": extra})
         keys = SimpleNamespace(keys=given.keys, tags=[{} for _ in given.keys], partition_id="train")
         batch_checks.tq, batch_checks.CHUNK = given, 2
-        found[case] = [
-            refused(batch_checks.check_settings, keys, STEP, expected), refused(batch_checks.check_tokens, keys, STEP)
-        ]  # fmt: skip
+        bad = BadKeys(keys)
+        batch_checks.check_tokens(keys, STEP, bad)
+        found[case] = [refused(batch_checks.check_settings, keys, STEP, expected), told(bad)]
     return found
 
 
@@ -240,15 +254,15 @@ def by_version() -> dict[str, Any]:
     measure.tq, measure.CHUNK = given, 2
     for name, version in (("batch", 7), ("replayed", 7)):
         scoring = Scoring(version=version, replayed=name == "replayed")
-        sums = measure.measure(keys, STEP, scoring, longest=9).drift
+        sums = measure.measure(keys, STEP, scoring, BadKeys(keys), longest=9).drift
         assert sums is not None
         found[name] = drift_metrics(sums)
     del given.rows["extra_fields"]
-    sums = measure.measure(keys, STEP, Scoring(version=7), longest=9).drift
+    sums = measure.measure(keys, STEP, Scoring(version=7), BadKeys(keys), longest=9).drift
     assert sums is not None
     found["nobody knows"] = drift_metrics(sums)
     given.rows["extra_fields"] = extra
-    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), longest=9)
+    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), BadKeys(keys), longest=9)
     return found
 
 
@@ -260,7 +274,7 @@ def kl() -> dict[str, Any]:
         given = queue()
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
-        sums = measure.measure_kl(batch(given), section)
+        sums = measure.measure_kl(batch(given), section, BadKeys(batch(given)))
         padded = [nested(given.rows[field]).to_padded_tensor(0) for field in (OLD, "ref_log_prob", "response_mask")]
         expected = kl_sums(*padded)
         found[name] = {
@@ -283,12 +297,12 @@ def discarded() -> list[Any]:
             given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["loss_mask"]]
             given.rows["rollout_is_weights"][0][:3] = 0.0
         measure.tq, measure.CHUNK = given, 3
-        parts = list(measure.left_by_correction(batch(given)))
+        parts = list(measure.left_by_correction(batch(given), BadKeys(batch(given))))
         assert len(parts) == 3 and given.most == 3
         kept = [(kept & sampled).sum(1).tolist() for kept, sampled in parts]
         found.append([sum(kept, []), sum((sampled.sum(1).tolist() for _, sampled in parts), [])])
     del given.rows["loss_mask"]
-    return [*found, refused(list, measure.left_by_correction(batch(given)))]
+    return [*found, refused(list, measure.left_by_correction(batch(given), BadKeys(batch(given))))]
 
 
 def grouping() -> dict[str, Any]:
