@@ -144,14 +144,17 @@ class MismatchTrainer(_Host):
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
         with self._checks.checking("processes"):
-            replicas = [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
-            self._processes.check(self.actor_rollout_wg, replicas, self.tokenizer)
+            self._processes.check(self.actor_rollout_wg, self._replicas, self.tokenizer)
         with self._checks.checking("weight_sync"):
             self._weights = self._processes.weights(self._resumed.get("weight_sync"))
         self._update_weights(partial(super().on_init_end, *args, **kwargs))
         with self._checks.checking("metrics"):
             self._processes.announce(self.global_steps)
         self._collect_findings()
+
+    def _replicas(self) -> list[Any]:
+        """Return the rollout replicas that verl has now."""
+        return [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
@@ -417,6 +420,9 @@ class MismatchTrainer(_Host):
         """Train as verl does, and write how the run ended."""
         with self._failing_loudly():
             super().fit(agent_loop_manager, *args, **kwargs)
+            with self._checks.checking("weight_sync"):
+                if self._weights is not None:
+                    self._weights.settle()
         with self._checks.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
 

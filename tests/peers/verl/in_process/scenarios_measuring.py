@@ -7,7 +7,6 @@ from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from mismatch_ext.adapters.verl import evidence as module
@@ -21,15 +20,13 @@ from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.drift import drift_metrics
-from mismatch_ext.errors import EngineError
 from mismatch_ext.evidence import lines_of
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.weights import TrainerLook
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -330,26 +327,3 @@ def users_own_metrics(names: list[str]) -> list[str]:
         driver._log.begin(None)
         driver._record(metrics, STEP)
     return sorted(metrics)
-
-
-def busy_servers() -> dict[str, Any]:
-    """Verify an update of two servers of which one does not answer; return what is said, and what is judged."""
-    from mismatch_ext.adapters.verl.driver import weights as driver_weights
-
-    said: list[tuple[str, str, str]] = []
-    probes = torch.ones(8, 32, dtype=torch.int64)
-    checked = driver_weights.RolloutWeights(
-        None, ["idle", "busy"], MonitorConfig(), probes,
-        dtype="float32", trainer_dtype="float32", event=lambda *event: said.append(event),
-    )  # fmt: skip
-    checked._looked = TrainerLook(logprobs=torch.zeros(8, 31, dtype=torch.float64), fingerprint="of this update")
-
-    def answer(pending: Any, prompts: Any, timeout: float) -> Any:
-        raise EngineError(f"a rollout server did not answer within {timeout:g} seconds")
-
-    with (
-        mock.patch.object(driver_weights, "ask_decode", lambda *asked: asked),
-        mock.patch.object(driver_weights, "answered_decode", answer),
-    ):
-        checked.verify(stepped=True)
-    return {"said": said, "gap": checked.gap}
