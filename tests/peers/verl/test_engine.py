@@ -583,3 +583,13 @@ def test_masks_are_read_off_what_vllm_reports_of_its_most_likely_tokens(run: Run
     for name in ("kept", "objects"):
         assert "RecordError: rollout r, token 0: at least 3 tokens were left to sample from" in found[f"{name} False"]
     assert found["aborted True"] == [[], []]
+
+
+def test_logits_are_widened_only_where_verl_has_no_kernel_of_its_own(run: Run) -> None:
+    assert run(fusing.widened).expect() == {
+        "none": "own float32",
+        "flash": "kernel bfloat16",
+        "flash off": "own float32",
+        "npu": "kernel bfloat16",
+        "npu, flash off": "kernel bfloat16",
+    }

@@ -171,8 +171,8 @@ def weightless_answers() -> None:
     def change(module: Any) -> None:
         original = module.PPOTrainer._compute_advantage
 
-        def compute(self: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-            batch = original(self, batch, *args, **kwargs)
+        def compute(self: Any, batch: Any, metrics: Any) -> Any:
+            batch = original(self, batch, metrics)
             if self.global_steps == STEPS["weightless_answers"]:
                 keys = [key for key in batch.keys if key.split("_")[-2] == "1"]
                 names = ["response_mask"]
