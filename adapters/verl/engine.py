@@ -421,13 +421,20 @@ def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[Mismatc
 
 
 def _widen(output: Any) -> None:
-    """Give verl logits in float32: without flash-attention's cross-entropy it rounds log-probabilities to half precision."""
-    rounds = not torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE
+    """Give verl logits in float32 where it has no kernel for the cross-entropy: its own sum rounds to half precision."""
     logits = getattr(output, "logits", None)
-    if isinstance(logits, torch.Tensor) and (rounds or os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"):
+    if isinstance(logits, torch.Tensor) and not _has_kernel():
         output.logits = logits.float()
     if isinstance(logprobs := getattr(output, "log_probs", None), torch.Tensor):
         checked(logprobs)
+
+
+def _has_kernel() -> bool:
+    """Return whether verl computes log-probabilities by a kernel of flash-attention's or of Ascend's, as it chooses itself."""
+    without_flash = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
+    if torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and not without_flash:
+        return True
+    return bool(torch_functional.NPU_CROSS_ENTROPY_LOSS_AVAILABLE)
 
 
 def checked(logprobs: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.verl.bad_rows import bad_rows
 from mismatch_ext.adapters.verl.refusals import settings_of
 from tensordict import TensorDict
 from torch import Tensor
@@ -146,6 +147,9 @@ def kl_loss(config: Any, kl: KlConfig, model_output: Any, data: TensorDict) -> T
     logps = no_padding_2_padding(model_output["log_probs"], data)
     padded = data.select(*(name for name in FIELDS if name in data)).to_padded_tensor()
     fields = {name: padded[name] for name in padded.keys()}
+    if any(flags := bad_rows(data)):
+        bad = torch.tensor(flags, device=logps.device)
+        fields["loss_mask"] = _field(fields, "loss_mask").bool() & ~bad[:, None]
     share: Tensor = agg_loss(
         loss_mat=loss_term(logps, fields, kl),
         loss_mask=fields["loss_mask"].bool(),

@@ -15,18 +15,19 @@ from typing import Any
 
 import torch
 import transfer_queue as tq
+from mismatch_ext.adapters.verl.bad_rows import FAULT, reason_of
 from mismatch_ext.adapters.verl.loss import BASELINE, WEIGHTS, sampled_by
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
+from mismatch_ext.bad_rows import REASONS, BadRows
 from mismatch_ext.config import KlConfig
 from mismatch_ext.drift import drift_sums, of_one_version, token_versions
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.errors import RecordError
 from mismatch_ext.gap import gap_sums
 from mismatch_ext.kl import kl_baseline, kl_sums
-from mismatch_ext.rollout import non_finite
 from mismatch_ext.sums import Sums, merged
 
 CHUNK = 64
@@ -50,7 +51,7 @@ class Scoring:
 class Measured:
     """What is known of the N sampled responses of a batch, without the rows that verl added to fill it up."""
 
-    lengths: Tensor  # tokens of each response that the policy itself sampled `[N]`
+    lengths: Tensor  # tokens of each response that the policy itself sampled `[N]`, without bad rows if others are left
     truncated: Tensor  # whether each response, tools' tokens included, has reached the length limit `[N]`
     gap: Sums | None = None  # of `gap_sums`; None if the trainer has scored nothing
     drift: Sums | None = None  # of `drift_sums`; None if versions are not measured apart
@@ -61,17 +62,46 @@ def sampled_rows(batch: Any) -> list[int]:
     return [row for row, tag in enumerate(batch.tags) if not tag.get("is_padding", False)]
 
 
+class BadKeys:
+    """The bad rows of a batch by key, because verl reorders its rows; the rows that verl added are none of them.
+
+    Attributes:
+        rows: The same by number, in the order of `sampled_rows`.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        keys = [batch.keys[row] for row in sampled_rows(batch)]
+        self.rows = BadRows(len(keys))
+        self._numbers = {key: number for number, key in enumerate(keys)}
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __contains__(self, key: str) -> bool:
+        return self._numbers.get(key) in self.rows.faults
+
+    def add(self, key: str, reason: str, message: str) -> None:
+        """Call a row bad for one of `REASONS`, if it was sampled."""
+        if key in self._numbers:
+            self.rows.add(self._numbers[key], reason, message)
+
+    def flags(self, keys: Sequence[str]) -> Tensor:
+        """Return which of some rows are bad, bool."""
+        return torch.tensor([key in self for key in keys], dtype=torch.bool)
+
+
 def measure(
-    batch: Any, step: int, scoring: Scoring | None, *, longest: int, sample: int = 0, seed: int = 0
+    batch: Any, step: int, scoring: Scoring | None, bad: BadKeys, *, longest: int, sample: int = 0, seed: int = 0
 ) -> Measured:
     """Measure a batch of verl's keys whose fields are in its TransferQueue; `longest` is the limit of a response, tokens.
 
-    `step` is for error messages; `sample` and `seed` are those of `gap_sums`, the seed plus the chunk's number. Raises
-    NonFiniteLogprobError for a log-probability that is NaN or infinite, and RecordError for a field that is missing or too short.
+    Adds rows to `bad` that have a log-probability which is not finite, or that the scoring pass found to be bad. Bad rows are
+    left out of what is measured. `step` is for messages; `sample` and `seed` are those of `gap_sums`, the seed plus the chunk's
+    number. Raises RecordError for a field that is missing or too short.
     """
     names = [ROLLOUT, MASK]
     if scoring is not None:
-        names += [scoring.field] if scoring.version is None else [scoring.field, EXTRA]
+        names += [scoring.field, FAULT] if scoring.version is None else [scoring.field, FAULT, EXTRA]
     tokens, places, gaps, drifts = [], [], [], []
     for number, first in enumerate(range(0, len(batch.keys), CHUNK)):
         rows = slice(first, first + CHUNK)
@@ -79,17 +109,23 @@ def measure(
         chunk = _Chunk(data, batch.keys[rows], step)
         tokens.append(chunk.tokens)
         places.append(chunk.lengths)
-        chunk.check(ROLLOUT)
+        chunk.judge(ROLLOUT, "rollout_logprobs", bad)
         if scoring is None:
             continue
         if scoring.field == SCORED:
             data[SCORED] = response_from_nested(data[SCORED], data[MASK])
-        chunk.check(scoring.field)
+        chunk.take_faults(bad)
+        chunk.judge(scoring.field, "old_logprobs", bad)
+        left_out = bad.flags(chunk.keys)
+        measured = chunk.sampled & ~left_out.repeat_interleave(chunk.lengths)
         old, rollout = (data[name].values().float() for name in (scoring.field, ROLLOUT))
-        gaps.append(gap_sums(old, rollout, chunk.sampled, chunk.lengths, sample=sample, seed=seed + number))
+        gaps.append(gap_sums(old, rollout, measured, chunk.lengths, sample=sample, seed=seed + number))
         if scoring.version is not None:
-            drifts.append(_drift_of(data, batch.tags[rows], scoring))
-    kept, limit = sampled_rows(batch), torch.cat(places) >= longest
+            drifts.append(_drift_of(data, batch.tags[rows], scoring, left_out))
+    sampled, limit = sampled_rows(batch), torch.cat(places) >= longest
+    good = [row for row in sampled if batch.keys[row] not in bad]
+    # The rate's rule needs a length even if all rows are bad.
+    kept = good or sampled
     return Measured(
         lengths=torch.cat(tokens)[kept],
         truncated=limit[kept],
@@ -102,7 +138,7 @@ class _Chunk:
     """Some rows of a batch, whose responses are one after the other."""
 
     def __init__(self, data: Any, keys: Sequence[str], step: int) -> None:
-        self._data, self._keys, self._step = data, keys, step
+        self._data, self.keys, self._step = data, keys, step
         mask = self._field(MASK)
         self.lengths = mask.offsets().diff()  # places of each response, tools' tokens included
         self.sampled = mask.values().bool()
@@ -114,43 +150,50 @@ class _Chunk:
         field = self._data.get(name, None)
         if field is None:
             raise RecordError(
-                f"rollouts {self._keys[0]} to {self._keys[-1]} of step {self._step} have no {name}: the gap is measured to the "
+                f"rollouts {self.keys[0]} to {self.keys[-1]} of step {self._step} have no {name}: the gap is measured to the "
                 "rollout engine's log-probabilities. Set actor_rollout_ref.rollout.calculate_log_probs=True, and let the agent "
                 "loop return them."
             )
         return field
 
-    def check(self, name: str) -> None:
-        """Refuse a field that has not one finite value for each sampled token."""
+    def judge(self, name: str, reason: str, bad: BadKeys) -> None:
+        """Call rows bad that have not a finite value for each sampled token; raises RecordError if a field's length is wrong."""
         field = self._field(name)
         counts = field.offsets().diff()
         if len(wrong := (counts != self.lengths).nonzero()):
             row = int(wrong[0])
             raise RecordError(
-                f"rollout {self._keys[row]} of step {self._step} has {int(counts[row])} {name} and {int(self.lengths[row])} "
+                f"rollout {self.keys[row]} of step {self._step} has {int(counts[row])} {name} and {int(self.lengths[row])} "
                 f"places in {MASK}; the agent loop must give one of each for every token of a response."
             )
         values = field.values()
-        broken = (~values.isfinite() & self.sampled).nonzero()
-        if not len(broken):
+        broken = (~values.isfinite() & self.sampled).nonzero()[:, 0]
+        rows = torch.searchsorted(self._ends, broken, right=True)
+        side = "engine" if reason == "rollout_logprobs" else "trainer"
+        # The last place of a row is written first, so that the first one stays.
+        first = dict(zip(rows.flip(0).tolist(), broken.flip(0).tolist(), strict=True))
+        for row, place in first.items():
+            token = place - int(self._ends[row] - self.lengths[row])
+            where = f"rollout {self.keys[row]} of step {self._step}, token {token}"
+            bad.add(self.keys[row], reason, f"{where}: the {side}'s log-probability is {float(values[place])}.")
+
+    def take_faults(self, bad: BadKeys) -> None:
+        """Call rows bad that the scoring pass found to be bad."""
+        field = self._data.get(FAULT, None)
+        if field is None:
             return
-        place = broken[0, 0]
-        row = int(torch.searchsorted(self._ends, place, right=True))
-        token, value = int(place - self._ends[row] + self.lengths[row]), float(values[place])
-        where = f"{self._keys[row]} of step {self._step}"
-        if name == ROLLOUT:
-            raise non_finite(where, token, value)
-        raise NonFiniteLogprobError(
-            f"rollout {where}, token {token}: the trainer gives log-probability {value}. An overflow in float16 or broken "
-            "weights cause this; check the checkpoint with `mismatch-ext readiness`."
-        )
+        for key, numbers in zip(self.keys, field.unbind(), strict=True):
+            if number := int(numbers.max()):
+                reason = reason_of(number)
+                where = f"rollout {key} of step {self._step}"
+                bad.add(key, reason, f"{where}: {REASONS[reason]}. The log of the worker that scored it says more.")
 
 
-def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring) -> Sums:
-    """Measure a chunk by the versions that sampled its tokens."""
+def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring, left_out: Tensor) -> Sums:
+    """Measure a chunk, without the rows that are left out, by the versions that sampled its tokens."""
     assert scoring.version is not None
     old, rollout = (data[name].to_padded_tensor(0.0).float() for name in (scoring.field, ROLLOUT))
-    mask = data[MASK].to_padded_tensor(0).bool()
+    mask = data[MASK].to_padded_tensor(0).bool() & ~left_out[:, None]
     # Without it the versions are unknown.
     extra = [{}] * len(tags) if (fields := data.pop(EXTRA, None)) is None else fields.tolist()
     segments = [
@@ -179,10 +222,14 @@ def segments_of(extra: Mapping[str, Any], prompt: int, response: int) -> list[tu
     return [(span[0] if span[0] == span[1] and not within else None, 0)]
 
 
-def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield which tokens verl's correction keeps with a weight above 0, and which were sampled, `[B, T]` chunk by chunk."""
-    for first in range(0, len(batch.keys), CHUNK):
-        keys = list(batch.keys[first : first + CHUNK])
+def left_by_correction(batch: Any, bad: BadKeys) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield which tokens verl's correction keeps with a weight above 0, and which were sampled, `[B, T]` chunk by chunk.
+
+    Bad rows are left out.
+    """
+    good = [key for key in batch.keys if key not in bad]
+    for first in range(0, len(good), CHUNK):
+        keys = good[first : first + CHUNK]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=[MASK, BEFORE, WEIGHTS])
         if data.get(BEFORE, None) is None:
             raise RecordError(
@@ -195,15 +242,19 @@ def left_by_correction(batch: Any) -> Iterator[tuple[Tensor, Tensor]]:
         yield kept, sampled
 
 
-def measure_kl(batch: Any, section: KlConfig) -> Sums:
-    """Return `kl_sums` of a batch; put its leave-one-out baseline into the batch where the section has one."""
+def measure_kl(batch: Any, section: KlConfig, bad: BadKeys) -> Sums:
+    """Return `kl_sums` of a batch without its bad rows; put its leave-one-out baseline into the batch if the section has one.
+
+    Bad rows stay in the baseline of other rows, as their rewards stay in their groups' statistics.
+    """
     names = [OLD, REFERENCE, MASK, *([ROLLOUT] if section.has_baseline and section.ratio != "none" else [])]
     sums = [kl_sums(*torch.zeros(3, 0))]
     for chunk in chunks(groups(batch.keys)):
         keys = [key for group in chunk for key in group]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
         responses, padded = data[MASK], data.to_padded_tensor()
-        sums.append(kl_sums(padded[OLD], padded[REFERENCE], padded[MASK]))
+        measured = padded[MASK].bool() & ~bad.flags(keys)[:, None]
+        sums.append(kl_sums(padded[OLD], padded[REFERENCE], measured))
         if section.has_baseline:
             prompts = torch.tensor([number for number, group in enumerate(chunk) for _ in group])
             values = {BASELINE: response_to_nested(baseline_of(padded, section, prompts), responses)}

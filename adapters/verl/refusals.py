@@ -451,6 +451,10 @@ TABLE = (
             f"{LOOPS!r}, or a class derived from it", "masks are joined to rollouts in this package's",
         ),
         Setting(f"{ROLLOUT}.mtp.enable_rollout", given, "False", "masks of drafted tokens were not run"),
+        Setting(
+            f"{ACTOR}.entropy_coeff", given, "0",
+            "log-probabilities are over the masks, and verl's entropy is over the whole vocabulary",
+        ),
     )),
     Case("mismatch.correction", lambda asked: asked.correction is not None, (
         *(

@@ -18,6 +18,7 @@ from typing import Any, TypeGuard
 
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
+from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from torch import Tensor, nn
@@ -42,8 +43,8 @@ TOKENS = "routed_tokens"
 NATIVE = "mismatch_native"
 """Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
 SAMPLES = "mismatch_samples"
-"""Field of a batch that is replayed `[B, 3]`: how many tokens of a sample have a route, from the first on; whether its tokens are
-counted; whether its routes are of the present weights."""
+"""Field of a batch that is replayed `[B, 4]`: how many tokens of a sample have a route, from the first on; whether its tokens are
+counted; whether its routes are of the present weights; the number of its fault, 0 if it has none."""
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 ALTERED = (
@@ -119,6 +120,8 @@ class EngineReplay(RouteReplay):
         self.weight_version: int | None = None  # version that the rollout engine was sent last
         self.takes_older = False  # whether rollouts may be of older weights than these
         self.moved = False  # whether an update has moved the weights since the rollout engine was sent them
+        self._faults: dict[int, str] = {}  # what is wrong with samples of the batch that are bad
+        self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
         self._prepared = 0  # samples of the batch whose passes have begun
@@ -129,21 +132,33 @@ class EngineReplay(RouteReplay):
 
     @contextmanager
     def batch(self, data: Any, *, rank: int, forward_only: bool, reference: bool) -> Iterator[Any]:
-        """Check the routes of a mini-batch on all ranks together, and give the batch that verl is to run in this context."""
+        """Check the routes of a mini-batch on all ranks together, and give the batch that verl is to run in this context.
+
+        If the pass is judged, samples whose routes are wrong are bad, and the model routes them itself.
+        """
         if tu.get_non_tensor_data(data=data, key=NATIVE, default=False) or (reference and not self.config.reference):
             yield data
             return
         records = self.config.mode == "R2" and forward_only and not reference
         run = data.exclude(FIELD, TOKENS)
+        judged = self.config.mode == "R3" and not reference and is_judged(data, forward_only)
+        self._faults = {}
         with together(WORLD):
-            if self.config.mode == "R3":
+            if judged:
+                others = {}
+            elif self.config.mode == "R3":
                 others = other_than_recorded(data, needed(data))
             else:  # routes that came with altered samples would be replaced by those that are recorded of other tokens
                 others = altered(data) if not records or data.get(FIELD, None) is not None else {}
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
-                run[FIELD], run[SAMPLES] = self.ingest(data, rank)
-        if any(gathered(bool(others))):
+                run[FIELD], run[SAMPLES] = self.ingest(data, rank, judged=judged)
+        any_others, any_faults = (
+            any(flags) for flags in zip(*gathered((bool(others), bool(self._faults))), strict=True)
+        )
+        self._reports = any_faults
+        warn_of_first(self._faults)
+        if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
             self.others[TRAIN] += 1
             yield data
@@ -192,7 +207,7 @@ class EngineReplay(RouteReplay):
         if self._records:
             self._recording = self._opened.enter_context(backend.record_routing(self._model))
             return
-        recorded, counted, present = micro_batch[SAMPLES][layout.sample].unbind(1)
+        recorded, counted, present, _ = micro_batch[SAMPLES][layout.sample].unbind(1)
         experts = layout.rows(micro_batch[FIELD].values(), 0)
         trace = RoutingTrace(
             parts=(experts if experts.dtype == torch.uint8 else experts.view(torch.uint16),),
@@ -207,10 +222,14 @@ class EngineReplay(RouteReplay):
         self._opened.enter_context(self.replaying(self._model, trace, mask, real=real, split=self._split))
 
     def outputs(self, micro_batch: Any, model_output: dict[str, Any]) -> None:
-        """Add the routes that were recorded to what a pass returns, sample by sample."""
-        if self._recording is None or self._expected is None:
+        """Add to what a pass returns the routes that were recorded, and the faults of bad samples, sample by sample."""
+        if self._expected is None:
             return
         layout, wanted = self._expected
+        if self._reports:
+            add_faults(model_output, micro_batch[SAMPLES][:, 3][layout.sample], layout.offsets)
+        if self._recording is None:
+            return
         passes = self._recording.passes
         own = [trace for trace in passes if _is_over(trace, wanted)]
         error = None
@@ -234,26 +253,61 @@ class EngineReplay(RouteReplay):
         """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learned since."""
         return mask if self._present is None else mask & self._present
 
-    def ingest(self, data: Any, rank: int) -> tuple[Tensor, Tensor]:
-        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run."""
+    def ingest(self, data: Any, rank: int, *, judged: bool = False) -> tuple[Tensor, Tensor]:
+        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run.
+
+        If the pass is judged, samples whose routes are wrong are bad, unless that is true of all; otherwise raises RoutingError.
+        """
         kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
         fields, samples = [], []
-        for array, ids, rows, span, name in zip(
-            routes(data), data["input_ids"].unbind(), needed(data), versions(data), names(data, rank), strict=True
-        ):
+        wrong: dict[int, RoutingError] = {}
+        wanted = needed(data)
+        rows = zip(
+            routes(data),
+            data["input_ids"].unbind(),
+            wanted,
+            versions(data),
+            names(data, rank),
+            bad_rows(data),
+            strict=True,
+        )
+        for row, (array, ids, count, span, name, bad) in enumerate(rows):
             experts = torch.zeros((len(ids), len(self.layout.layers), self.layout.top_k), dtype=kind)
-            recorded = self._ingested(array, len(ids), name) if self.config.mode == "R2" else None
-            present = True
-            if self.config.mode == "R3" and (recorded := self._recorded(array, ids, rows, name)) is not None:
-                recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
-                sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
-                present = not self.takes_older or recorded.versions[0][1] == sent
-            count = 0 if recorded is None else recorded.rows
+            recorded, present = None, True
+            try:
+                if not bad:
+                    recorded, present = self._of_sample(array, ids, count, span, name, judged=judged)
+            except RoutingError as error:
+                if not judged:
+                    raise
+                wrong[row] = error
+            known = 0 if recorded is None else recorded.rows
             if recorded is not None:
-                experts[:count] = recorded.experts.view(kind)
+                experts[:known] = recorded.experts.view(kind)
             fields.append(experts)
-            samples.append((count, rows > 0, present))
+            fault = number_of("routes") if row in wrong else 0
+            samples.append((known, count > 0 and not fault, present, fault))
+        if len(wrong) == sum(count > 0 for count in wanted) > 1:
+            raise next(iter(wrong.values()))
+        self._faults = {row: str(error) for row, error in wrong.items()}
         return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
+
+    def _of_sample(
+        self, array: Tensor | None, ids: Tensor, needed: int, span: Span | None, name: str, *, judged: bool
+    ) -> tuple[RoutingTrace | None, bool]:
+        """Return the routes of a sample, None without any, and whether they are of the present weights."""
+        if self.config.mode == "R2":
+            return self._ingested(array, len(ids), name), True
+        if judged and _is_trace(array):
+            rows, other = proven(array, ids)
+            if other and rows < needed:
+                raise RoutingError(ALTERED.format(name, 1, 1, rows, ""))
+        recorded = self._recorded(array, ids, needed, name)
+        if recorded is None:
+            return None, True
+        recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
+        sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
+        return recorded, not self.takes_older or recorded.versions[0][1] == sent
 
     def _recorded(self, array: Any, tokens: Tensor, needed: int, name: str) -> RoutingTrace | None:
         """Read an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
@@ -362,7 +416,7 @@ def routes(data: Any) -> list[Tensor | None]:
 
 
 def needed(data: Any) -> list[int]:
-    """Return how many rows of each sample, from the first on, its loss depends on: none where it has no loss.
+    """Return how many rows of each sample, from the first on, its loss depends on: none where it has no loss, or is bad.
 
     The token at position t is predicted from the row of position t - 1, and through attention from all before it.
     """
@@ -370,9 +424,9 @@ def needed(data: Any) -> list[int]:
     known = prompts is not None and prompts.is_nested  # padded prompts do not say where a response begins
     starts = prompts.offsets().diff().tolist() if known else [None] * len(data)
     found = []
-    for mask, start, tokens in zip(data["loss_mask"].unbind(), starts, lengths(data), strict=True):
+    for mask, start, tokens, bad in zip(data["loss_mask"].unbind(), starts, lengths(data), bad_rows(data), strict=True):
         trained = mask.nonzero()
-        if not len(trained):
+        if bad or not len(trained):
             found.append(0)
         else:
             found.append(tokens - 1 if start is None else int(start + trained[-1]))

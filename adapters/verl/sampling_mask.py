@@ -16,8 +16,9 @@ from typing import Any
 import ray
 import torch
 import transfer_queue as tq
+from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.measure import sampled_rows
+from mismatch_ext.adapters.verl.measure import BadKeys, sampled_rows
 from mismatch_ext.adapters.verl.replay import PassLayout, names
 from mismatch_ext.adapters.verl.rollout.client import following, present_calls
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
@@ -29,7 +30,7 @@ from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorke
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
 from mismatch_ext.errors import MismatchError, RecordError, ReplayError
-from mismatch_ext.ranks import WORLD, together
+from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
 from mismatch_ext.turns import Calls, Trained, masks_of
@@ -161,19 +162,20 @@ def support_of(ids: Tensor, sizes: Tensor, vocabulary: int) -> TokenSupport:
 # The driver
 
 
-def check_masks(batch: Any, step: int) -> None:
-    """Refuse rollouts without sampling masks, which the agent loops' processes have found; the first `SHOWN` say why."""
+def check_masks(batch: Any, step: int, bad: BadKeys) -> None:
+    """Call rollouts bad that have no sampling masks, as the agent loops' processes found; raises RecordError if none has any."""
     keys = [batch.keys[row] for row in sampled_rows(batch)]
     if not keys:
         return
     data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=["extra_fields"])
     fields = data.pop("extra_fields", None)
     extras = [] if fields is None else fields.tolist()
-    if told := [extra[UNKNOWN] for extra in extras if UNKNOWN in (extra or ())]:
-        more = f" And {len(told) - SHOWN} more." if len(told) > SHOWN else ""
-        raise RecordError(
-            f"{len(told)} of {len(keys)} rollouts of step {step} have no sampling masks. {' '.join(told[:SHOWN])}{more}"
-        )
+    found = {key: extra[UNKNOWN] for key, extra in zip(keys, extras, strict=False) if UNKNOWN in (extra or ())}
+    if len(found) == len(keys) > 1:
+        first = " ".join(list(found.values())[:SHOWN])
+        raise RecordError(f"none of the {len(keys)} rollouts of step {step} has sampling masks. {first}")
+    for key, why in found.items():
+        bad.add(key, "mask", f"rollout {key} of step {step} has no sampling masks. {why}")
 
 
 # The engine
@@ -185,6 +187,8 @@ class EngineMasks:
     def __init__(self, vocabulary: int) -> None:
         self._vocabulary = vocabulary
         self._samples: list[TokenSupport] | None = None  # of the running mini-batch
+        self._faults: dict[int, str] = {}  # what is wrong with samples of the running mini-batch that are bad
+        self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._scored: set[int] = set()  # its samples that passes have scored
         # Ids in the masks of updates, and tokens with a mask, since `metrics` was called last.
         self._ids = self._tokens = 0
@@ -192,8 +196,11 @@ class EngineMasks:
     @contextmanager
     def batch(self, data: Any, *, rank: int, forward_only: bool) -> Iterator[Any]:
         """Check the masks of a mini-batch on all ranks together, and give the batch that verl is to run in this context."""
+        judged = is_judged(data, forward_only)
         with together(WORLD):
-            samples = self._read(data, rank)
+            samples = self._read(data, rank, judged=judged)
+        self._reports = judged and any(gathered(bool(self._faults)))
+        warn_of_first(self._faults)
         run = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
         run[SAMPLE] = torch.arange(len(data))
         if not forward_only:
@@ -210,21 +217,35 @@ class EngineMasks:
                 "without its prepare_model_outputs, where masks are applied. Remove what overrides it, or mismatch.sampling_mask."
             )
 
-    def _read(self, data: Any, rank: int) -> list[TokenSupport]:
-        """Return the masks of each sample; the position of a token has the mask of the token after it."""
+    def _read(self, data: Any, rank: int, *, judged: bool) -> list[TokenSupport]:
+        """Return the masks of each sample; the position of a token has the mask of the token after it.
+
+        A bad sample has none. If the pass is judged, samples whose masks do not fit are bad, unless that is true of all.
+        """
         if IDS not in data or SIZES not in data:
             raise ReplayError(
                 f"mismatch.sampling_mask, but the batch of {len(data)} samples has no {IDS!r} and {SIZES!r}: something between "
                 "the agent loops and this pass dropped them, or an agent loop's process is not this package's. Pass them on with "
                 "the other fields."
             )
-        rows = zip(
-            names(data, rank),
-            [ids.cpu() for ids in data["input_ids"].unbind()],
-            *(data[name].unbind() for name in (IDS, SIZES, "loss_mask")),
-            strict=True,
-        )
-        return [_of_sample(*row, vocabulary=self._vocabulary) for row in rows]
+        columns = [data[name].unbind() for name in (IDS, SIZES, "loss_mask")]
+        tokens = [ids.cpu() for ids in data["input_ids"].unbind()]
+        samples, wrong = list[TokenSupport](), dict[int, RecordError]()
+        rows = zip(bad_rows(data), names(data, rank), tokens, *columns, strict=True)
+        for row, (bad, name, ids, *masks) in enumerate(rows):
+            samples.append(TokenSupport.empty(len(ids), self._vocabulary))
+            if bad:
+                continue
+            try:
+                samples[row] = _of_sample(name, ids, *masks, vocabulary=self._vocabulary)
+            except RecordError as error:
+                if not judged:
+                    raise
+                wrong[row] = error
+        if len(wrong) == len(samples) > 1:
+            raise next(iter(wrong.values()))
+        self._faults = {row: str(error) for row, error in wrong.items()}
+        return samples
 
     def outputs(self, output: Any, output_args: Any, micro_batch: Any, model_output: dict[str, Any]) -> None:
         """Replace the log-probabilities of a pass in verl's `model_output` by those over the masks of a batch that has some.
@@ -252,6 +273,10 @@ class EngineMasks:
         found = layout.tokens(found)
         self._check_logits(logits, following_ids, temperature, layout, model_output["log_probs"].values())
         model_output["log_probs"] = torch.nested.nested_tensor_from_jagged(found, layout.offsets)
+        if self._reports:
+            faults = [number_of("mask") if number in self._faults else 0 for number in numbers]
+            of_tokens = torch.tensor(faults, device=layout.offsets.device)[layout.sample]
+            add_faults(model_output, of_tokens, layout.offsets)
         self._scored.update(numbers)
 
     def _rows(self, numbers: list[int], layout: PassLayout, rows: int) -> TokenSupport:

@@ -8,7 +8,7 @@ checks what was found here: in every layer the router must ask exactly once for 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -261,6 +261,15 @@ def _shape(model: nn.Module, block: nn.Module, router: nn.Module, where: str) ->
     holders: list[Any] = [router, block, getattr(block, "experts", None)]
     holders += [getattr(holder, "config", None) for holder in (*holders, model)]
     holders += [getattr(holder, "text_config", None) or getattr(holder, "ffn_config", None) for holder in holders[3:]]
+    return _sizes(holders, where)
+
+
+def sizes_of_config(config: Any) -> tuple[int, int]:
+    """Return the numbers of experts and of experts per token that the config of a language model states; raises ReplayError."""
+    return _sizes([config, getattr(config, "ffn_config", None)], f"{config.model_type}: its config")
+
+
+def _sizes(holders: Sequence[Any], where: str) -> tuple[int, int]:
     sizes = []
     for what, attributes in (("number of experts", _EXPERTS), ("experts per token", _PER_TOKEN)):
         size = next(

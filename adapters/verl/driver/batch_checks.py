@@ -9,18 +9,19 @@ from typing import Any
 import numpy as np
 import torch
 import transfer_queue as tq
-from mismatch_ext.adapters.verl.measure import CHUNK, EXTRA, MASK, sampled_rows
+from mismatch_ext.adapters.verl.measure import CHUNK, EXTRA, MASK, BadKeys, sampled_rows
 from mismatch_ext.adapters.verl.replay import FIELD, TOKENS
 from mismatch_ext.adapters.verl.rollout.client import READ, SAMPLED, SETTINGS
 from mismatch_ext.adapters.verl.rollout.digests import numbers, without_digests
 from numpy.typing import NDArray
+from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulator
 
 from mismatch_ext.config import RoutingConfig
-from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.names import PREFIX
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.rollout import Origins, SamplingSettings
 
 
 def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
@@ -29,17 +30,64 @@ def versions(batch: Any) -> list[tuple[str, int | None, int | None]]:
     return [(key, tag.get("min_global_steps"), tag.get("max_global_steps")) for key, tag in rows]
 
 
-def check_routes(batch: Any, step: int) -> None:
-    """Refuse and name rollouts without routes: with one of them in a batch, TransferQueue returns no routes for any rollout."""
+def check_versions(origins: Origins, batch: Any, bad: BadKeys, *, older: bool) -> None:
+    """Call rollouts bad that were sampled with other weights than the servers have; with `older`, earlier ones are accepted.
+
+    Raises RecordError if all of them were, because the fault is then none of single rows.
+    """
+    rows = versions(batch)
+    wrong: dict[str, MismatchError] = {}
+    for key, first, last in rows:
+        try:
+            origins.check([(key, first, last)], older=older)
+        except MismatchError as error:
+            wrong[key] = error
+    if len(wrong) == len(rows) > 1:
+        raise next(iter(wrong.values()))
+    for key, fault in wrong.items():
+        bad.add(key, "weight_version", f"rollout {key}: {fault}")
+
+
+def check_routes(batch: Any, step: int, bad: BadKeys, *, acts: bool) -> None:
+    """Call rollouts bad that have no routes; raises RoutingError if none has any.
+
+    With one such rollout in a batch, TransferQueue returns routes for no rollout. So if the config acts, those without get zeros,
+    which are no expert's: their rows carry no digest of any token.
+    """
     if not _lack_routes(list(batch.keys), batch.partition_id):
         return
     keys = [batch.keys[row] for row in sampled_rows(batch)]
-    if lost := [key for key in keys if _lack_routes([key], batch.partition_id)]:
-        named = ", ".join(lost[:5]) + (", ..." if len(lost) > 5 else "")
+    lost = [key for key in keys if _lack_routes([key], batch.partition_id)]
+    if not lost:
+        return
+    if len(lost) == len(keys):
         raise RoutingError(
-            f"{len(lost)} of {len(keys)} rollouts of step {step} came without routing ({named}), and R3 cannot replay them. The "
-            "rollout server records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
+            f"all {len(keys)} rollouts of step {step} came without routing, and R3 cannot replay them. The rollout server "
+            "records routing, so look at the agent loop: it must pass on `routed_experts` of each answer."
         )
+    for key in lost:
+        message = (
+            f"rollout {key} of step {step} came without routing; the agent loop must pass on its `routed_experts`."
+        )
+        bad.add(key, "routes", message)
+    if acts:
+        pattern = next(key for key in keys if key not in set(lost))
+        _put_empty_routes(batch, lost, pattern)
+
+
+def _put_empty_routes(batch: Any, keys: list[str], pattern: str) -> None:
+    """Put routes of zeros into the queue for rollouts without any, in the layout of another rollout's."""
+    partition = batch.partition_id
+    (known,) = tq.kv_batch_get(keys=[pattern], partition_id=partition, select_fields=[FIELD])[FIELD].unbind()
+    data = tq.kv_batch_get(keys=keys, partition_id=partition, select_fields=["prompts", "responses"])
+    lengths = [len(prompt) + len(response) for prompt, response in _unbound(data, "prompts", "responses")]
+    empty = [known.new_zeros((length, *known.shape[1:])) for length in lengths]
+    fields = {FIELD: torch.nested.as_nested_tensor(empty, layout=torch.jagged)}
+    tq.kv_batch_put(keys=keys, partition_id=partition, fields=TensorDict(fields, batch_size=len(keys)))
+
+
+def _unbound(data: Any, *names: str) -> Iterator[tuple[Tensor, ...]]:
+    return zip(*(data[name].unbind() for name in names), strict=True)
 
 
 def check_settings(batch: Any, step: int, expected: SamplingSettings) -> None:
@@ -58,36 +106,33 @@ def check_settings(batch: Any, step: int, expected: SamplingSettings) -> None:
                 )
 
 
-def check_tokens(batch: Any, step: int, metrics: MutableMapping[str, Any]) -> None:
-    """Refuse rollouts with a token of the policy's that the engine has not sampled after the tokens before; raises RecordError.
+def check_tokens(batch: Any, step: int, bad: BadKeys, metrics: MutableMapping[str, Any]) -> None:
+    """Call rollouts bad that have a token of the policy's which the engine has not sampled after the tokens before.
 
-    Puts the share of such rollouts and tokens into `metrics` first. Rollouts of which nobody noted it are left out.
+    Puts the share of such rollouts and tokens into `metrics`. Rollouts of which nobody noted it are left out.
     """
-    forked: list[tuple[str, int]] = []
-    policy = misplaced = 0
+    forked = policy = misplaced = 0
     noted = {key: extra[SAMPLED] for key, extra in _extra_fields(batch) if extra.get(SAMPLED)}
     keys = list(noted)
     for first in range(0, len(keys), CHUNK):
         part = keys[first : first + CHUNK]
         names = ["prompts", "responses", MASK]
         data = tq.kv_batch_get(keys=part, partition_id=batch.partition_id, select_fields=names)
-        for key, prompt, response, mask in zip(part, *(data[name].unbind() for name in names), strict=True):
+        for key, (prompt, response, mask) in zip(part, _unbound(data, *names), strict=True):
             tokens = torch.cat([prompt, response]).numpy()
             missing = unsampled(tokens, len(prompt), mask.bool().numpy(), noted[key])
             policy += int(mask.bool().sum())
             misplaced += len(missing)
             if len(missing):
-                forked.append((key, int(missing[0])))
+                forked += 1
+                message = (
+                    f"rollout {key} of step {step}, token {missing[0]}: the tokens to be trained on are not those that the engine "
+                    "sampled. Let the agent loop keep the engine's token ids, and set response_mask to 0 for all others."
+                )
+                bad.add(key, "tokens", message)
     if noted:
-        metrics[f"{PREFIX}turns/forked_frac"] = len(forked) / len(noted)
+        metrics[f"{PREFIX}turns/forked_frac"] = forked / len(noted)
         metrics[f"{PREFIX}turns/misplaced_frac"] = misplaced / policy if policy else 0.0
-    if forked:
-        key, token = forked[0]
-        raise RecordError(
-            f"rollout {key} of step {step}, token {token}: the tokens to be trained on are not those that the engine sampled, in "
-            f"{len(forked)} of {len(noted)} rollouts. Let the agent loop keep the engine's token ids, and set response_mask to 0 "
-            "for all others."
-        )
 
 
 def unsampled(

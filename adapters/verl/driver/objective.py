@@ -6,7 +6,7 @@ from typing import Any
 
 from mismatch_ext.adapters.verl.config import coefficient
 from mismatch_ext.adapters.verl.loss import COEF
-from mismatch_ext.adapters.verl.measure import measure_kl
+from mismatch_ext.adapters.verl.measure import BadKeys, measure_kl
 from mismatch_ext.patches.verl.advantage import KL_IN_REWARDS
 from omegaconf import DictConfig
 
@@ -27,9 +27,9 @@ class DriverKl:
         self.patches: tuple[Patch, ...] = (KL_IN_REWARDS.calling(self._penalize),) if section.in_rewards else ()
         apply(*self.patches)
 
-    def prepare(self, batch: Any, step: int) -> dict[str, float]:
+    def prepare(self, batch: Any, step: int, bad: BadKeys) -> dict[str, float]:
         """Fix the coefficient and the baseline of a batch before its advantages, and return what to log."""
-        sums = measure_kl(batch, self.term.config)
+        sums = measure_kl(batch, self.term.config, bad)
         # While the critic alone is updated, the policy stands still, whatever its coefficient.
         learns = int(self._config.trainer.critic_warmup) <= step
         self.term.begin()

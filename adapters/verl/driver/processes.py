@@ -6,19 +6,22 @@ How the run describes itself, in its banner and in the header of its metrics fil
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.verl.driver.reports import (
     Checked,
+    RolloutAnswer,
     check_reports,
     check_vocabulary,
     engine_answers,
 )
-from mismatch_ext.adapters.verl.driver.servers import read_rollouts, refused_answers
+from mismatch_ext.adapters.verl.driver.servers import is_servers_own, read_rollouts, refused_answers
 from mismatch_ext.adapters.verl.driver.weights import ANSWER_TIMEOUT, RolloutWeights, unverified
+from mismatch_ext.adapters.verl.refusals import SYNC
 from omegaconf import DictConfig, OmegaConf
 
 from mismatch_ext.checks import Checks
@@ -32,7 +35,7 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.rollout import Origins, SamplingSettings
 from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import draw_probes
+from mismatch_ext.weights import UNANSWERED_EVENT, draw_probes
 
 PACKAGES = ("transformers", "verl", "ray")
 
@@ -47,14 +50,22 @@ class Processes:
         self._rollout = config.actor_rollout_ref.rollout
         self.origins = Origins(self.sampling)
         self._workers: Any = None
-        self._replicas: Sequence[Any] = ()
+        self._find_replicas: Callable[[], Sequence[Any]] = tuple
         self._probes: torch.Tensor | None = None
         self._checked: Checked | None = None
         self._surplus: Mapping[str, Any] | None = None
 
-    def check(self, workers: Any, replicas: Sequence[Any], tokenizer: Any) -> None:
-        """Check that every worker of verl's group and every rollout replica runs the block, in the dtypes that it asks for."""
-        self._workers, self._replicas = workers, replicas
+    @property
+    def replicas(self) -> Sequence[Any]:
+        """The rollout replicas of the moment: verl may add and remove some between two updates."""
+        return self._find_replicas()
+
+    def check(self, workers: Any, find_replicas: Callable[[], Sequence[Any]], tokenizer: Any) -> None:
+        """Check that every worker of verl's group and every rollout replica runs the block, in the dtypes that it asks for.
+
+        `find_replicas` is called again whenever the servers are asked something.
+        """
+        self._workers, self._find_replicas = workers, find_replicas
         longest = int(self._rollout.get("max_model_len") or self._rollout.prompt_length + self._rollout.response_length)
         self._probes = draw_probes(plain_vocabulary(tokenizer), longest - 1)
         self._checked = check_reports(self._block, workers.mismatch_report(), self._read(), self._checks)
@@ -64,11 +75,24 @@ class Processes:
             check_vocabulary(self._surplus)
 
     def _read(self) -> Any:
-        return read_rollouts(self._replicas, self._block, ANSWER_TIMEOUT)
+        return read_rollouts(self.replicas, self._block, ANSWER_TIMEOUT)
 
     def follow_weights(self, step: int) -> None:
-        """Ask every rollout server which weights it has after the update of a step; raises RecordError if these are others."""
-        self.origins.sent(step, engine_answers(self._read()))
+        """Ask every rollout server which weights it has after the update of a step; raises RecordError if these are others.
+
+        After the first update, a server that does not answer is only told of: each rollout says itself which weights sampled it.
+        """
+        answers = dict(enumerate(self._read()))
+        present = self.origins.present
+        if present is not None:
+            # Until it answers, a server counts as one that has the weights that it was sent.
+            self.origins.present = replace(present, weight_version=step)
+            for number in [number for number, answer in answers.items() if _is_silent(answer)]:
+                error = answers.pop(number).failure
+                message = f"rollout server {number} does not say which weights it has: {type(error).__name__}: {error}"
+                self.event("warning", UNANSWERED_EVENT, message)
+        if answers:
+            self.origins.sent(step, engine_answers(answers.items()))
 
     def weights(self, resumed: Mapping[str, Any] | None) -> RolloutWeights | None:
         """Return the check of weight updates, which goes on from a checkpoint's state; None where they are not verified."""
@@ -77,12 +101,13 @@ class Processes:
         assert self._probes is not None
         checks = RolloutWeights(
             self._workers,
-            self._replicas,
+            self._find_replicas,
             self._block.monitor,
             self._probes,
             dtype=self._checked.engine.model_dtype,
             trainer_dtype=self._checked.trainer.compute_dtype,
             event=self.event,
+            in_flight=str(self._config.trainer.v1.trainer_mode) != SYNC,
         )
         if resumed is not None and (said := checks.load_state_dict(resumed)):
             self.event("warning", "settings_changed", said)
@@ -111,7 +136,7 @@ class Processes:
 
     def check_refused(self, what: str, step: int, timeout: float = ANSWER_TIMEOUT) -> None:
         """Raise EngineError if a rollout server refused answers, because verl only drops them; `what` was sampled for a step."""
-        if refused := refused_answers(self._replicas, timeout):
+        if refused := refused_answers(self.replicas, timeout):
             raise EngineError(f"{what} of step {step}: {refused}")
 
     def announce(self, step: int) -> None:
@@ -191,6 +216,10 @@ class Processes:
         """Print an event's message, and write the event into the run's metrics file."""
         say(f"mismatch-ext: {message}")
         self.log.event(level, name, message, data)
+
+
+def _is_silent(answer: RolloutAnswer) -> bool:
+    return answer.failure is not None and is_servers_own(answer.failure)
 
 
 def bypasses(config: DictConfig) -> bool:

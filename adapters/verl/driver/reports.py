@@ -6,7 +6,7 @@ sent (`tests/data/verl`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,10 +170,10 @@ def check_vocabulary(surplus: Mapping[str, Any] | None) -> None:
     )
 
 
-def engine_answers(rollouts: Sequence[RolloutAnswer]) -> list[EngineAnswer]:
-    """Return what the rollout servers say of themselves after a weight update; raises EngineError if one does not."""
+def engine_answers(rollouts: Iterable[tuple[int, RolloutAnswer]]) -> list[EngineAnswer]:
+    """Return what rollout servers, each with its number, say of themselves after a weight update; raises EngineError."""
     found = []
-    for number, answer in enumerate(rollouts):
+    for number, answer in rollouts:
         _check_answer(number, answer)
         found += [
             EngineAnswer(

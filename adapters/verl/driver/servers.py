@@ -10,14 +10,17 @@ from typing import Any
 import ray
 import torch
 from mismatch_ext.adapters.verl.driver.reports import RolloutAnswer
+from ray.exceptions import RayError, RayTaskError
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError
+from mismatch_ext.errors import EngineError, MismatchError, asking_engine
 from mismatch_ext.versions import on_cpu_build
 from mismatch_ext.weights import BitSums, Decoded
 
 REPORT = "mismatch_report"
+FIRST = -(1 << 20)
+"""Priority of probes: vLLM takes requests with lower numbers first, and verl's have 0."""
 PROBE = {"temperature": 0.0, "max_tokens": 1, "prompt_logprobs": 0}
 SEEDED = {"seed": 0}
 """vLLM would draw a seed for a request without one, from numbers that seed other requests too."""
@@ -38,6 +41,16 @@ def read_rollouts(replicas: Sequence[Any], block: MismatchConfig, timeout: float
     # All are asked by now: a node that is down is waited for once, not once for each of its servers.
     end = time.monotonic() + timeout + 10
     return [_collect(replica, answers, end) for replica, answers in zip(replicas, asked, strict=True)]
+
+
+def is_servers_own(error: Exception) -> bool:
+    """Return whether a question failed because of the server: it is gone or too slow, or its engine failed.
+
+    Anything else that a method of this package raises in the server's process is a bug of ours.
+    """
+    if isinstance(error, RayTaskError):
+        return isinstance(error, (MismatchError, TimeoutError))
+    return isinstance(error, RayError)
 
 
 def _is_sglang(replica: Any) -> bool:
@@ -73,7 +86,9 @@ def refused_answers(replicas: Sequence[Any], timeout: float) -> str | None:
     Raises EngineError if a server does not answer.
     """
     servers = [replica.servers[0] for replica in replicas if _is_sglang(replica)]
-    found = _answers([server.mismatch_refusals.remote() for server in servers], timeout, "say what it refused")
+    found = _answers(
+        [server.mismatch_refusals.remote() for server in servers], timeout, "say what it refused", ours=True
+    )
     count, messages = sum(number for number, _ in found), [text for _, texts in found for text in texts]
     return f"{count} answers were refused, the first of them: {messages[0]}" if count else None
 
@@ -89,7 +104,7 @@ def ask_sums(replica: Any, shapes: Mapping[str, Sequence[int]], timeout: float) 
 
 def answered_sums(asked: Sequence[Any], timeout: float) -> list[dict[str, BitSums]]:
     """Return what each worker holds, by name; raises EngineError if a server failed or does not answer."""
-    return [sums for answer in _answers(asked, timeout, "read its weights") for sums in answer]
+    return [sums for answer in _answers(asked, timeout, "read its weights", ours=True) for sums in answer]
 
 
 def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> list[Any]:
@@ -99,7 +114,9 @@ def _ask(server: Any, method: str, args: tuple[Any, ...], timeout: float) -> lis
     # Ray runs this in a thread of its own; the engine belongs to the loop that the HTTP server runs in.
     loop = server._server_task.get_loop()
     calling = server.engine.collective_rpc(method=method, args=args)  # of data-parallel engines the first one answers
-    found = asyncio.run_coroutine_threadsafe(calling, loop).result(timeout)
+    pending = asyncio.run_coroutine_threadsafe(calling, loop)
+    with asking_engine(f"answer {method}"):
+        found = pending.result(timeout)
     if method != REPORT:
         return list(found)
     own = {
@@ -125,10 +142,18 @@ def ask_probes(replica: Any, token_ids: Sequence[Sequence[int]]) -> list[Any]:
 
 def _generate(replica: Any, token_ids: Sequence[Sequence[int]], settings: Mapping[str, Any]) -> list[Any]:
     server = replica.servers[0]
+    urgency = {"priority": FIRST} if has_priorities(replica) else {}
     return [
-        server.generate.remote(prompt_ids=list(ids), sampling_params=dict(settings), request_id=f"mismatch-probe-{row}")
+        server.generate.remote(
+            prompt_ids=list(ids), sampling_params=dict(settings), request_id=f"mismatch-probe-{row}", **urgency
+        )
         for row, ids in enumerate(token_ids)
     ]
+
+
+def has_priorities(replica: Any) -> bool:
+    """Return whether a server's engine orders its requests by priority; others order them by arrival."""
+    return not _is_sglang(replica) and getattr(replica.config, "scheduling_policy", None) == "priority"
 
 
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
@@ -152,8 +177,14 @@ def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], ti
     )
 
 
-def _answers(asked: Sequence[Any], timeout: float, what: str) -> list[Any]:
+def _answers(asked: Sequence[Any], timeout: float, what: str, *, ours: bool = False) -> list[Any]:
+    """Wait for answers; raises EngineError for a failure of the server, and anything else as it is.
+
+    With `ours`, methods of this package answer, whose own bugs are no failure of the server.
+    """
     try:
         return list(ray.get(list(asked), timeout=timeout))
-    except Exception as error:
+    except RayError as error:
+        if ours and not is_servers_own(error):
+            raise
         raise EngineError(f"the rollout server could not {what}: {type(error).__name__}: {error}") from error

@@ -16,13 +16,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import ray
 from mismatch_ext.adapters import compat
+from mismatch_ext.adapters.verl.bad_rows import JUDGED
 from mismatch_ext.adapters.verl.block import block_of
+from mismatch_ext.adapters.verl.driver.bad_keys import mark, replace_non_finite, take_out
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     ExpertLoads,
     check_routes,
     check_settings,
     check_tokens,
-    versions,
+    check_versions,
     without_routes,
 )
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
@@ -30,7 +32,16 @@ from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
 from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
 from mismatch_ext.adapters.verl.evidence import StoredBatch
-from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, left_by_correction, measure, sampled_rows
+from mismatch_ext.adapters.verl.measure import (
+    OLD,
+    SCORED,
+    BadKeys,
+    Measured,
+    Scoring,
+    left_by_correction,
+    measure,
+    sampled_rows,
+)
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
 from mismatch_ext.adapters.verl.replay import NATIVE
 from mismatch_ext.adapters.verl.rollout.client import versioned
@@ -86,6 +97,7 @@ class MismatchTrainer(_Host):
         self._log = self._processes.log = self._new_log(config)
         self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
         self._measured: Measured | None = None  # of the batch that the next update learns from
+        self._bad: BadKeys | None = None  # the bad rows of that batch
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
@@ -132,14 +144,17 @@ class MismatchTrainer(_Host):
     def on_init_end(self, *args: Any, **kwargs: Any) -> None:
         """Check every process, send the first weights, and check that they arrived; then say what is active."""
         with self._checks.checking("processes"):
-            replicas = [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
-            self._processes.check(self.actor_rollout_wg, replicas, self.tokenizer)
+            self._processes.check(self.actor_rollout_wg, self._replicas, self.tokenizer)
         with self._checks.checking("weight_sync"):
             self._weights = self._processes.weights(self._resumed.get("weight_sync"))
         self._update_weights(partial(super().on_init_end, *args, **kwargs))
         with self._checks.checking("metrics"):
             self._processes.announce(self.global_steps)
         self._collect_findings()
+
+    def _replicas(self) -> list[Any]:
+        """Return the rollout replicas that verl has now."""
+        return [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
@@ -191,31 +206,53 @@ class MismatchTrainer(_Host):
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Score the batch as verl does, then measure the gap to the engine's log-probabilities."""
+        """Score the batch as verl does, then measure the gap to the engine's log-probabilities.
+
+        Before and after the pass its rows are checked. If the config acts, bad rows get no part in any loss.
+        """
         held = self._held(batch)
         with self._checks.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
+        self._bad = bad = BadKeys(batch)
+        self._check_rows(batch, held, bad, metrics)
+        if bad and self._checks.acts:
+            mark(batch, bad)
+        judges = self._checks.acts and (self._has_routes or self._block.sampling_mask is not None)
+        if judges:
+            batch.extra_info[JUDGED] = True
+        scored = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
+        for one in (batch, scored):
+            one.extra_info.pop(JUDGED, None)
+        self._measured = None
+        with self._checks.checking("gap"), self._log.holding("train", held):
+            self._measure_gap(scored, bad)
+        self._log.count_bad_rows("train", bad.rows, held)
+        if bad and self._checks.acts:
+            replace_non_finite(scored, bad)
+            mark(scored, bad)
+        # A further pass would score with weights that an update has changed.
+        if self._first_update and not bypasses(self.config):
+            with self._checks.checking("gap"):
+                self._measure_native(scored)
+        return scored
+
+    def _check_rows(self, batch: Any, held: StoredBatch, bad: BadKeys, metrics: dict[str, Any]) -> None:
+        """Check rows before the trainer scores them; raises what is no single row's fault."""
         if self._block.sampling_mask is not None:
             from mismatch_ext.adapters.verl.sampling_mask import check_masks
 
             with self._log.refusing("train", held):
-                check_masks(batch, self.global_steps)
+                check_masks(batch, self.global_steps, bad)
         with self._checks.checking("versions"), self._log.refusing("train", held):
-            self._processes.origins.check(versions(batch), older=self.trainer_mode != SYNC)
+            check_versions(self._processes.origins, batch, bad, older=self.trainer_mode != SYNC)
         if self._has_routes:
             with self._log.refusing("train", held):
-                check_routes(batch, self.global_steps)
-        # An agent loop that tokenizes again or samples in its own way is told of it, and trains on: its rows are its own choice.
+                check_routes(batch, self.global_steps, bad, acts=self._checks.acts)
+        # An agent loop that samples in its own way is told of it, and trains on: the settings are its own choice.
         with self._checks.reporting("sampling"), self._log.refusing("train", held):
             check_settings(batch, self.global_steps, self._processes.sampling)
         if not self._has_routes:  # else the engine compares each token that it replays routes of
-            with self._checks.reporting("records"), self._log.refusing("train", held):
-                check_tokens(batch, self.global_steps, metrics)
-        batch = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
-        self._measured = None
-        with self._checks.checking("gap"), self._log.holding("train", held):
-            self._measure_gap(batch)
-        return batch
+            check_tokens(batch, self.global_steps, bad, metrics)
 
     def _held(self, batch: Any) -> StoredBatch:
         """Return a batch as one that can be kept as evidence, while its fields are in verl's queue."""
@@ -228,25 +265,23 @@ class MismatchTrainer(_Host):
             settings=processes.trainer_settings,
         )
 
-    def _measure_gap(self, batch: Any) -> None:
+    def _measure_gap(self, batch: Any, bad: BadKeys) -> None:
         """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
         if bypasses(self.config):
-            self._measured = self._measure(batch, None)
+            self._measured = self._measure(batch, None, bad)
             return
         # The weights that score are those of the last weight update.
         version = self.global_steps - 1 if self._log.follows_versions else None
-        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes))
+        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes), bad)
         assert measured.gap is not None
         self._log.merge("train", measured.gap)
         if measured.drift is not None:
             self._log.add_drift(measured.drift)
         self._measured = measured
-        if self._first_update:  # a further pass would score with weights that an update has changed
-            self._measure_native(batch)
 
-    def _measure(self, batch: Any, scoring: Scoring | None) -> Measured:
+    def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys) -> Measured:
         longest = int(self.config.actor_rollout_ref.rollout.response_length)
-        return measure(batch, self.global_steps, scoring, longest=longest, **self._log.part())
+        return measure(batch, self.global_steps, scoring, bad, longest=longest, **self._log.part())
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -262,7 +297,10 @@ class MismatchTrainer(_Host):
                 self.actor_rollout_wg.compute_log_prob(batch)
         finally:
             batch.extra_info = given
-        gap = self._measure(batch, Scoring(field=SCORED)).gap
+        # Rows that this pass finds in addition are left out of its gap, and are not bad otherwise.
+        bad = BadKeys(batch)
+        bad.rows.faults |= {} if self._bad is None else self._bad.rows.faults
+        gap = self._measure(batch, Scoring(field=SCORED), bad).gap
         assert gap is not None
         self._log.merge("train", gap, native=True)
 
@@ -277,9 +315,14 @@ class MismatchTrainer(_Host):
             return super()._compute_values(batch, metrics, *args, **kwargs)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards."""
+        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards.
+
+        Bad rows leave the losses afterwards, so that they stay in the statistics of their groups.
+        """
+        bad = self._bad
+        assert bad is not None
         if self._kl is not None:
-            metrics.update(self._kl.prepare(batch, self.global_steps))
+            metrics.update(self._kl.prepare(batch, self.global_steps, bad))
         batch = super()._compute_advantage(batch, metrics, *args, **kwargs)
         if self._kl is not None:
             self._kl.check_penalized()
@@ -287,8 +330,10 @@ class MismatchTrainer(_Host):
         if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
             with self._checks.checking("correction"):
                 if not bypasses(self.config):
-                    for kept, sampled in left_by_correction(batch):
+                    for kept, sampled in left_by_correction(batch, bad):
                         self._log.mask("train", kept, sampled)
+        if bad and self._checks.acts:
+            take_out(batch, bad, str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode))
         return batch
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -375,6 +420,9 @@ class MismatchTrainer(_Host):
         """Train as verl does, and write how the run ended."""
         with self._failing_loudly():
             super().fit(agent_loop_manager, *args, **kwargs)
+            with self._checks.checking("weight_sync"):
+                if self._weights is not None:
+                    self._weights.settle()
         with self._checks.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
 

@@ -7,8 +7,11 @@ sleeps, and the engines are asked after it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 from mismatch_ext.adapters.verl.driver.servers import (
@@ -18,12 +21,15 @@ from mismatch_ext.adapters.verl.driver.servers import (
     ask_decode,
     ask_probes,
     ask_sums,
+    has_priorities,
 )
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, WeightSyncError
 from mismatch_ext.weights import (
+    EVENT,
+    FLOOR,
     UNANSWERED_EVENT,
     BitSums,
     Decoded,
@@ -35,6 +41,8 @@ from mismatch_ext.weights import (
     compare_sums,
     unanswered,
 )
+
+Value = TypeVar("Value")
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
@@ -54,66 +62,135 @@ def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
 class Engine:
     """The rollout's side: one replica's engine, which has been asked when the verifier calls these methods.
 
-    `decoded` is what it decoded after the probes' beginnings, `probes` are the pending scores of the probes and of that, `sums`
-    those of the bits of its tensors, and `shapes` are of the actor's whole tensors.
+    Attributes:
+        answers: What it answered; None if it has not.
+        shapes: Shapes of the actor's whole tensors.
     """
 
-    def __init__(self, replica: Any) -> None:
-        self.replica = replica
-        self.decoded: Decoded | None = None
-        self.probes: Sequence[Any] = ()
-        self.sums: Mapping[str, BitSums] = {}
+    def __init__(self) -> None:
+        self.answers: Answers | None = None
         self.shapes: Mapping[str, Shape] = {}
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return the answer to the tokens that were last asked `[N, T-1]`, float64."""
-        # Dropped here, so that no answer stays in memory until the next update.
-        probes, self.probes = self.probes, ()
-        return answered(probes, ANSWER_TIMEOUT)
+        assert self.answers is not None
+        return self.answers.scores
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Return what the engine decoded when it was last asked to."""
-        assert self.decoded is not None
-        return self.decoded
+        assert self.answers is not None
+        return self.answers.decoded
 
     def compare(self, sent: Mapping[str, BitSums], before: Mapping[str, BitSums]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms by the sums of their bits; SGLang's servers report none."""
-        return compare_sums(self.sums, sent, before, self.shapes)
+        assert self.answers is not None
+        return compare_sums(self.answers.sums, sent, before, self.shapes)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answers:
+    """What an engine answered after an update: tokens that it decoded, scores of these and the probes, sums of its tensors."""
+
+    decoded: Decoded
+    scores: Tensor
+    sums: Mapping[str, BitSums]
+
+
+class Question:
+    """What all replicas are asked after one update; `wait` returns their answers in the order of the replicas.
+
+    An answer that comes after the next update stays in its question, and is never taken for one of that update.
+    """
+
+    def __init__(
+        self, replicas: Sequence[Any], probes: Tensor, prompts: Tensor, count: int, shapes: Mapping[str, Shape]
+    ) -> None:
+        self._replicas, self._probes, self._shapes = replicas, probes, shapes
+        self._prompts = prompts.tolist()
+        # All are asked before any is waited for, so that they compute at once.
+        self._decoding = [ask_decode(replica, self._prompts, count) for replica in replicas]
+
+    def wait(self) -> list[Answers | EngineError]:
+        """Ask what remains to be asked, and return each replica's answers, or why it gave none."""
+        decoded = [_or_error(partial(self._decoded, pending)) for pending in self._decoding]
+        scoring = [self._ask_scores(*pair) for pair in zip(self._replicas, decoded, strict=True)]
+        return [
+            one if isinstance(one, EngineError) else _or_error(partial(self._answers, one, asked))
+            for one, asked in zip(decoded, scoring, strict=True)
+        ]
+
+    def _decoded(self, pending: Any) -> Decoded:
+        return answered_decode(pending, self._prompts, ANSWER_TIMEOUT)
+
+    def _ask_scores(self, replica: Any, decoded: Decoded | EngineError) -> tuple[Any, Any]:
+        if isinstance(decoded, EngineError):
+            return (), ()
+        tokens = [*self._probes.tolist(), *decoded.tokens.tolist()]
+        return ask_probes(replica, tokens), ask_sums(replica, self._shapes, ANSWER_TIMEOUT)
+
+    def _answers(self, decoded: Decoded, asked: tuple[Any, Any]) -> Answers:
+        probes, sums = asked
+        scores = answered(probes, ANSWER_TIMEOUT)
+        return Answers(decoded=decoded, scores=scores, sums=added(answered_sums(sums, ANSWER_TIMEOUT)))
+
+
+def _or_error(answer: Callable[[], Value]) -> Value | EngineError:
+    try:
+        return answer()
+    except EngineError as error:
+        return error
 
 
 class RolloutWeights:
-    """Verifies each weight update of a run by probe tokens `[N, T]`; `event` gets level, name and message of what is wrong."""
+    """Verifies each weight update of a run by probe tokens `[N, T]`; `event` gets level, name and message of what is wrong.
+
+    `find_replicas` returns the replicas of the moment. With `in_flight`, other requests are running when an update ends. Engines
+    without priorities then answer in the background, and what they said is judged before the next update.
+    """
 
     def __init__(
         self,
         workers: Any,
-        replicas: Sequence[Any],
+        find_replicas: Callable[[], Sequence[Any]],
         monitor: MonitorConfig,
         probes: Tensor,
         *,
         dtype: str,
         trainer_dtype: str,
         event: Callable[[str, str, str], None],
+        in_flight: bool = False,
     ) -> None:
-        self._workers, self._probes, self._dtype, self._event = workers, probes, dtype, event
+        self._workers, self._find_replicas, self._monitor, self._probes = workers, find_replicas, monitor, probes
+        self._dtype, self._trainer_dtype, self._event = dtype, trainer_dtype, event
+        self._in_flight = in_flight
         self._looked: TrainerLook | None = None
         self._sums: dict[str, BitSums] = {}
         self._shapes: dict[str, Shape] = {}
-        self._engines = [Engine(replica) for replica in replicas]
-        actor: Any = None  # it is looked at once for all engines, here
+        self._pending: _Pending | None = None
+        self._replicas: list[Any] = []
+        self._verifiers: list[WeightVerifier] = []
+        self._take_replicas()
+
+    def _take_replicas(self) -> None:
+        """Take the replicas of the moment: one that stays keeps its verifier, and a new one begins anew."""
+        known = dict(zip(map(id, self._replicas), self._verifiers, strict=True))
+        self._replicas = list(self._find_replicas())
         self._verifiers = [
-            WeightVerifier(
-                actor,
-                engine,
-                monitor,
-                probes,
-                dtype=dtype,
-                trainer_dtype=trainer_dtype,
-                event=event,
-                name=f"rollout server {server}",
-            )
-            for server, engine in enumerate(self._engines)
+            known.get(id(replica)) or self._new_verifier(server) for server, replica in enumerate(self._replicas)
         ]
+
+    def _new_verifier(self, server: int) -> WeightVerifier:
+        actor: Any = None  # it is looked at once for all engines, here
+        return WeightVerifier(
+            actor,
+            Engine(),
+            self._monitor,
+            self._probes,
+            dtype=self._dtype,
+            trainer_dtype=self._trainer_dtype,
+            event=self._event,
+            name=f"rollout server {server}",
+        )
 
     @property
     def gap(self) -> float | None:
@@ -121,49 +198,80 @@ class RolloutWeights:
         return max((one.verdict.gap_mean for one in self._verifiers if one.verdict is not None), default=None)
 
     def look(self) -> None:
-        """Ask all ranks for the actor's present weights, which come to the device for it: the rollout must sleep."""
+        """Ask all ranks for the actor's present weights, which come to the device for it: the rollout must sleep.
+
+        First judges what the engines said of the last update. Raises WeightSyncError as `verify` does, and if ranks differ.
+        """
+        self.settle()
         found = self._workers.mismatch_look(self._probes.tolist(), self._dtype)
         self._shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
         self._sums = added(answer["sums"] for answer in found)
-        logprobs = torch.tensor(found[0]["logprobs"], dtype=torch.float64)
-        self._looked = TrainerLook(logprobs=logprobs, fingerprint="|".join(answer["fingerprint"] for answer in found))
+        of_ranks = torch.tensor([answer["logprobs"] for answer in found], dtype=torch.float64)
+        self._looked = TrainerLook(
+            logprobs=of_ranks[0], fingerprint="|".join(answer["fingerprint"] for answer in found)
+        )
+        self._compare_ranks(of_ranks)
+
+    def _compare_ranks(self, logprobs: Tensor) -> None:
+        """Raise if a rank of the actor scores the probes `[ranks, N, T-1]` with other weights than the first one."""
+        apart = (logprobs - logprobs[0]).abs().flatten(1).mean(1)
+        rank = int(apart.argmax())
+        # Ranks compute with the same kernels, so that they are nearer to each other than to an engine.
+        limit = FLOOR[self._trainer_dtype]
+        if not float(apart[rank]) > limit:
+            return
+        message = (
+            f"the actor's rank {rank} scores probe tokens {float(apart[rank]):.3g} nats from rank 0 on average; up to "
+            f"{limit:g} is rounding. The replicas of the actor have parted: resume from a checkpoint before that."
+        )
+        self._event("error", EVENT, message)
+        if self._monitor.weight_sync != "warn":
+            raise WeightSyncError(message)
 
     def verify(self, *, stepped: bool) -> None:
         """Check that each engine computes with the weights that the actor had when it was asked.
 
         `stepped` says whether the actor's optimizer has stepped since the last update.
         If a server does not answer, nothing is known of this update, which is a warning. Raises WeightSyncError as
-        `WeightVerifier.verify` does.
+        `WeightVerifier.verify` does; if the engines answer in the background, the next call of `look` does.
         """
         if self._looked is None:
             return
         look, self._looked = self._looked, None
-        try:
-            self._ask()
-        except EngineError as error:
-            for verifier in self._verifiers:
-                verifier.leave_unknown(self._sums, look)
-            self._event("warning", UNANSWERED_EVENT, unanswered(error))
+        self._take_replicas()
+        if not self._verifiers:
+            return
+        first = self._verifiers[0]
+        question = Question(self._replicas, self._probes, first.prompts, first.decoded, self._shapes)
+        self._pending = _Pending(question=question, look=look, sums=self._sums, shapes=self._shapes, stepped=stepped)
+        if self._in_flight and not all(has_priorities(replica) for replica in self._replicas):
+            self._pending.start()
+        else:
+            self._pending.run()
+            self.settle()
+
+    def settle(self) -> None:
+        """Judge what the engines said of the last update; nothing is known of it if they have not answered by now."""
+        pending, self._pending = self._pending, None
+        if pending is None:
             return
         wrong: list[WeightSyncError] = []
-        for verifier in self._verifiers:
+        for verifier, answer in zip(self._verifiers, pending.taken(len(self._verifiers)), strict=True):
+            if isinstance(answer, EngineError):
+                verifier.leave_unknown(pending.sums, pending.look)
+                self._event("warning", UNANSWERED_EVENT, unanswered(answer))
+                continue
+            engine = verifier.rollout
+            assert isinstance(engine, Engine)
+            engine.answers, engine.shapes = answer, pending.shapes
             try:
-                verifier.verify(self._sums, look, stepped=stepped)
+                verifier.verify(pending.sums, pending.look, stepped=pending.stepped)
             except WeightSyncError as error:
                 wrong.append(error)  # the other servers are judged all the same
+            finally:
+                engine.answers = None  # so that no answer stays in memory until the next update
         if wrong:
             raise wrong[0]
-
-    def _ask(self) -> None:
-        """Ask all engines before any is waited for, so that they compute at once."""
-        prompts, count = self._verifiers[0].prompts.tolist(), self._verifiers[0].decoded
-        decoding = [ask_decode(engine.replica, prompts, count) for engine in self._engines]
-        for engine, pending in zip(self._engines, decoding, strict=True):
-            engine.decoded = answered_decode(pending, prompts, ANSWER_TIMEOUT)
-            engine.probes = ask_probes(engine.replica, [*self._probes.tolist(), *engine.decoded.tokens.tolist()])
-        sums = [ask_sums(engine.replica, self._shapes, ANSWER_TIMEOUT) for engine in self._engines]
-        for engine, pending in zip(self._engines, sums, strict=True):
-            engine.sums, engine.shapes = added(answered_sums(pending, ANSWER_TIMEOUT)), self._shapes
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state with which a resumed run continues the check, as JSON-able data."""
@@ -179,3 +287,38 @@ class RolloutWeights:
             )
         said = [verifier.load_state_dict(kept) for verifier, kept in zip(self._verifiers, engines, strict=True)]
         return next(filter(None, said), None)
+
+
+@dataclass(kw_only=True, eq=False)
+class _Pending:
+    """A question that was asked after an update, with what the actor had then."""
+
+    question: Question
+    look: TrainerLook
+    sums: Mapping[str, BitSums]
+    shapes: Mapping[str, Shape]
+    stepped: bool
+    answers: Sequence[Answers | EngineError] | None = None
+    failure: BaseException | None = None
+
+    def run(self) -> None:
+        """Wait for the answers here."""
+        self.answers = self.question.wait()
+
+    def start(self) -> None:
+        """Wait for the answers in a thread, which ends with the process."""
+        threading.Thread(target=self._run_and_note, name="mismatch-probes", daemon=True).start()
+
+    def _run_and_note(self) -> None:
+        try:
+            self.run()
+        except BaseException as error:  # noqa: BLE001 - a bug of ours, which `taken` raises where it is seen
+            self.failure = error
+
+    def taken(self, engines: int) -> Sequence[Answers | EngineError]:
+        """Return each engine's answers, or that it gave none so far."""
+        if self.failure is not None:
+            raise self.failure
+        if self.answers is None:
+            return [EngineError("the rollout server has not answered before the next update")] * engines
+        return self.answers

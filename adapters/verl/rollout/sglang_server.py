@@ -22,6 +22,7 @@ from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.sglang import RoutingShape, parse_response, read_server, to_provenance
 from mismatch_ext.adapters.sglang.answers import decode_routes
 from mismatch_ext.adapters.sglang.engine import ORIGINAL_LOGPROB
+from mismatch_ext.adapters.transformers.routing.layout import sizes_of_config
 from mismatch_ext.adapters.verl.block import block_of_server
 from verl.workers.rollout.sglang_rollout.async_sglang_server import SGLangHttpServer, SGLangReplica
 
@@ -138,13 +139,9 @@ class MismatchSGLangServer(SGLangHttpServer):
     def _shape(self) -> RoutingShape:
         """Return what a row of routes looks like; only the trainer's model knows which of the layers have experts."""
         text = self.model_config.hf_config.get_text_config()
-        experts = (getattr(text, key, None) for key in ("num_experts", "n_routed_experts", "num_local_experts"))
-        return RoutingShape(
-            num_layers=int(text.num_hidden_layers),
-            layers=tuple(range(int(text.num_hidden_layers))),
-            num_experts=next((int(count) for count in experts if count), 1 << 15),
-            top_k=int(text.num_experts_per_tok),
-        )
+        layers = int(text.num_hidden_layers)
+        num_experts, top_k = sizes_of_config(text)
+        return RoutingShape(num_layers=layers, layers=tuple(range(layers)), num_experts=num_experts, top_k=top_k)
 
 
 class MismatchSGLangReplica(SGLangReplica):

@@ -59,7 +59,7 @@ def verl() -> dict[str, str]:
         return [RolloutAnswer(engine="vllm", expected=1, reports=[each]) for each in reports]
 
     def send(version: int, answers: list[RolloutAnswer]) -> None:
-        origins.sent(version, engine_answers(answers))
+        origins.sent(version, engine_answers(enumerate(answers)))
 
     def check(batch: Any) -> None:
         origins.check(tags_of(batch))

@@ -13,8 +13,10 @@ import torch.utils.checkpoint
 import transformers
 from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.routing import moe_layout, record_routing, replay_routing
+from mismatch_ext.adapters.transformers.routing.layout import sizes_of_config
 from mismatch_ext.adapters.transformers.routing.replay import Replay
 from torch import Tensor, nn
+from transformers import AutoConfig
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError
@@ -210,3 +212,24 @@ def test_routing_in_the_forward_of_a_block_of_foreign_code_is_found() -> None:
 def test_every_family_has_a_name_of_its_own() -> None:
     assert len({family.name for family in families()}) == len(list(families())) == len(FAMILIES)
     assert isinstance(FAMILIES[QWEN], Family) and set(REFUSED) <= set(FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("family", "settings", "sizes"),
+    [
+        ("qwen3_moe", {"num_experts": 16, "num_experts_per_tok": 3}, (16, 3)),
+        ("aria_text", {"moe_num_experts": 16, "moe_topk": 3}, (16, 3)),
+        ("longcat_flash", {"n_routed_experts": 16, "moe_topk": 3}, (16, 3)),
+        ("gemma4_text", {"num_experts": 16, "top_k_experts": 3}, (16, 3)),
+        ("dbrx", {"ffn_config": {"moe_num_experts": 16, "moe_top_k": 3}}, (16, 3)),
+    ],
+)
+def test_a_config_states_its_experts_under_its_familys_names(
+    family: str, settings: Any, sizes: tuple[int, int]
+) -> None:
+    assert sizes_of_config(AutoConfig.for_model(family, **settings)) == sizes
+
+
+def test_a_config_without_experts_per_token_is_refused_by_its_family() -> None:
+    with pytest.raises(ReplayError, match="llama: its config: the number of experts is under none"):
+        sizes_of_config(AutoConfig.for_model("llama"))

@@ -188,6 +188,24 @@ def test_wrong_routes_of_one_sample_are_refused_by_name(faulty: Result, fault: s
     assert reason in faulty[fault]
 
 
+def test_a_scoring_pass_that_is_asked_to_calls_samples_bad_and_replays_the_others(run: Run, moe: Path) -> None:
+    found = run(replaying.judged, model=moe, timeout=300).expect()
+    assert found.pop("all").startswith("RoutingError: request 0 of rank 0's mini-batch")
+    for name, own in found.items():
+        assert own["faults"] == [[0], [3], [3], [0]], name
+        assert max(own["apart"][0], own["apart"][3]) < 1e-5 < own["apart"][1], name
+        assert not own["plain"], name
+        # Without the marks of the driver, an update of the same samples is refused.
+        assert own["unmarked"].startswith("RoutingError: request 1 of rank 0's mini-batch"), name
+        assert own["marked"] == "nothing was refused", (name, own["marked"])
+
+
+def test_a_scoring_pass_that_is_asked_to_calls_samples_with_other_masks_bad(run: Run, moe: Path) -> None:
+    found = run(masking.judged, model=moe, timeout=300).expect()
+    assert found["faults"] == [[6], [6], [0], [0]] and not found["clean"]
+    assert found["marked"] and found["unmarked"].startswith("RecordError: mismatch.sampling_mask: rollout 0")
+
+
 def test_refused_routes_change_no_weight(faulty: Result) -> None:
     assert faulty["untouched"] is True
 
@@ -565,3 +583,13 @@ def test_masks_are_read_off_what_vllm_reports_of_its_most_likely_tokens(run: Run
     for name in ("kept", "objects"):
         assert "RecordError: rollout r, token 0: at least 3 tokens were left to sample from" in found[f"{name} False"]
     assert found["aborted True"] == [[], []]
+
+
+def test_logits_are_widened_only_where_verl_has_no_kernel_of_its_own(run: Run) -> None:
+    assert run(fusing.widened).expect() == {
+        "none": "own float32",
+        "flash": "kernel bfloat16",
+        "flash off": "own float32",
+        "npu": "kernel bfloat16",
+        "npu, flash off": "kernel bfloat16",
+    }

@@ -8,7 +8,7 @@ import pytest
 
 from tests.models import tiny_model
 from tests.peers.verl.cpu.faults import FAULT, MESSAGE
-from tests.peers.verl.main_ppo import VerlRun, dtypes, run_verl
+from tests.peers.verl.main_ppo import VerlRun, dtypes, lasting, run_verl
 from tests.peers.verl.recorded import recorded, shape
 
 pytestmark = pytest.mark.nightly
@@ -40,11 +40,13 @@ def test_the_package_fails_in_the_rollout_only(model: Path, tmp_path: Path) -> N
     assert f"{MESSAGE}: mismatch_ext.adapters.verl" in run.log
 
 
-def test_a_logprob_that_is_not_a_number(tmp_path: Path) -> None:
+def test_a_logprob_that_is_not_a_number_makes_one_row_bad(tmp_path: Path) -> None:
     model = tiny_model("dense", tmp_path / "model")
-    run = failed(tmp_path, ACTING, model=model, fault="nonfinite_logprob")
-    assert "NonFiniteLogprobError" in run.log
-    assert " of step 1, token 1: the engine reported log-probability nan;" in run.log
+    overrides = [*dtypes("float32"), ACTING, *lasting(1)]
+    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, env={FAULT: "nonfinite_logprob"})
+    (step,) = run.expect(1)
+    assert step["mismatch/bad_rows/rollout_logprobs"] == 1
+    assert " of step 1, token 1: the engine's log-probability is nan." in run.log
     assert shape(run.reports) == shape(recorded("dense"))
 
 
@@ -53,10 +55,12 @@ def test_an_engine_that_does_not_record_its_routing(model: Path, tmp_path: Path)
     assert "EngineError" in run.log and "does not record routing" in run.log
 
 
-def test_text_that_an_agent_loop_tokenizes_again(model: Path, tmp_path: Path) -> None:
-    run = failed(tmp_path, "+mismatch.routing={mode:R3,measured:1.0}", model=model, fault="encoded_again")
-    assert "RoutingError" in run.log
-    assert "its token ids are others than those that its routes were recorded of (1 of" in run.log
+def test_text_that_an_agent_loop_tokenizes_again_makes_one_row_bad(model: Path, tmp_path: Path) -> None:
+    overrides = [*dtypes("float32"), "+mismatch.routing={mode:R3,measured:1.0}", *lasting(1)]
+    run = run_verl(tmp_path / "run", overrides, model=model, plugin=True, env={FAULT: "encoded_again"})
+    (step,) = run.expect(1)
+    assert step["mismatch/bad_rows/routes"] == 1
+    assert "its token ids are others than those that its routes were recorded of" in run.log
 
 
 def test_a_vocabulary_larger_than_the_tokenizer(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from mismatch_ext.report import build
 from tests.models import tiny_model
 from tests.peers.death import plain
 from tests.peers.verl.cpu.faults import FAULT
-from tests.peers.verl.main_ppo import VerlRun, dtypes, run_verl
+from tests.peers.verl.main_ppo import PROMPTS, VerlRun, dtypes, run_verl
 
 pytestmark = pytest.mark.nightly
 
@@ -22,9 +22,12 @@ TIMES = ("timing_", "perf/", "actor/perf/")
 # A fault by the name in cpu/faults.py: the check that finds it, at which step, and words of what it says.
 FAULTS = {
     "garbled_weights@1": ("weight_sync", 1, "weight update 2: garbled"),
-    "nonfinite_logprob@2": ("gap", 2, "the engine reported log-probability nan"),
     "moved_temperature@3": ("sampling", 3, "was sampled with temperature=0.7"),
-    "encoded_otherwise@3": ("records", 3, "are not those that the engine sampled"),
+}
+# A fault that makes rows bad: the reason, at which step, how many, and words of what it says.
+BAD = {
+    "nonfinite_logprob@2": ("rollout_logprobs", 2, 1, "the engine's log-probability is nan"),
+    "encoded_otherwise@3": ("tokens", 3, PROMPTS, "are not those that the engine sampled"),
 }
 
 
@@ -33,7 +36,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[VerlRun, VerlRun, Pa
     """Return a stock run, one that is measured, and their folder, both in bfloat16 and with all faults."""
     work = tmp_path_factory.mktemp("measured")
     model = tiny_model("dense", work / "model")
-    env = {FAULT: ",".join(FAULTS)}
+    env = {FAULT: ",".join([*FAULTS, *BAD])}
 
     def ran(name: str, *config: str) -> VerlRun:
         overrides = [*dtypes("bfloat16"), *config, "trainer.save_freq=3"]
@@ -68,7 +71,7 @@ def test_logs_samples_and_parameters_are_stocks_bit_for_bit(runs: tuple[VerlRun,
     assert parameters(work / "measured") == parameters(work / "stock")
 
 
-def test_all_four_faults_are_told_and_end_nothing(runs: tuple[VerlRun, VerlRun, Path]) -> None:
+def test_all_faults_are_told_and_end_nothing(runs: tuple[VerlRun, VerlRun, Path]) -> None:
     _, measured, work = runs
     (folder,) = {path.parent for path in work.rglob("mismatch/metrics.jsonl")}
     run = read_run(folder)
@@ -82,5 +85,11 @@ def test_all_four_faults_are_told_and_end_nothing(runs: tuple[VerlRun, VerlRun, 
         assert check in page
         assert measured.steps[-1][f"mismatch/checks_failed/{check}"] >= 1
     assert {data["check"] for _, data in failed} == {check for check, _, _ in FAULTS.values()}
+    for reason, at, count, words in BAD.values():
+        told = [event.message for event in run.events if (event.name, event.step) == ("bad_rows", at)]
+        assert any(words in message and "The config only measures" in message for message in told), (reason, told)
+        assert [step.get(f"mismatch/bad_rows/{reason}", 0) for step in measured.steps] == [
+            count if number == at else 0 for number in (1, 2, 3)
+        ]
     assert {"mismatch/k3_kl", "mismatch/weight_sync_gap"} <= measured.steps[0].keys()
     assert run.header["acts"] is False and [end.status for end in run.ends] == ["completed"]

@@ -39,14 +39,21 @@ def test_chunks_are_the_whole(run: Run) -> None:
     assert found["unscored"] == [None, found["tokens"]]
 
 
-def test_values_that_are_no_logprobs_are_named_by_their_rollout(run: Run) -> None:
+def test_rows_with_values_that_are_no_logprobs_are_bad_and_left_out(run: Run) -> None:
     found = run(scenarios.unfit).expect()
-    said = "NonFiniteLogprobError: rollout {}: the engine reported log-probability {}; its logits overflowed"
-    assert found["sampled"].startswith(said.format("prompt_5_0 of step 4, token 9", "nan"))
-    assert found["infinite"].startswith(said.format("prompt_2_0 of step 4, token 0", "-inf"))
-    assert found["a tool's"] == found["filled up"] == "nothing was refused"
-    expected = "NonFiniteLogprobError: rollout prompt_6_0 of step 4, token 11: the trainer gives log-probability inf"
-    assert found["trainer's"].startswith(expected)
+    for case, reason, message in (
+        ("sampled", "rollout_logprobs", "rollout prompt_5_0 of step 4, token 9: the engine's log-probability is nan."),
+        (
+            "infinite",
+            "rollout_logprobs",
+            "rollout prompt_2_0 of step 4, token 0: the engine's log-probability is -inf.",
+        ),
+        ("trainer's", "old_logprobs", "rollout prompt_6_0 of step 4, token 11: the trainer's log-probability is inf."),
+    ):
+        assert found[case] == [[reason, message]]
+        assert found[f"{case} left out"] and found[f"{case} lengths"] == 5
+    assert found["a tool's"] == found["filled up"] == []
+    assert found["a tool's lengths"] == found["filled up lengths"] == 6
     assert "rollout prompt_5_0 of step 4 has 9 rollout_log_probs and 30 places" in found["short"]
     assert "calculate_log_probs=True" in found["absent rollout_log_probs"]
     assert "prompt_0_0 to prompt_2_0 of step 4 have no old_log_probs" in found["absent old_log_probs"]
@@ -145,28 +152,20 @@ def test_verls_loggers_keep_a_users_metric_with_our_prefix_in_its_name(run: Run)
     )
 
 
-def test_a_server_that_does_not_answer_the_probes_ends_nothing(run: Run) -> None:
-    found = run(scenarios.busy_servers).expect()
-    ((level, name, message),) = found["said"]
-    assert (level, name) == ("warning", "weight_sync_unanswered") and "did not answer within 120 seconds" in message
-    assert found["gap"] is None
-
-
 def test_rows_are_held_against_what_the_engine_sampled_and_by_which_settings(run: Run) -> None:
     found = run(scenarios.as_sampled).expect()
     nothing = "nothing was refused"
     for case in ("as it was", "masked", "nobody knows"):
-        assert found[case] == [nothing, nothing], case
-    settings, tokens = found["another token"]
-    assert settings == nothing
-    assert tokens.startswith("RecordError: rollout prompt_1_0 of step 4, token 0: the tokens to be trained on are not")
-    assert "in 1 of 3 rollouts" in tokens
+        assert found[case] == [nothing, []], case
+    settings, ((reason, message),) = found["another token"]
+    assert (settings, reason) == (nothing, "tokens")
+    assert message.startswith("rollout prompt_1_0 of step 4, token 0: the tokens to be trained on are not")
     # Three of nine tokens are not those that the request sampled; a row that nobody noted is not counted.
     assert found["another token, metrics"] == {"forked_frac": 1 / 3, "misplaced_frac": 3 / 9}
     for case in ("as it was", "masked", "nobody knows", "moved"):
         assert found[f"{case}, metrics"] == {"forked_frac": 0.0, "misplaced_frac": 0.0}, case
     settings, tokens = found["moved"]
-    assert tokens == nothing
+    assert tokens == []
     assert settings.startswith(
         "RecordError: rollout prompt_2_0 of step 4 was sampled with temperature=0.7, and the trainer"
     )

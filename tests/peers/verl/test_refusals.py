@@ -159,6 +159,10 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
             )
             for overrides, named in (
                 (
+                    ("actor_rollout_ref.actor.entropy_coeff=0.01",),
+                    "actor.entropy_coeff=0.01 with mismatch.sampling_mask",
+                ),
+                (
                     ("actor_rollout_ref.model.use_fused_kernels=True",),
                     "actor_rollout_ref.model.use_fused_kernels=True with mismatch.sampling_mask",
                 ),

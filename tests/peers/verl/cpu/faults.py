@@ -93,6 +93,27 @@ def lost_routes() -> None:
     _spoil_one_answer(STEPS["lost_routes"], spoil)
 
 
+def all_routes_lost() -> None:
+    """Let all answers come without their routing, from the step on."""
+
+    def change(module: Any) -> None:
+        for loop in (module.SeededSingleTurn, module.SeededTools):
+            lose_routes_of(loop)
+
+    def lose_routes_of(loop: Any) -> None:
+        original = loop.run
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await original(self, sampling_params, **kwargs)
+            if kwargs["global_steps"] >= STEPS["all_routes_lost"]:
+                output.routed_experts = None
+            return output
+
+        loop.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
 def encoded_again() -> None:
     """Let one answer's first token be another, as text may be tokenized again; no row of its last token is replayed."""
 
@@ -117,6 +138,52 @@ def encoded_otherwise() -> None:
         module.SeededSingleTurn.run = run
 
     AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
+def bad_answers() -> None:
+    """Let the second answer to each prompt of the step be bad: without routes, of other weights, or not a number."""
+
+    def change(module: Any) -> None:
+        original = module.SeededSingleTurn.run
+        faults = iter(("routes", "version"))
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await original(self, sampling_params, **kwargs)
+            if kwargs["global_steps"] != STEPS["bad_answers"] or kwargs["session_id"] != 1:
+                return output
+            fault = next(faults, "logprob")
+            if fault == "routes":
+                output.routed_experts = None
+            elif fault == "version":
+                output.extra_fields["min_global_steps"] = output.extra_fields["max_global_steps"] = 7
+            else:
+                output.response_logprobs[0] = float("nan")
+            return output
+
+        module.SeededSingleTurn.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
+def weightless_answers() -> None:
+    """Let the second answer to each prompt of the step have loss weight 0, of tokens that verl counts as before."""
+
+    def change(module: Any) -> None:
+        original = module.PPOTrainer._compute_advantage
+
+        def compute(self: Any, batch: Any, metrics: Any) -> Any:
+            batch = original(self, batch, metrics)
+            if self.global_steps == STEPS["weightless_answers"]:
+                keys = [key for key in batch.keys if key.split("_")[-2] == "1"]
+                names = ["response_mask"]
+                data = module.tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
+                data["response_mask"] = data["response_mask"] * 0
+                module.tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=data)
+            return batch
+
+        module.PPOTrainer._compute_advantage = compute
+
+    AfterImport("verl.trainer.ppo.v1.trainer_base", change)
 
 
 def moved_temperature() -> None:
@@ -223,8 +290,11 @@ FAULTS = {
         no_routed_experts,
         nonfinite_logprob,
         lost_routes,
+        all_routes_lost,
         encoded_again,
         encoded_otherwise,
+        bad_answers,
+        weightless_answers,
         moved_temperature,
         garbled_weights,
         stale_weights,

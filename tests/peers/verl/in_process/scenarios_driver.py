@@ -316,7 +316,7 @@ def warmed_up() -> list[float]:
     with driving(section) as (driver, _):
         driver._config.trainer.critic_warmup = 3
         objective.measure_kl = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
-        found = [driver.prepare(None, step)["mismatch/kl_coef"] for step in range(1, 7)]
+        found = [driver.prepare(None, step, None)["mismatch/kl_coef"] for step in range(1, 7)]
     return found
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
+from mismatch_ext.adapters.verl import engine
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine, checked
 from mismatch_ext.adapters.verl.loss import make_loss
 from mismatch_ext.adapters.verl.worker import MismatchWorker
 from tensordict import TensorDict
 from verl.utils import tensordict_utils as tu
+from verl.utils import torch_functional
 from verl.workers.utils.padding import response_from_nested
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig
@@ -98,4 +102,33 @@ def refusals(dense: str) -> dict[str, str]:
         logprobs(built, batch())
     except RuntimeError as error:
         found["untied"] = str(error)
+    return found
+
+
+def widened() -> dict[str, str]:
+    """Return the dtype of logits after they were handed to verl, by the kernels that it has, and by which function takes them."""
+    found = {}
+    for name, flash, npu, off in (
+        ("none", False, False, ""),
+        ("flash", True, False, ""),
+        ("flash off", True, False, "1"),
+        ("npu", False, True, ""),
+        ("npu, flash off", True, True, "1"),
+    ):
+        logits = torch.zeros(2, 4, dtype=torch.bfloat16)
+        taken: list[Any] = []
+        kernel = mock.Mock(side_effect=lambda given, labels, taken=taken, **_: taken.append("kernel") or labels)
+        own = mock.Mock(side_effect=lambda given, labels, taken=taken: taken.append("own") or labels)
+        with (
+            mock.patch.object(torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", flash),
+            mock.patch.object(torch_functional, "NPU_CROSS_ENTROPY_LOSS_AVAILABLE", npu),
+            mock.patch.object(torch_functional, "logprobs_from_logits_flash_attn", kernel),
+            mock.patch.object(torch_functional, "logprobs_from_logits_torch_npu", kernel),
+            mock.patch.object(torch_functional, "logprobs_from_logits_v2", own),
+            mock.patch.dict(os.environ, {"VERL_DISABLE_FLASH_ATTN_CE": off or "0"}),
+        ):
+            output = SimpleNamespace(logits=logits)
+            engine._widen(output)
+            torch_functional.logprobs_from_logits(output.logits, torch.zeros(2, dtype=torch.int64))
+        found[name] = f"{taken[0]} {str(output.logits.dtype).removeprefix('torch.')}"
     return found

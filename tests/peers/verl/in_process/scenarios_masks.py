@@ -9,10 +9,12 @@ from unittest import mock
 
 import numpy as np
 import torch
+from mismatch_ext.adapters.verl.bad_rows import BAD, FAULT, JUDGED, marks
 from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, fields_of, read
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from tensordict import TensorDict
 from torch import Tensor
+from verl.utils import tensordict_utils as tu
 from verl.workers.engine.fsdp import transformer_impl
 
 from mismatch_ext.sampling_mask import TokenSupport
@@ -91,6 +93,25 @@ def masked(model: str) -> dict[str, Any]:
     found["updated"] = logprobs(_unmasked(built, model), plain)
     found["wrong"] = _wrong(model, data, masks, vocabulary)
     return found
+
+
+def judged(model: str) -> dict[str, Any]:
+    """Score a batch of which two samples have each other's masks, and say what the pass returns of them."""
+    built = worker(model, MASKED)
+    vocabulary = int(built.engine.model_config.hf_config.vocab_size)
+    plain = batch()
+    masks = supports(plain, vocabulary)
+    data = with_fields(plain, masks)
+    moved = with_fields(data, [masks[1], masks[0], *masks[2:]])
+    output = built.infer_batch(tu.assign_non_tensor(moved.clone(), **{JUDGED: True}))
+    marked = moved.clone()
+    marked[BAD] = marks([True, True, False, False])
+    return {
+        "faults": [sorted(set(row.tolist())) for row in output[FAULT].unbind()],
+        "clean": FAULT in built.infer_batch(tu.assign_non_tensor(data.clone(), **{JUDGED: True})).keys(),
+        "marked": logprobs(built, marked)[2:] == logprobs(built, data)[2:],
+        "unmarked": refused(built.infer_batch, moved),
+    }
 
 
 def _unmasked(built: Any, model: str) -> Any:

@@ -7,29 +7,26 @@ from copy import deepcopy
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import torch
 from mismatch_ext.adapters.verl import evidence as module
 from mismatch_ext.adapters.verl import measure
 from mismatch_ext.adapters.verl.driver import batch_checks
 from mismatch_ext.adapters.verl.evidence import StoredBatch
-from mismatch_ext.adapters.verl.measure import OLD, SCORED, Measured, Scoring, segments_of
+from mismatch_ext.adapters.verl.measure import OLD, SCORED, BadKeys, Measured, Scoring, segments_of
 from mismatch_ext.adapters.verl.replay import versions
 from mismatch_ext.adapters.verl.rollout.client import SAMPLED, SETTINGS
 from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
 from tensordict import NonTensorStack, TensorDict
 from torch import Tensor
 
-from mismatch_ext.config import KlConfig, MismatchConfig, MonitorConfig
+from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.drift import drift_metrics
-from mismatch_ext.errors import EngineError
 from mismatch_ext.evidence import lines_of
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.weights import TrainerLook
 from tests.peers.verl.in_process.routes import nested, refused
 
 PROMPTS, RESPONSES = (6, 5, 4, 6, 3, 7, 5), (8, 17, 6, 3, 1, 30, 12)
@@ -88,10 +85,16 @@ def batch(given: Queue) -> Any:
     return SimpleNamespace(keys=given.keys, tags=tags, partition_id="train")
 
 
-def measured(given: Queue, scoring: Scoring | None, chunk: int = 3, sample: int = 0) -> Measured:
-    """Measure a batch, so many rows at a time."""
+def measured(given: Queue, scoring: Scoring | None, chunk: int = 3, sample: int = 0, bad: Any = None) -> Measured:
+    """Measure a batch, so many rows at a time; its bad rows are added to `bad`."""
     measure.tq, measure.CHUNK = given, chunk
-    return measure.measure(batch(given), STEP, scoring, longest=17, sample=sample, seed=5)
+    bad = BadKeys(batch(given)) if bad is None else bad
+    return measure.measure(batch(given), STEP, scoring, bad, longest=17, sample=sample, seed=5)
+
+
+def told(bad: Any) -> list[list[str]]:
+    """Return reason and message of each bad row."""
+    return [[fault.reason, fault.message] for _, fault in sorted(bad.rows.faults.items())]
 
 
 def figures(sums: Any) -> dict[str, Any]:
@@ -159,7 +162,15 @@ def unfit() -> dict[str, Any]:
         given = queue()
         given.rows[field][row] = given.rows[field][row].clone()
         given.rows[field][row][token] = value
-        found[name] = refused(measured, given, Scoring())
+        bad = BadKeys(batch(given))
+        stated = measured(given, Scoring(), bad=bad)
+        without = queue()
+        without.rows["response_mask"][row] = torch.zeros_like(without.rows["response_mask"][row])
+        expected = measured(without, Scoring())
+        assert stated.gap is not None and expected.gap is not None
+        found[name] = told(bad)
+        found[f"{name} left out"] = gap_metrics(stated.gap) == gap_metrics(expected.gap)
+        found[f"{name} lengths"] = len(stated.lengths)
     given = queue()
     given.rows["rollout_log_probs"][5] = given.rows["rollout_log_probs"][5][:9]
     found["short"] = refused(measured, given, Scoring())
@@ -199,9 +210,10 @@ def as_sampled() -> dict[str, Any]:
         given = Queue(rows | {"responses": responses, "response_mask": masks, "extra_fields": extra})
         keys = SimpleNamespace(keys=given.keys, tags=[{} for _ in given.keys], partition_id="train")
         batch_checks.tq, batch_checks.CHUNK = given, 2
+        bad = BadKeys(keys)
         metrics: dict[str, float] = {}
-        settings = refused(batch_checks.check_settings, keys, STEP, expected)
-        found[case] = [settings, refused(batch_checks.check_tokens, keys, STEP, metrics)]
+        batch_checks.check_tokens(keys, STEP, bad, metrics)
+        found[case] = [refused(batch_checks.check_settings, keys, STEP, expected), told(bad)]
         found[f"{case}, metrics"] = {name.rpartition("/")[2]: value for name, value in metrics.items()}
     return found
 
@@ -241,15 +253,15 @@ def by_version() -> dict[str, Any]:
     measure.tq, measure.CHUNK = given, 2
     for name, version in (("batch", 7), ("replayed", 7)):
         scoring = Scoring(version=version, replayed=name == "replayed")
-        sums = measure.measure(keys, STEP, scoring, longest=9).drift
+        sums = measure.measure(keys, STEP, scoring, BadKeys(keys), longest=9).drift
         assert sums is not None
         found[name] = drift_metrics(sums)
     del given.rows["extra_fields"]
-    sums = measure.measure(keys, STEP, Scoring(version=7), longest=9).drift
+    sums = measure.measure(keys, STEP, Scoring(version=7), BadKeys(keys), longest=9).drift
     assert sums is not None
     found["nobody knows"] = drift_metrics(sums)
     given.rows["extra_fields"] = extra
-    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), longest=9)
+    found["ahead"] = refused(measure.measure, keys, STEP, Scoring(version=6), BadKeys(keys), longest=9)
     return found
 
 
@@ -261,7 +273,7 @@ def kl() -> dict[str, Any]:
         given = queue()
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
-        sums = measure.measure_kl(batch(given), section)
+        sums = measure.measure_kl(batch(given), section, BadKeys(batch(given)))
         padded = [nested(given.rows[field]).to_padded_tensor(0) for field in (OLD, "ref_log_prob", "response_mask")]
         expected = kl_sums(*padded)
         found[name] = {
@@ -284,12 +296,12 @@ def discarded() -> list[Any]:
             given.rows["rollout_is_weights"] = [torch.ones(len(row)) for row in given.rows["loss_mask"]]
             given.rows["rollout_is_weights"][0][:3] = 0.0
         measure.tq, measure.CHUNK = given, 3
-        parts = list(measure.left_by_correction(batch(given)))
+        parts = list(measure.left_by_correction(batch(given), BadKeys(batch(given))))
         assert len(parts) == 3 and given.most == 3
         kept = [(kept & sampled).sum(1).tolist() for kept, sampled in parts]
         found.append([sum(kept, []), sum((sampled.sum(1).tolist() for _, sampled in parts), [])])
     del given.rows["loss_mask"]
-    return [*found, refused(list, measure.left_by_correction(batch(given)))]
+    return [*found, refused(list, measure.left_by_correction(batch(given), BadKeys(batch(given))))]
 
 
 def grouping() -> dict[str, Any]:
@@ -317,26 +329,3 @@ def users_own_metrics(names: list[str]) -> list[str]:
         driver._log.begin(None)
         driver._record(metrics, STEP)
     return sorted(metrics)
-
-
-def busy_servers() -> dict[str, Any]:
-    """Verify an update of two servers of which one does not answer; return what is said, and what is judged."""
-    from mismatch_ext.adapters.verl.driver import weights as driver_weights
-
-    said: list[tuple[str, str, str]] = []
-    probes = torch.ones(8, 32, dtype=torch.int64)
-    checked = driver_weights.RolloutWeights(
-        None, ["idle", "busy"], MonitorConfig(), probes,
-        dtype="float32", trainer_dtype="float32", event=lambda *event: said.append(event),
-    )  # fmt: skip
-    checked._looked = TrainerLook(logprobs=torch.zeros(8, 31, dtype=torch.float64), fingerprint="of this update")
-
-    def answer(pending: Any, prompts: Any, timeout: float) -> Any:
-        raise EngineError(f"a rollout server did not answer within {timeout:g} seconds")
-
-    with (
-        mock.patch.object(driver_weights, "ask_decode", lambda *asked: asked),
-        mock.patch.object(driver_weights, "answered_decode", answer),
-    ):
-        checked.verify(stepped=True)
-    return {"said": said, "gap": checked.gap}

@@ -20,6 +20,7 @@ import torch
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.torch.shards import named_pieces, named_shards
 from mismatch_ext.adapters.transformers.routing import moe_layout
+from mismatch_ext.adapters.verl.bad_rows import BAD, FAULT, JUDGED, marks
 from mismatch_ext.adapters.verl.rollout.digests import without_digests
 from safetensors.torch import load_file
 from tensordict import NonTensorStack, TensorDict
@@ -319,6 +320,46 @@ def faults(model: str) -> dict[str, Any]:
     ):
         stamps = [{"min_global_steps": first, "max_global_steps": last} for first, last in spans]
         found[name] = tried(0, torch.clone, extra_fields=NonTensorStack(*stamps))
+    return found
+
+
+def judged(model: str) -> dict[str, Any]:
+    """Score a batch of which one sample has other tokens and one has an id out of range, and update it without the two."""
+    routes = other(own_routes(model))
+    good = batch(rollout=routes)
+    data = changed(good)
+    given = [row.clone() for row in data["routed_experts"].unbind()]
+    given[2][2, 1, 0] = 16
+    data["routed_experts"] = nested(given)
+    found: dict[str, Any] = {}
+    for name, options in {
+        "whole": {},
+        "packed": {"use_remove_padding": True},
+        "one by one": {"micro_batch": 1},
+    }.items():
+        built = worker(model, {"routing": R3}, **options)
+        expected = logprobs(built, good)
+        asked = tu.assign_non_tensor(data.clone(), **{JUDGED: True})
+        output = built.infer_batch(asked)
+        scores = response_from_nested(output["log_probs"], data["response_mask"]).unbind()
+        own: dict[str, Any] = {
+            "faults": [sorted(set(row.tolist())) for row in output[FAULT].unbind()],
+            # Experts multiply the tokens of all samples together, so that rounding depends on the others' routes.
+            "apart": [
+                float((row - torch.tensor(wanted)).abs().max()) for row, wanted in zip(scores, expected, strict=True)
+            ],
+            "plain": FAULT in built.infer_batch(tu.assign_non_tensor(good.clone(), **{JUDGED: True})).keys(),
+        }
+        marked = data.clone()
+        marked[BAD] = marks([False, True, True, False])
+        marked["old_log_probs"] = nested([row.float() for row in scores])
+        own["unmarked"] = refused(update, built, marked.exclude(BAD))
+        # In the update the driver has masked the rows; verl's loss here is of all tokens, so only the replay is looked at.
+        own["marked"] = refused(update, built, marked)
+        found[name] = own
+    built = worker(model, {"routing": R3})
+    whole = batch(rollout=nested([torch.zeros_like(row) for row in routes.unbind()]))
+    found["all"] = refused(built.infer_batch, tu.assign_non_tensor(whole, **{JUDGED: True}))
     return found
 
 
