@@ -15,6 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from accelerate import PartialState
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import forget_order
@@ -22,6 +23,7 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers.scoring import evaluating
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.bad_rows import mask_of
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import phantom
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -35,6 +37,7 @@ from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.ranks import together
@@ -205,34 +208,43 @@ class Attached(MeasuredRun):
             lacks_records = checked.lacks_records
         records = None
         held = self.evidence_of(output, output.get(ROLLOUT))
+        bad = BadRows(len(output["completion_ids"]))
         with together(self.ranks), self.checks.checking("records"), self.log.refusing(split, held):
             if not lacks_records:
-                records = self.check_records(output, batch)
+                records = self.check_records(output, batch, bad)
         with self.checks.checking("gap"):
-            gap = self._gap(split, output, records)
+            gap = self._gap(split, output, records, bad)
             if split == "train" and isinstance(self.trainer, GRPOTrainer):
                 self.note(**phantom(self.trainer, output, gap, clips=False, ranks=self.ranks))
         return output
 
-    def _gap(self, split: str, output: dict[str, Any], records: Sequence[RolloutRecord] | None) -> Gap:
-        """Measure the gap of a batch; if that fails on one rank, it fails on all."""
-        mask = output["completion_mask"] * output.get("tool_mask", 1)
+    def _gap(
+        self, split: str, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows
+    ) -> Gap:
+        """Count the bad rows of a batch, and measure the gap of the others; if that fails on one rank, it fails on all."""
         with together(self.ranks):
             # First, because ranks that share a model take this pass together.
             old = self._score_batch(output) if output.get(OLD) is None else output[OLD]
             rollout = output.get(ROLLOUT)
+            mask = mask_of(output, bad)
             if rollout is None:
                 rollout = self._recorded(records, mask)
+            bad.add_non_finite("rollout_logprobs", rollout, mask)
+            bad.add_non_finite("old_logprobs", old, mask)
+            mask = mask_of(output, bad)
             held = self.evidence_of(output, rollout)
             held.trainer = old
-            held.routes = None if records is None else [record.routing for record in records]
+            held.routes = None if records is None else [None if one is None else one.routing for one in records]
+            self.log.count_bad_rows(split, bad, held)
+            good = mask.bool()
+            old, rollout = torch.where(good, old, 0.0), torch.where(good, rollout, 0.0)
             with self.log.holding(split, held):
-                self.log.observe(split, old, rollout, mask.bool())
+                self.log.observe(split, old, rollout, good)
             if (ratio := output.get("importance_sampling_ratio")) is not None:
                 self.log.mask(split, ratio, mask)
-        return old, rollout, mask.bool()
+        return old, rollout, good
 
-    def _recorded(self, records: Sequence[RolloutRecord] | None, mask: Tensor) -> Tensor:
+    def _recorded(self, records: Sequence[RolloutRecord | None] | None, mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them."""
         if records is None:
             raise RecordError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -14,8 +15,10 @@ from mismatch_ext.adapters.transformers.routing import MoeLayout
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
+from mismatch_ext.adapters.vllm.routing import judged_traces
 from torch import Tensor
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.patching import applied
@@ -185,19 +188,27 @@ class CheckedGeneration:
         with self.engine.captured(version) as outputs, applied(*patches):
             result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
         with self._refusing():
+            bad = BadRows(len(result[1]))
             supports = None
             if self.masks is not None:
-                supports, result = self.masks.of(result, outputs if patches else None)
+                supports, result = self.masks.of(result, outputs if patches else None, bad)
             self.keep(
                 result,
-                routing=self._routing(outputs, len(result[1])),
+                bad,
+                routing=self._routing(outputs, bad),
                 supports=supports,
                 finish_reasons=_finish_reasons(outputs, result[1]),
             )
         return result
 
-    def keep(self, result: tuple[Any, ...], **known: Any) -> None:
-        """Make records of what TRL's wrapper returned, and keep them while there is a batch; `known` are arguments of theirs."""
+    def keep(self, result: tuple[Any, ...], bad: BadRows | None = None, **known: Any) -> None:
+        """Make records of what TRL's wrapper returned, and keep them while there is a batch.
+
+        Args:
+            result: What it returned.
+            bad: The rows whose routes or masks could not be read.
+            known: Arguments of `to_records`.
+        """
         prompt_ids, completion_ids, logprobs, _ = result
         sampled = [[top[0] for top in row] for row in logprobs]
         provenance = self.provenance()
@@ -211,19 +222,22 @@ class CheckedGeneration:
         )
         with self.run.log.refusing(self.run.split, batch):
             records = to_records(prompt_ids, completion_ids, sampled, provenance=provenance, **known)
+        for row, fault in (bad.faults if bad is not None else {}).items():
+            if records[row].fault is None:
+                records[row] = replace(records[row], fault=fault)
         if self._kept is not None:
             self._kept += records
 
-    def _routing(self, outputs: Sequence[Any], completions: int) -> list[RoutingTrace] | None:
-        """Return the routes of the completions that were just sampled, in their order."""
+    def _routing(self, outputs: Sequence[Any], bad: BadRows) -> list[RoutingTrace | None] | None:
+        """Return the routes of the completions that were just sampled, in their order; None for those of bad rows."""
         if self.layout is None:
             return None
-        if len(outputs) != completions:
+        if len(outputs) != bad.size:
             raise RecordError(
-                f"{completions} completions, but {len(outputs)} outputs of LLM.generate were seen: something else stands in for "
+                f"{bad.size} completions, but {len(outputs)} outputs of LLM.generate were seen: something else stands in for "
                 "it, so the routes of the completions are not known. Remove it, or mismatch.routing."
             )
-        return engine.to_traces(outputs, shape=self.layout.shape, version=self.weight_version)
+        return judged_traces(outputs, shape=self.layout.shape, version=self.weight_version, bad=bad)
 
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch.nn.functional as F
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
 from mismatch_ext.adapters.accelerate.sharded import ZERO3, zero_stage
 from mismatch_ext.adapters.transformers import vocabulary_surplus
+from mismatch_ext.adapters.trl.bad_rows import judge_records
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.host import TrainerRun
@@ -23,6 +25,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from trl.trainer import grpo_trainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.names import PREFIX
 from mismatch_ext.ranks import together
@@ -137,18 +140,35 @@ class MeasuredRun(TrainerRun):
         for name, value in metrics.items():
             self.trainer._metrics[self.mode][PREFIX + name].append(value)
 
-    def check_records(self, output: Mapping[str, Any], batch: RolloutPass) -> list[RolloutRecord]:
-        """Return the rollout of each row, refusing those not of the present weights, or not the tokens being trained on."""
-        if batch.records and self.checked is not None:
-            origin = one_provenance((f"row {row}", one.provenance) for row, one in enumerate(batch.records))
-            expect_present(origin, self.checked.weight_version)
-        return batch.records_of(output)
+    def check_records(self, output: Mapping[str, Any], batch: RolloutPass, bad: BadRows) -> list[RolloutRecord | None]:
+        """Return the rollout of each row, and call rows bad whose rollout is faulty, of other weights, or of other tokens.
 
-    def recorded_logprobs(self, records: Sequence[RolloutRecord], mask: Tensor) -> Tensor:
+        Args:
+            output: The batch that TRL has made.
+            batch: What is known of it.
+            bad: Takes the bad rows; one of other tokens has None for its rollout.
+
+        Raises:
+            RecordError: All rollouts are of other weights or of other tokens, or they come from different engines.
+        """
+        records = batch.records
+        if self.checked is None:
+            return batch.records_of(output, bad)
+        version = self.checked.weight_version
+        one_engine = [replace(record.provenance, weight_version=version) for record in records]
+        if records:
+            one_provenance((f"row {row}", origin) for row, origin in enumerate(one_engine))
+            present = [record.provenance.weight_version == version for record in records]
+            if not any(present):
+                expect_present(records[0].provenance, version)
+        found = batch.records_of(output, bad)
+        judge_records(bad, found, version)
+        return found
+
+    def recorded_logprobs(self, records: Sequence[RolloutRecord | None], mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
-        rows = pad_sequence(
-            [torch.tensor(record.rollout_logprobs, dtype=torch.float32) for record in records], batch_first=True
-        )
+        known = [() if record is None else record.rollout_logprobs for record in records]
+        rows = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in known], batch_first=True)
         return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
 
     # Logs, and what a checkpoint holds.

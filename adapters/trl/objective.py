@@ -216,17 +216,18 @@ class Objective:
                     "first: class T(Yours, MismatchGRPOTrainer)."
                 )
         mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
+        good = mask.masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
         if kl is not None and not kl.config.in_loss and not reinforces:
             # In the rewards alone it adds nothing to the loss, which may be of parts of the micro-batch: then it is not logged.
             reference = inputs["ref_per_token_logps"]
             known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
-            self._log_kl(kl, (known or [reference])[0], reference, mask if known else torch.zeros_like(mask))
+            self._log_kl(kl, (known or [reference])[0], reference, good if known else torch.zeros_like(mask))
             return loss
         logps = self._scored_logps(passes, model, inputs)
         term = torch.zeros_like(logps)
         if kl is not None:
             term = term + kl_loss(kl, logps, inputs, mask)
-            self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], mask)
+            self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], good)
         if correction is not None and reinforces:
             advantages = inputs["advantages"]
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]

@@ -17,6 +17,7 @@ from mismatch_ext.adapters.trl.replay import RowKey, Rows, Scores, matching, pro
 from mismatch_ext.adapters.trl.sampling_mask import RowMask
 from torch import Tensor
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
@@ -83,8 +84,16 @@ class RolloutPass:
     others_with_gradients: bool = False  # whether the policy has scored other rows with gradients
     trl_loss_checked: bool = False  # whether each row that TRL's own loss was given is known to be replayed
 
-    def records_of(self, output: Mapping[str, Any]) -> list[RolloutRecord]:
-        """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows."""
+    def records_of(self, output: Mapping[str, Any], bad: BadRows) -> list[RolloutRecord | None]:
+        """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.
+
+        Args:
+            output: The batch.
+            bad: Takes the rows whose tokens are not those of a record.
+
+        Raises:
+            RecordError: No row has a record's tokens.
+        """
         ids, length = output["completion_ids"], output["completion_ids"].size(1)
         tokens, real = (
             torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
@@ -92,7 +101,8 @@ class RolloutPass:
         samples: defaultdict[tuple[int, ...], list[RolloutRecord]] = defaultdict(list)
         for record in self.records:
             samples[record.prompt_ids].append(record)
-        found, taken = [], Counter[int]()
+        found: list[RolloutRecord | None] = []
+        taken = Counter[int]()
         prompts = prompts_of(tokens, real, length)
         for row, (prompt, completion, mask) in enumerate(
             zip(prompts, ids.tolist(), output["completion_mask"].tolist(), strict=True)
@@ -105,14 +115,19 @@ class RolloutPass:
                 and not any(mask[count:])
             ]
             if not fitting:
-                raise RecordError(
+                message = (
                     f"row {row}: the tokens to be trained on are not those that the engine sampled ({len(self.records)} "
                     f"completions for {len(ids)} rows). Generate with trainer.vllm_generation.generate, and put a class that "
                     "changes tokens or adds rows first: class T(Yours, MismatchGRPOTrainer)."
                 )
+                bad.add(row, "tokens", message)
+                found.append(None)
+                continue
             _, _, record = max(fitting, key=lambda candidate: candidate[:2])
             taken[id(record)] += 1
             found.append(record)
+        if found and all(record is None for record in found):
+            raise RecordError(bad.faults[0].message)
         return found
 
     def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,8 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingTrace, align, share_prompts
+from mismatch_ext.routing import RoutingShape, RoutingTrace, align, share_prompts
+from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
@@ -89,6 +91,8 @@ def matching(
     found = []
     for (row, cut), mask in zip(pairs, real, strict=True):
         fitting = [trace for trace in traces if _is_of(trace, row, cut)]
+        # Of equal rows one may be bad. Then both are, and whatever the trace, nothing of them is trained on.
+        fitting = [trace for trace in fitting if trace.rows] or fitting
         alike = [fitted(trace, mask, length) for trace in fitting]
         if not fitting or not all(trace.same_as(alike[0]) for trace in alike):
             return None
@@ -96,10 +100,41 @@ def matching(
     return found
 
 
+def no_routes(tokens: Sequence[int], shape: RoutingShape, version: int) -> RoutingTrace:
+    """Return an empty trace of a bad row's tokens, which the model then routes itself as it does padding."""
+    nothing = torch.zeros(0, len(shape.layers), shape.top_k, dtype=storage_dtype(shape.num_experts))
+    # The last token has no row in any trace of an engine's.
+    known = torch.tensor(tokens, dtype=torch.int32)[: max(len(tokens) - 1, 0)]
+    return RoutingTrace(
+        parts=(nothing,),
+        layers=shape.layers,
+        num_experts=shape.num_experts,
+        start=len(known),
+        versions=((0, version),),
+        tokens=known,
+    )
+
+
+def with_bad_rows(traces: Sequence[RoutingTrace], rows: Rows, shape: RoutingShape) -> list[RoutingTrace] | None:
+    """Return the routes of each row of a scoring pass, empty ones for rows of other tokens; None if all rows are."""
+    tokens, attention_mask, length = rows
+    found: list[RoutingTrace] = []
+    known = False
+    for row, mask in zip(tokens, attention_mask, strict=True):
+        fitting = matching(traces, row[None], mask[None], length)
+        if fitting is not None:
+            known = True
+            found.append(fitting[0])
+            continue
+        found.append(no_routes(row[mask.bool()].tolist(), shape, version=0))
+    return found if known else None
+
+
 def _is_of(trace: RoutingTrace, row: Tensor, truncated: bool) -> bool:
     """Tell whether a trace is of the tokens of a row, whose completion may have been made padding."""
     known = trace.tokens
-    if known is None or trace.start:
+    lacks_first_rows = trace.rows > 0 and trace.start > 0
+    if known is None or lacks_first_rows:
         return False
     if truncated:
         return len(row) <= len(known) and torch.equal(known[: len(row)], row)
@@ -165,7 +200,11 @@ def fitted(trace: RoutingTrace, mask: Tensor, length: int) -> RoutingTrace:
     """Drop a completion's routes where `mask_truncated_completions` has turned the completion into padding."""
     if bool(mask[-length:].any()):
         return trace
-    return trace.slice(0, max(int(mask.sum()) - trace.start, 0))
+    tokens = int(mask.sum())
+    if not trace.rows and trace.tokens is not None:
+        start = min(trace.start, tokens)
+        return replace(trace, start=start, tokens=trace.tokens[:start])
+    return trace.slice(0, max(tokens - trace.start, 0))
 
 
 def _chunks(rows: int, batch_size: int | None) -> Iterator[slice]:

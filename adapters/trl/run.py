@@ -7,7 +7,8 @@ policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`,
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
+from mismatch_ext.adapters.trl.bad_rows import include_equal_rows, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -38,7 +40,7 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_device, check_reference
-from mismatch_ext.adapters.trl.replay import ScoreReplay
+from mismatch_ext.adapters.trl.replay import RowKey, ScoreReplay, row_keys
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
@@ -54,8 +56,9 @@ from mismatch_ext.patches.vllm.top_logprobs import top_logprobs
 from torch import Tensor
 from trl import GRPOTrainer, RLOOTrainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, ReplayError
+from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, ReplayError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums
@@ -66,6 +69,7 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sums import over_ranks
 
 
@@ -296,23 +300,29 @@ class TrlRun(MeasuredRun):
         training = self.trainer.model.training
         self.scoring.passes = None  # what follows are passes of our own
         held = self.evidence_of(output, output.get(ROLLOUT))
+        bad = BadRows(len(output["completion_ids"]))
         with together(self.ranks), self.log.refusing(self.split, held):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(batch, output)
+            records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
                 output[MASKS] = self.scoring.batch_masks(batch, output)
         if self.scoring.masking is not None:
             self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
-        mask = output["completion_mask"]
-        if "tool_mask" in output:
-            mask = mask * output["tool_mask"]
-        gap = self._gap(batch, output, mask, held) if self.trainer.use_vllm else None
+        old = self._judged_logprobs(output, records, bad)
+        held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
+        self._take_out(output, bad, held)
+        mask = mask_of(output, bad)
+        gap = None
+        if old is not None and records is not None:
+            gap = self._gap(output, old, records, mask, held)
         if gap is not None and self.routing is not None and self.routing.draws.native_gap():
             with overridden(self.scoring, routing=None):
                 native = self.score_again(output)
             with together(self.ranks):
+                native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
                 self.log.observe(self.split, native, output[ROLLOUT], mask.bool(), native=True)
         if gap is not None and self.correction is not None:
             self._correct(self.correction, output, gap[0], mask)
@@ -327,18 +337,50 @@ class TrlRun(MeasuredRun):
         self.objective.follow_batch(output, mask, batch, gap)
         return output
 
-    def _gap(self, batch: RolloutPass, output: dict[str, Any], mask: Tensor, held: ColumnBatch) -> Gap:
-        """Measure the gap of a batch, whose records have to be those of its rows."""
-        with together(self.ranks), self.log.refusing(self.split, held):
-            records = self.check_records(output, batch)
-        with together(self.ranks), self.log.holding(self.split, held):
+    def _judged_logprobs(
+        self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows
+    ) -> Tensor | None:
+        """Return the old log-probabilities `[B, T]`, and call rows bad of which they or the engine's are not finite.
+
+        Args:
+            output: The batch, which gets the engine's log-probabilities where TRL drops them.
+            records: The rollout of each row; None without an engine, where a batch may have no old log-probabilities.
+            bad: Takes the bad rows.
+        """
+        mask = mask_of(output, bad)
+        with together(self.ranks):
             # First, because ranks that share a model take this pass together.
-            old_logprobs = self.old_logprobs(output)
-            if ROLLOUT not in output:
+            old = output.get(OLD) if records is None else self.old_logprobs(output)
+            if records is not None and ROLLOUT not in output:
                 output[ROLLOUT] = self.recorded_logprobs(records, mask)
-            gap = (old_logprobs, output[ROLLOUT], mask.bool())
-            held.trainer, held.rollout = old_logprobs, output[ROLLOUT]
-            held.routes = [record.routing for record in records]
+            if records is not None:
+                bad.add_non_finite("rollout_logprobs", output[ROLLOUT], mask)
+            if old is not None:
+                bad.add_non_finite("old_logprobs", old, mask)
+        return old
+
+    def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
+        """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
+        found = set[RowKey]()
+        if len(bad):
+            found = include_equal_rows(bad, row_keys(*rows_of_batch(output)))
+        self.log.count_bad_rows(self.split, bad, held)
+        self.scoring.bad_rows[self.mode] = found
+        if len(bad):
+            take_out(output, bad.flags(output["completion_ids"].device))
+
+    def _gap(
+        self,
+        output: dict[str, Any],
+        old_logprobs: Tensor,
+        records: Sequence[RolloutRecord | None],
+        mask: Tensor,
+        held: ColumnBatch,
+    ) -> Gap:
+        """Measure the gap of the rows of a batch that are not bad."""
+        with together(self.ranks), self.log.holding(self.split, held):
+            gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
+            held.routes = [None if record is None else record.routing for record in records]
             self.log.observe(self.split, *gap)
         return gap
 
@@ -386,7 +428,18 @@ class TrlRun(MeasuredRun):
             self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def grad_norm(self, norm: Any) -> None:
-        """Let the gradient norm lead the rate of the step that is about to be taken."""
+        """Let the gradient norm lead the rate of the step that is about to be taken.
+
+        Raises:
+            NonFiniteLogprobError: It is not finite, and nothing skips the step. The norm is that of all ranks, so that all
+                of them raise.
+        """
+        skips = self.trainer.accelerator.scaler is not None or self.trainer.is_deepspeed_enabled
+        if not skips and norm is not None and not math.isfinite(float(norm)):
+            raise NonFiniteLogprobError(
+                f"the gradient norm of step {self.step + 1} is {float(norm)}: the trainer's own pass is not finite, and the step "
+                "would spoil every weight. Go back to the last checkpoint and look at the log-probabilities of the batch."
+            )
         if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
             self.lr.rate.collect({"grad_norm": float(norm)})
 

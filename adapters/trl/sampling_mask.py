@@ -10,11 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.trl.replay import RowKey, row_key
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.patching import Patch
 from mismatch_ext.ranks import Ranks
@@ -42,21 +44,50 @@ class EngineMasks:
         """Patches that keep these tokens as numbers while the engine generates; none where each token has to be an object."""
         return top_logprobs()
 
-    def of(self, result: tuple[Any, ...], outputs: Sequence[Any] | None) -> tuple[list[TokenSupport], tuple[Any, ...]]:
-        """Return each completion's masks, and the result with the sampled tokens alone; `outputs` is None without `patches`."""
+    def of(
+        self, result: tuple[Any, ...], outputs: Sequence[Any] | None, bad: BadRows
+    ) -> tuple[list[TokenSupport | None], tuple[Any, ...]]:
+        """Return each completion's masks, None for bad rows, and the result with the sampled tokens alone.
+
+        Args:
+            result: What TRL's wrapper returned.
+            outputs: The engine's outputs; None without `patches`.
+            bad: Takes the rows of which no masks can be made.
+        """
         prompts, completions, tops, ids = result
         if tops is None or ids is None:
             raise RecordError("the engine returned no log-probabilities, of which sampling masks are made.")
         kept = _kept(outputs or ())
         if kept or (outputs is not None and not outputs):
             left = [self._left_of(row, tokens, kept) for row, tokens in enumerate(completions)]
-            return supports_of(left, asked=self.asked, vocabulary=self.vocabulary), result
-        supports, sampled = [], []
+            return self._judged(left, bad), result
+        supports: list[TokenSupport | None] = []
+        sampled = []
         for row, (tokens, values, names) in enumerate(zip(completions, tops, ids, strict=True)):
-            found = TokenSupport.from_top(names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row))
-            supports.append(found)
+            support = None
+            with bad.judging(row, "mask"):
+                support = TokenSupport.from_top(
+                    names, values, asked=self.asked, vocabulary=self.vocabulary, name=str(row)
+                )
+            supports.append(support)
             sampled.append([[top[of.index(token)]] for token, top, of in zip(tokens, values, names, strict=True)])
+        _expect_some(supports, bad)
         return supports, (prompts, completions, sampled, [[[token] for token in tokens] for tokens in completions])
+
+    def _judged(self, left: Sequence[LeftTokens], bad: BadRows) -> list[TokenSupport | None]:
+        """Return the support of each completion; None for bad rows."""
+        try:
+            return [*supports_of(left, asked=self.asked, vocabulary=self.vocabulary)]
+        except RecordError:
+            pass  # one pass over all rows does not say which of them are bad
+        supports: list[TokenSupport | None] = []
+        for row, tokens in enumerate(left):
+            support = None
+            with bad.judging(row, "mask"):
+                support = tokens.support(asked=self.asked, vocabulary=self.vocabulary, name=str(row))
+            supports.append(support)
+        _expect_some(supports, bad)
+        return supports
 
     def _left_of(self, row: int, tokens: Any, kept: dict[int, LeftTokens]) -> LeftTokens:
         if not tokens:
@@ -76,13 +107,28 @@ def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:
     return {id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)}
 
 
-def masks_of(records: Sequence[RolloutRecord]) -> list[RowMask]:
-    """Return the masks of rollouts; an engine that was asked for masks and gave none has been refused before."""
+def _expect_some(supports: Sequence[TokenSupport | None], bad: BadRows) -> None:
+    """Refuse an engine none of whose answers has masks: that is no fault of single rows."""
+    if supports and all(support is None for support in supports):
+        raise RecordError(bad.faults[0].message)
+
+
+def masks_of(records: Sequence[RolloutRecord], vocabulary: int) -> list[RowMask]:
+    """Return the masks of rollouts over that many tokens; those of bad rows are empty, so that they score 0."""
     found = []
     for record in records:
-        assert record.support is not None  # CheckedGeneration has read it
-        found.append(RowMask(row_key(record.prompt_ids, record.response_ids), record.support))
+        support = record.support
+        if support is None:
+            support = TokenSupport.empty(len(record.response_ids), vocabulary)
+        found.append(RowMask(row_key(record.prompt_ids, record.response_ids), support))
     return found
+
+
+def without_masks(key: RowKey, vocabulary: int) -> RowMask:
+    """Return the empty masks of a row that is found by `key`."""
+    _, completion = key
+    tokens = len(completion) // np.dtype(np.int32).itemsize
+    return RowMask(key, TokenSupport.empty(tokens, vocabulary))
 
 
 def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> float:
@@ -95,16 +141,23 @@ def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> f
     return float(ids / max(sampled, 1))
 
 
-def masks_of_rows(masks: Sequence[RowMask], keys: Sequence[RowKey]) -> list[RowMask] | None:
+def masks_of_rows(
+    masks: Sequence[RowMask], keys: Sequence[RowKey], vocabulary: int | None = None
+) -> list[RowMask] | None:
     """Return the mask of each row of a scoring pass, found by its tokens; None if some are not known.
 
-    Rows of the same tokens have one mask in every pass, whatever part of a batch it is over.
+    Rows of the same tokens have one mask in every pass, whatever part of a batch it is over. With a `vocabulary`, rows that are
+    not known get empty masks if others are known.
     """
     known: dict[RowKey, RowMask] = {}
     for mask in masks:
         known.setdefault(mask.row, mask)
         known.setdefault((mask.row[0], b""), mask)  # a completion may have been turned into padding
     found = [known.get(key) for key in keys]
+    if vocabulary is not None and any(found):
+        found = [
+            without_masks(key, vocabulary) if mask is None else mask for key, mask in zip(keys, found, strict=True)
+        ]
     return None if None in found else cast("list[RowMask]", found)
 
 

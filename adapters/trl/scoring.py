@@ -8,14 +8,25 @@ same way, as `inputs["sampling_mask"]`. A pass is known by its tokens, never by 
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+from mismatch_ext.adapters.trl.bad_rows import as_constants, flags_of
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.replay import RowKey, Rows, ScoreReplay, Scores, row_keys, share
+from mismatch_ext.adapters.trl.replay import (
+    RowKey,
+    Rows,
+    ScoreReplay,
+    Scores,
+    no_routes,
+    row_keys,
+    share,
+    with_bad_rows,
+)
 from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
@@ -55,6 +66,8 @@ class Scoring:
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
+        # Bad rows of the last batch, by TRL's name of what runs: an evaluation comes between a batch and its last loss.
+        self.bad_rows: defaultdict[str, set[RowKey]] = defaultdict(set)
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -79,8 +92,22 @@ class Scoring:
         *args: Any,
         **options: Any,
     ) -> Scores:
-        """Score tokens as TRL does, under the routes and over the masks that were recorded for them."""
-        rows, batch = (input_ids, attention_mask, logits_to_keep), self.rollouts
+        """Score tokens as TRL does, under the routes and over the masks that were recorded for them, bad rows as constants."""
+        rows = (input_ids, attention_mask, logits_to_keep)
+        scores = self._score(host, model, rows, *args, **options)
+        known, generates = self.bad_rows[self.run.mode], self.rollouts is not None and self.rollouts.fresh
+        if not known or generates or self.ours or self.is_reference(model) or not self._is_trained(model):
+            return scores
+        return as_constants(scores, flags_of(row_keys(*rows), known))
+
+    def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return which rows of a micro-batch are bad `[B]`, bool."""
+        known = self.bad_rows[self.run.mode]
+        keys = row_keys(*rows_of_batch(inputs)) if known else [(b"", b"")] * len(inputs["completion_ids"])
+        return flags_of(keys, known).to(inputs["completion_ids"].device)
+
+    def _score(self, host: Host, model: Any, rows: Rows, *args: Any, **options: Any) -> Scores:
+        batch = self.rollouts
         if batch is None or not self.sections:
             # Without a batch it is somebody's own pass, over tokens without routes and masks.
             return cast("Scores", host(model, *rows, *args, **options))
@@ -122,6 +149,8 @@ class Scoring:
             return cast("Scores", host(model, *rows, **options)), routing is None
         self._take_engines_routes(batch)
         routes = batch.routes_of(*rows)
+        if routes is None and batch.fresh and routing.config.mode == "R3":
+            routes = self._partly_known_routes(batch, rows)
         if routes is None and batch.fresh and routing.config.mode == "R2":
             if not reference:
                 scores, recorded = routing.record(host, model, rows, self.run.step, **options)
@@ -139,6 +168,16 @@ class Scoring:
         before = routing.forwards
         scores = routing.replay(host, model, rows, routes, split, **options)
         return scores, routing.forwards > before
+
+    def _partly_known_routes(self, batch: RolloutPass, rows: Rows) -> list[RoutingTrace] | None:
+        """Return the routes of a pass over the batch in which some rows are of other tokens; None if all rows are.
+
+        Rows of other tokens are bad, and the model routes them itself.
+        """
+        assert self.routing is not None
+        if batch.joining or not batch.routes:
+            return None
+        return with_bad_rows(batch.routes[0], rows, self.routing.layout.shape)
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
@@ -221,6 +260,8 @@ class Scoring:
             # TRL took no pass over the batch's tokens that R2 could record.
             batch.policy = again()
             routes = batch.routes_of(*rows)
+        if routes is None and not recorded:
+            routes = self._partly_known_routes(batch, rows)
         if routes is None:
             raise RoutingError(_OTHER_TOKENS.format(when="recorded while the batch was sampled", **self._of_routes))
         if recorded:
@@ -229,11 +270,8 @@ class Scoring:
 
     def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
         """Return the masks of a batch that has been scored, one for each row."""
-        known = {
-            mask.row: mask for mask in reversed(masks_of(batch.records))
-        }  # the first of the same tokens, as in passes
-        masks = [known[mask.row] for mask in masks_of(batch.records_of(output))]
-        if masks_of_rows(masks, row_keys(*rows_of_batch(output))) is None:
+        masks = self._masks_of(batch, row_keys(*rows_of_batch(output)))
+        if masks is None:
             raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 
@@ -256,16 +294,31 @@ class Scoring:
         assert self.routing is not None
         if batch.joining or self.routing.config.mode != "R3" or len(batch.records) <= sum(map(len, batch.routes)):
             return
-        routes, checked = [], self.run.checked
+        routes, shape = [], self.routing.layout.shape
         for record in batch.records:
-            assert checked is not None and record.routing is not None  # recorded, or refused, where it has a layout
-            record.routing.expect_version(checked.weight_version)
-            routes.append(record.routing)
+            trace = record.routing
+            if trace is None:
+                ids = (*record.prompt_ids, *record.response_ids)
+                trace = no_routes(ids, shape, record.provenance.weight_version)
+            routes.append(trace)
         batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
 
     def _masks_of(self, batch: RolloutPass, keys: Sequence[RowKey]) -> list[RowMask] | None:
-        """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows."""
-        return None if batch.joining else masks_of_rows(batch.masks or masks_of(batch.records), keys)
+        """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows.
+
+        In a batch that is being scored, rows of other tokens are bad if some rows are known, and get empty masks.
+        """
+        if batch.joining:
+            return None
+        if batch.masks:
+            return masks_of_rows(batch.masks, keys)
+        assert self.run.checked is not None and self.run.checked.masks is not None
+        vocabulary = self.run.checked.masks.vocabulary
+        of_batch = masks_of(batch.records, vocabulary)
+        masks = masks_of_rows(of_batch, keys)
+        if masks is None and batch.fresh:
+            masks = masks_of_rows(of_batch, keys, vocabulary)
+        return masks
 
     def is_reference(self, model: Any) -> bool:
         """Tell whether a pass is the reference policy's: a model of its own, or the trained one without its adapter."""

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 from numpy.typing import NDArray
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import EngineError, RoutingError
 from mismatch_ext.routing import RoutingShape, RoutingTrace
 
@@ -153,31 +154,61 @@ def to_traces(
     if len(given) != len(outputs) or (n is not None and any(len(output.outputs) != n for output in outputs)):
         responses = sum(len(output.outputs) for output in outputs)
         raise RoutingError(f"{responses} responses for {len(given)} prompts with n={n}; allowed: n per prompt.")
-    traces = []
-    for output, ids in zip(outputs, given, strict=True):
+    return [
+        _trace_of(output, completion, output.prompt_token_ids if ids is None else ids, shape, version)
+        for output, ids in zip(outputs, given, strict=True)
+        for completion in output.outputs
+    ]
+
+
+def judged_traces(
+    outputs: Sequence[RequestOutput], *, shape: RoutingShape, version: int, bad: BadRows
+) -> list[RoutingTrace | None]:
+    """Turn vLLM's outputs into traces as `to_traces` does; a completion without usable routes is a bad row, and has None.
+
+    Args:
+        outputs: What `LLM.generate` returned.
+        shape: As for `to_traces`.
+        version: As for `to_traces`.
+        bad: Takes the bad rows; row i is the i-th completion.
+
+    Raises:
+        RoutingError: Not one completion has usable routes.
+    """
+    traces: list[RoutingTrace | None] = []
+    for output in outputs:
         for completion in output.outputs:
-            request = f"{output.request_id}/{completion.index}"
-            prompt = output.prompt_token_ids if ids is None else ids
-            if prompt is None:
-                raise RoutingError(
-                    f"request {request}: its prompt has no token ids (prompt embeddings?), so its rows cannot be counted; prompt "
-                    "with token ids."
-                )
-            if completion.routed_experts is None:
-                raise RoutingError(f"request {request}: vLLM returned no routing; {_why_none(completion)}")
-            traces.append(
-                RoutingTrace.ingest(
-                    completion.routed_experts,
-                    num_experts=shape.num_experts,
-                    layers=shape.layers,
-                    tokens=[*prompt, *completion.token_ids],
-                    version=version,
-                    request=request,
-                    top_k=shape.top_k,
-                    last_row=False,
-                )
-            )
+            trace = None
+            with bad.judging(len(traces), "routes"):
+                trace = _trace_of(output, completion, output.prompt_token_ids, shape, version)
+            traces.append(trace)
+    if traces and all(trace is None for trace in traces):
+        raise RoutingError(bad.faults[0].message)
     return traces
+
+
+def _trace_of(
+    output: Any, completion: Any, prompt: Sequence[int] | None, shape: RoutingShape, version: int
+) -> RoutingTrace:
+    """Return the routes of one completion; raises RoutingError if they are missing or malformed."""
+    request = f"{output.request_id}/{completion.index}"
+    if prompt is None:
+        raise RoutingError(
+            f"request {request}: its prompt has no token ids (prompt embeddings?), so its rows cannot be counted; prompt with "
+            "token ids."
+        )
+    if completion.routed_experts is None:
+        raise RoutingError(f"request {request}: vLLM returned no routing; {_why_none(completion)}")
+    return RoutingTrace.ingest(
+        completion.routed_experts,
+        num_experts=shape.num_experts,
+        layers=shape.layers,
+        tokens=[*prompt, *completion.token_ids],
+        version=version,
+        request=request,
+        top_k=shape.top_k,
+        last_row=False,
+    )
 
 
 def unpacked(routes: str | None) -> NDArray[Any] | None:

@@ -22,10 +22,13 @@ def trl() -> dict[str, str]:
     from mismatch_ext.adapters.trl.passes import RolloutPass
     from mismatch_ext.adapters.trl.run import TrlRun
 
+    from mismatch_ext.bad_rows import BadRows
+
     found = {}
     for case, versions in ROLLOUTS.items():
+        bad: dict[int, Any] = {}
 
-        def check(versions: tuple[int | None, ...] = versions) -> None:
+        def check(versions: tuple[int | None, ...] = versions, bad: dict[int, Any] = bad) -> None:
             records = []
             for name, version in zip(NAMES, versions, strict=True):
                 origin: Any = version
@@ -40,9 +43,14 @@ def trl() -> dict[str, str]:
                 "completion_ids": torch.tensor([[7, 8]] * len(records)),
                 **{f"{part}_mask": torch.ones(len(records), 2, dtype=torch.long) for part in ("prompt", "completion")},
             }
-            run.check_records(rows, RolloutPass(records=records))
+            judged = BadRows(len(records))
+            run.check_records(rows, RolloutPass(records=records), judged)
+            bad.update(judged.faults)
 
         found[case] = refused(check)
+        if bad:
+            # One row's fault ends nothing.
+            found[case] = " ".join(f"{fault.reason}: {fault.message}" for fault in bad.values())
     return found
 
 

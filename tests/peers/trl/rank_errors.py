@@ -19,7 +19,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from accelerate import PartialState
-from mismatch_ext.adapters.trl import MismatchGRPOTrainer, engines, generation, objective
+from mismatch_ext.adapters.trl import MismatchGRPOTrainer, correction, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import BASELINE
@@ -58,6 +58,7 @@ class Routing:
 
 LOG = SimpleNamespace(
     observe=lambda *_, **__: None, refusing=lambda *_: nullcontext(), holding=lambda *_: nullcontext(),
+    count_bad_rows=lambda *_: None,
 )  # fmt: skip
 
 
@@ -221,8 +222,8 @@ def _origin() -> Provenance:
 
 
 def refused_rollout(fails: bool) -> None:
-    """Get a log-probability that is no number from the engine of one rank, in the second of its turns."""
-    rows = [([[1]], [[2]], [[[float("nan") if fails and turn else -1.0]]], None) for turn in range(2)]
+    """Get more log-probabilities than tokens from the engine of one rank, in the second of its turns."""
+    rows = [([[1]], [[2]], [[[-1.0]] * (2 if fails and turn else 1)], None) for turn in range(2)]
     found = checked(plain_generate=lambda *_, **__: rows.pop(0))
 
     def generate(*_: Any) -> Any:
@@ -240,7 +241,7 @@ def refused_rollout(fails: bool) -> None:
 
 def refused_mask(fails: bool) -> None:
     """Get an answer of the engine on one rank of which no sampling mask can be made."""
-    of = fail(RecordError("more tokens are left")) if fails else lambda result, _: (None, result)
+    of = fail(RecordError("more tokens are left")) if fails else lambda result, *_: (None, result)
     found = checked(masks=SimpleNamespace(of=of, patches=()))
     with found.keeping([]):
         found.generate([])
@@ -283,7 +284,7 @@ def measured_score(fails: bool, error: Exception) -> str:
 
 def measured_rollout(fails: bool) -> str:
     """Get a rollout of one rank's engine that is refused."""
-    rows = ([[1]], [[2]], [[[float("nan") if fails else -1.0]]], None)
+    rows = ([[1]], [[2]], [[[-1.0]] * (2 if fails else 1)], None)
     case = lambda found: found.generate([[1]])  # noqa: E731
     return measured(case, plain_generate=lambda *_, **__: rows, provenance=_origin)
 
@@ -339,6 +340,13 @@ def method(fails: bool, path: str, error: Exception, routing: Any = None) -> Any
     return step(batch(), change)
 
 
+def broken_correction(fails: bool) -> None:
+    """Fail in weighing a batch."""
+    weigh = fail(RecordError("no weights")) if fails else correction.correct
+    with mock.patch.object(correction, "correct", weigh):
+        step(batch(), **MIS)
+
+
 def controller(fails: bool) -> None:
     """Fail in measuring the KL that moves the coefficient."""
     sums = fail(RecordError("no KL")) if fails else objective.kl_sums
@@ -376,7 +384,7 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "gap": lambda fails: step(
         batch(), lambda own: setattr(own.mm.log, "observe", fail(RecordError("not finite"))) if fails else None
     ),
-    "correction": lambda fails: step(spoiled(fails, "old_per_token_logps"), **MIS),
+    "correction": broken_correction,
     "baseline": baseline,
     "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),
     "controller": controller,

@@ -78,6 +78,7 @@ def _run_of(out: str) -> dict[str, Any]:
     run = read_run(folder)
     return {
         "failed": [e.data for e in run.events if e.name == "check_failed"],
+        "bad_rows": [e.message for e in run.events if e.name == "bad_rows"],
         "last": run.steps[-1].metrics,
         "end": [end.status for end in run.ends],
         "acts": run.header["acts"],

@@ -18,12 +18,14 @@ pytestmark = pytest.mark.engine
 
 # The check, and words of the error that ends a run whose config acts.
 FAULTS = [
-    ("records", "rollout 3, token 1"),
-    ("gap", "rollout_logprobs[3, 1]"),
     ("weight_sync", "garbled"),
     ("sampling", "the temperature is 0.7 in trainer.vllm_generation"),
-    ("records", "row 1: the tokens to be trained on are not those that the engine sampled"),
 ]
+# Why a row is bad, and words of its message.
+BAD_ROWS = {
+    "rollout_logprobs": "rollout 3, token 1",
+    "tokens": "row 1: the tokens to be trained on are not those that the engine sampled",
+}
 
 
 def check_stock(stock: dict[str, Any], measured: dict[str, Any], steps: int) -> None:
@@ -65,6 +67,13 @@ def test_four_faults_are_told_and_change_nothing(run: Run, dense: Path, tmp_path
         assert f"<td>{check}</td>" in measured["report"]
         assert f"{check}: failed " in ran.stdout
     assert {failed["check"] for failed in measured["failed"]} == {check for check, _ in FAULTS}
+    # A config that does not act counts bad rows, and measures the others of their batches.
+    for reason, words in BAD_ROWS.items():
+        counts = [entry.get(f"mismatch/bad_rows/{reason}", 0) for entry in measured["ours"]]
+        assert sum(counts) == 1, (reason, counts)
+        (message,) = [message for message in measured["bad_rows"] if f"bad rows ({reason})" in message]
+        assert words in message and "only measures" in message
+    assert all(entry["mismatch/k3_kl"] >= 0 for entry in measured["ours"])
 
 
 @pytest.mark.numeric

@@ -1,0 +1,68 @@
+"""A row that cannot be trained on: the run goes on as if the row had loss weight 0, counts it by reason, and keeps evidence."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.trl import scenarios_bad_rows as scenarios
+else:
+    scenarios = named("tests.peers.trl.scenarios_bad_rows")
+
+pytestmark = pytest.mark.engine
+ALL = {"monitor": {"weight_sync": "error", "default_alarms": False, "metrics": "all", "max_bad_rows": 1.0}}
+MANY = {"per_device_train_batch_size": 32, "num_generations": 4}
+
+
+def without_weight(row: list[float]) -> bool:
+    return all(value == 0 for value in row)
+
+
+def test_in_each_of_trls_losses_a_bad_row_has_no_slope_and_the_others_keep_theirs(run: Run) -> None:
+    found = run(scenarios.levers).expect()
+    assert len(found) == 80
+    for name, (stock, taken_out) in found.items():
+        assert taken_out["own"] == [0.0, 0.0], name
+        # In other cases the made-up row may be clipped or masked by TRL itself.
+        assert max(stock["own"]) > 0 or not name.endswith((", plain", ", kl", ", kl and accumulation")), name
+        assert taken_out["others"] == stock["others"], name
+        assert any(not without_weight(row) for row in taken_out["others"][0]), name
+        assert math.isfinite(taken_out["loss"]), name
+        assert all(map(math.isfinite, taken_out["logged"].values())), (name, taken_out["logged"])
+
+
+def check_step(found: dict[str, Any], fault: str, reason: str, rows: int) -> None:
+    """Check that a run with a fault is the one without, whose rows have loss weight 0, and that it counts them."""
+    stock, spoiled = found["None"], found[fault]
+    assert spoiled["parameters"] == stock["parameters"], fault
+    assert spoiled["steps"] == stock["steps"] and stock["events"] == []
+    counts = [entry.get(f"mismatch/bad_rows/{reason}") for entry in spoiled["logged"]]
+    assert counts == [None, rows, 0.0], (fault, counts)
+    assert all(not name.startswith("mismatch/bad_rows/") for entry in stock["logged"] for name in entry)
+    for entry in spoiled["logged"]:
+        numbers = {name: value for name, value in entry.items() if isinstance(value, float)}
+        assert all(map(math.isfinite, numbers.values())), (fault, numbers)
+    for (level, message), bad in zip(spoiled["events"], [rows], strict=True):
+        assert level == "warning" and message.startswith(f"{bad} bad rows ({reason}) before step 2")
+    assert spoiled["kept"] == ["evidence-2.jsonl.gz"], fault
+    assert spoiled["logged"][1]["mismatch/tokens"] < stock["logged"][1]["mismatch/tokens"]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    ("rloo", "bad_rows"), [(False, [0, 3, 9, 14, 20, 27]), (True, [5])], ids=["GRPO, six of 32", "RLOO, one of 32"]
+)
+def test_a_log_probability_that_the_engine_lacks(
+    run: Run, dense: Path, tmp_path: Path, bad_rows: list[int], rloo: bool
+) -> None:
+    found = run(
+        scenarios.compared, model=dense, out=tmp_path, block=ALL, faults=["nan"], bad_rows=bad_rows, batches=[2],
+        rloo=rloo, beta=0.1, **MANY,
+    ).expect()  # fmt: skip
+    check_step(found, "nan", "rollout_logprobs", len(bad_rows))
