@@ -126,8 +126,8 @@ def check_tokens(batch: Any, step: int, bad: BadKeys, metrics: MutableMapping[st
             if len(missing):
                 forked += 1
                 message = (
-                    f"rollout {key} of step {step}, token {missing[0]}: the tokens to be trained on are not those that the engine "
-                    "sampled. Let the agent loop keep the engine's token ids, and set response_mask to 0 for all others."
+                    f"rollout {key} of step {step}, token {missing[0]}: the tokens to be trained on are not those that the "
+                    "engine sampled. Let the agent loop keep the engine's token ids, and set response_mask to 0 for all others."
                 )
                 bad.add(key, "tokens", message)
     if noted:

@@ -58,7 +58,7 @@ def weight(log_ratios: list[float], i: int, settings: Any, logprob: float) -> fl
     upper = math.inf if settings.upper is None else settings.upper
     if settings.confidence is not None:
         slope, floor = settings.confidence
-        return min(ratio, 1 + slope * max(1 - math.exp(logprob), floor))
+        return float(min(ratio, 1 + slope * max(1 - math.exp(logprob), floor)))
     if settings.bound in ("truncate", "clip"):
         return min(max(ratio, lower), upper)
     return ratio if lower <= ratio <= upper else 0.0
