@@ -17,7 +17,7 @@ import mismatch_ext.evidence as module
 from mismatch_ext import Run
 from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.doctor.log_rows import line_of_routes
-from mismatch_ext.errors import NonFiniteLogprobError, RecordError, RunDirectoryError, WeightSyncError
+from mismatch_ext.errors import RecordError, RunDirectoryError, WeightSyncError
 from mismatch_ext.evidence import ColumnBatch, Evidence, EvidenceRow, lines_of, pick_rows
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report.closing import closing_lines
@@ -198,12 +198,12 @@ def test_a_file_that_cannot_be_written_is_told_once_and_ends_nothing(
     assert len(told) == 1 and str(error) in told[0] and "The run goes on" in told[0]
 
 
-def test_a_refused_rollout_is_kept_and_the_error_stays_as_it_is(tmp_path: Path) -> None:
+def test_a_refused_batch_is_kept_and_the_error_stays_as_it_is(tmp_path: Path) -> None:
     trainer, rollout = sides(noise=0.0)
     with pytest.raises(RecordError, match="mixed provenance"), Run(ENDS, trainer, rollout, tmp_path).start() as run:
         learn(run, 1)
         records = rollout.generate(PROMPTS)
-        records[9] = replace(records[9], provenance=replace(records[9].provenance, weight_version=7))
+        records[9] = replace(records[9], provenance=replace(records[9].provenance, engine="another"))
         run.batch(records)
     (path,) = tmp_path.rglob("evidence-*")
     (first, *others) = lines(path)
@@ -211,9 +211,23 @@ def test_a_refused_rollout_is_kept_and_the_error_stays_as_it_is(tmp_path: Path) 
     assert 9 in [line["kept"]["row"] for line in (first, *others)[:8]] and "trainer_logprobs" not in first
 
 
-def test_a_trainer_that_overflows_leaves_its_rows(tmp_path: Path) -> None:
+def test_bad_rows_are_kept(tmp_path: Path) -> None:
     trainer, rollout = sides(noise=0.0)
-    with pytest.raises(NonFiniteLogprobError), Run(ENDS, trainer, rollout, tmp_path).start() as run:
+    with Run(ENDS, trainer, rollout, tmp_path).start() as run:
+        learn(run, 1)
+        records = rollout.generate(PROMPTS)
+        records[9] = replace(records[9], provenance=replace(records[9].provenance, weight_version=7))
+        run.batch(records)
+    (path,) = tmp_path.rglob("evidence-*")
+    first = lines(path)[0]
+    assert path.name == "evidence-2.jsonl.gz"
+    assert first["kept"]["row"] == 9
+    assert "row 9: it was sampled with weight version 7" in first["kept"]["reason"]
+
+
+def test_rows_that_overflow_in_the_trainer_are_kept(tmp_path: Path) -> None:
+    trainer, rollout = sides(noise=0.0)
+    with Run(ENDS, trainer, rollout, tmp_path).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             old = run.score(batch)
