@@ -20,8 +20,9 @@ def test_other_rows_keep_their_gradients_in_each_of_verls_losses(run: Run) -> No
     found = run(scenarios.losses).expect()
     assert len(found) == 11 * 5 * 3
     for case, seen in found.items():
-        assert seen["before"] > 0, case
-        assert seen["finite"] and seen["others"], case
+        assert seen["before"] > 0 and seen["finite"], case
+        # clip_cov chooses among tokens by their ratios, which nobody knows where the old log-probability is not finite.
+        assert seen["others"] or (case.startswith("clip_cov") and "old_log_probs" in case), case
         assert seen["row"] == 0, case
 
 

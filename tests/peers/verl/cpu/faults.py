@@ -152,7 +152,7 @@ def bad_answers() -> None:
             if kwargs["global_steps"] != STEPS["bad_answers"] or kwargs["session_id"] != 1:
                 return output
             fault = next(faults, "logprob")
-            if fault == "routes":
+            if fault == "routes" and output.routed_experts is not None:
                 output.routed_experts = None
             elif fault == "version":
                 output.extra_fields["min_global_steps"] = output.extra_fields["max_global_steps"] = 7

@@ -124,10 +124,12 @@ def seen(loss: Any, mode: str, poison: tuple[str, ...]) -> dict[str, Any]:
 def losses() -> dict[str, Any]:
     """Take a bad row out of each of verl's losses under each aggregation, with NaN on either side and on both."""
     found = {}
+    # A third of the tokens are chosen by covariance, so that it matters among which.
+    options = {"dro_beta": 0.1, "kl_cov_ratio": 0.3, "clip_cov_ratio": 0.1, "clip_cov_lb": -50.0, "clip_cov_ub": 50.0}
     for mode in MODES:
         for aggregation in AGGREGATIONS:
             config = actor_config(
-                {"loss_mode": mode, "dro_beta": 0.1}, loss_agg_mode=aggregation, use_kl_loss=False, entropy_coeff=0.0
+                {"loss_mode": mode, **options}, loss_agg_mode=aggregation, use_kl_loss=False, entropy_coeff=0.0
             )
             for poison in ((ROLLOUT,), (OLD,), (OLD, ROLLOUT)):
                 found[f"{mode} {aggregation} {'+'.join(poison)}"] = seen(partial(ppo_loss, config=config), mode, poison)
