@@ -19,7 +19,7 @@ from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_sharding
-from mismatch_ext.adapters.trl.turns import joined_turns
+from mismatch_ext.adapters.trl.turns import joined_turns, turn_metrics
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -127,9 +127,15 @@ class MeasuredRun(TrainerRun):
         batch.prompts = [list(ids) for ids in output[0]]
         batch.generated += zip(*output[:2], strict=False)
         if joins:
-            with self.checks.checking("records"), together(self.ranks):
-                metrics = joined_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
-                self.note(**metrics)
+            present = self.checked.provenance()
+            with self.checks.checking("records"):
+                with together(self.ranks):
+                    part = joined_turns(
+                        batch.records, output, own=own, limit=trainer.max_completion_length, present=present
+                    )
+                # Every rank has got here or none.
+                sums = self.ranks.sum(part)
+                self.note(**turn_metrics(sums, routed=self.checked.layout is not None))
         return output
 
     def note(self, **metrics: float) -> None:
