@@ -127,6 +127,7 @@ class MeasuredRun(TrainerRun):
         batch.prompts = [list(ids) for ids in output[0]]
         batch.generated += zip(*output[:2], strict=False)
         if joins:
+            assert self.checked is not None
             present = self.checked.provenance()
             with self.checks.checking("records"):
                 with together(self.ranks):
