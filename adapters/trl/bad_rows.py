@@ -2,8 +2,9 @@
 
 TRL divides by numbers of tokens and rows, and its masks change these numbers. So a bad row stays in the batch and keeps its
 mask. Its log-probabilities and entropies become constants where the scoring pass returns them, and its advantage is 0: nothing
-that TRL's loss makes of the row has a gradient. Constants and the batch's other numbers are equal, so that each ratio is 1 and
-each KL is 0, and what TRL logs of the row is finite.
+that TRL's loss makes of the row has a gradient. A mixture's auxiliary loss has no loss weights, so that the row stays in it.
+Constants and the batch's other numbers are equal, so that each ratio is 1 and each KL is 0, and what TRL logs of the row is
+finite.
 
 TRL shuffles rows and cuts them into micro-batches, so that the scoring pass knows a row by its tokens alone. If two rows of a
 batch have the same prompt and completion and one of them is bad, nothing tells them apart there: both are bad.

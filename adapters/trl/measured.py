@@ -19,7 +19,7 @@ from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_sharding
-from mismatch_ext.adapters.trl.turns import fork_metrics, joined_turns, matched_turns
+from mismatch_ext.adapters.trl.turns import fork_metrics, joined_turns, matched_turns, turn_metrics
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -127,12 +127,18 @@ class MeasuredRun(TrainerRun):
         batch.prompts = [list(ids) for ids in output[0]]
         batch.generated += zip(*output[:2], strict=False)
         if joins:
-            with self.checks.checking("records"), together(self.ranks):
-                matched = matched_turns(batch.records, output, own=own, limit=trainer.max_completion_length)
-                # Noted first, because turns that fork are refused. Causes are a service, for which no run ends.
-                with self.checks.reporting("turns"):
-                    self.note(**fork_metrics(matched, trainer._tokenizer))
-                self.note(**joined_turns(batch.records, matched, own=own))
+            assert self.checked is not None
+            present, limit = self.checked.provenance(), trainer.max_completion_length
+            with self.checks.checking("records"):
+                with together(self.ranks):
+                    matched = matched_turns(batch.records, output, own=own, limit=limit)
+                    # Noted first, because turns that fork are refused. Causes are a service, for which no run ends.
+                    with self.checks.reporting("turns"):
+                        self.note(**fork_metrics(matched, trainer._tokenizer))
+                    part = joined_turns(batch.records, output, matched, own=own, limit=limit, present=present)
+                # Every rank has got here or none.
+                sums = self.ranks.sum(part)
+                self.note(**turn_metrics(sums, routed=self.checked.layout is not None))
         return output
 
     def note(self, **metrics: float) -> None:

@@ -66,3 +66,46 @@ def test_a_log_probability_that_the_engine_lacks(
         rloo=rloo, beta=0.1, **MANY,
     ).expect()  # fmt: skip
     check_step(found, "nan", "rollout_logprobs", len(bad_rows))
+
+
+ROUTED = ALL | {
+    "routing": {"mode": "R3", "measured": 1.0},
+    "kl": {"coef": 0.05, "baseline": "none"},
+    "correction": {"preset": "token_truncate"},
+}
+
+
+@pytest.mark.numeric
+def test_routes_that_are_missing_or_too_short(run: Run, moe: Path, tmp_path: Path) -> None:
+    """The model routes the row itself. Without an auxiliary loss, which has no loss weights, that changes nothing."""
+    found = run(
+        scenarios.compared, model=moe, out=tmp_path, block=ROUTED, faults=["no routes", "short routes"], bad_rows=[3],
+        batches=[2], model_init_kwargs={"experts_implementation": "eager"}, num_iterations=2, max_steps=4,
+        router_aux_loss_coef=0.0,
+    ).expect()  # fmt: skip
+    for fault in ("no routes", "short routes"):
+        stock, spoiled = found["None"], found[fault]
+        assert spoiled["parameters"] == stock["parameters"] and stock["events"] == []
+        assert sum(entry.get("mismatch/bad_rows/routes", 0) for entry in spoiled["logged"]) == 1
+        assert spoiled["kept"] == ["evidence-3.jsonl.gz"]
+
+
+@pytest.mark.numeric
+def test_a_sampling_mask_that_cannot_be_made(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(
+        scenarios.compared, model=dense, out=tmp_path, block=ALL | {"sampling_mask": {}}, faults=["support"], bad_rows=[3],
+        batches=[2], top_k=6, beta=0.1,
+    ).expect()  # fmt: skip
+    check_step(found, "support", "mask", 1)
+
+
+def test_too_many_end_an_acting_run_with_a_checkpoint(run: Run, dense: Path, tmp_path: Path) -> None:
+    block = {"monitor": {"weight_sync": "error", "default_alarms": False}}
+    found = run(
+        scenarios.trained, model=dense, out=tmp_path, block=block, fault="nan", bad_rows=[2, 5], batches=[2, 3],
+        max_steps=6,
+    ).expect()  # fmt: skip
+    assert found["steps"] == 3 and found["checkpoints"] == ["checkpoint-3"]
+    assert [level for level, _ in found["events"]] == ["warning", "warning", "error"]
+    assert "4 of the 24 rows of the last 20 steps were bad" in found["events"][-1][1]
+    assert found["kept"] == ["evidence-2.jsonl.gz", "evidence-3.jsonl.gz"]
