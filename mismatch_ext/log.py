@@ -46,7 +46,7 @@ from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
-from mismatch_ext.terminal import say
+from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import EVENT as WEIGHT_SYNC
 
@@ -508,7 +508,7 @@ class RunLog:
         """
         if self.ranks.rank == 0:
             verbose = logger.isEnabledFor(logging.INFO)
-            say(banner(self.block, self._info(), self.rules, self.run_dir, verbose=verbose))
+            say_in_run(banner(self.block, self._info(), self.rules, self.run_dir, verbose=verbose))
 
     def end(self, status: str, message: str = "", *, step: int | None = None) -> None:
         """Write what is left and how training ended ("completed" or "failed"; by default with the alarm that stopped it)."""
@@ -523,7 +523,7 @@ class RunLog:
         self._close(at, status, message or self.stopped or "")
         if self.ranks.rank == 0:
             try:
-                say("\n".join(closing_lines(read_run(self.run_dir))))
+                say_in_run("\n".join(closing_lines(read_run(self.run_dir))))
             except Exception:  # whatever it is: training has ended well, and what comes after it must not be lost
                 logger.warning("The summary of the run cannot be printed.", exc_info=True)
 

@@ -22,12 +22,16 @@ def printable(text: str, *, keep: str = "\n\t") -> str:
 def say(text: str, *, error: bool = False, keep: str = "\n\t") -> None:
     """Print a text (`error`: to standard error) and flush it, with "?" for characters that the terminal's encoding lacks.
 
-    A stream that cannot be written, on a full disk or a closed pipe, ends no run: the text is lost. Python itself then exits
-    with an error, so that a command does not look as if it had printed everything.
+    Raises OSError or ValueError if the stream cannot be written, so that a command does not look as if it had printed everything.
     """
     stream = sys.stderr if error else sys.stdout
     if stream is None:  # a process without a terminal
         return
     encoding = stream.encoding or "utf-8"
+    print(printable(text, keep=keep).encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+
+
+def say_in_run(text: str) -> None:
+    """Print a text as `say` does while something trains: on a full disk or a closed pipe it is lost, and the run goes on."""
     with contextlib.suppress(OSError, ValueError):  # ValueError: the stream is closed
-        print(printable(text, keep=keep).encode(encoding, "replace").decode(encoding), file=stream, flush=True)
+        say(text)

@@ -27,7 +27,7 @@ from mismatch_ext.log import RunLog, alarm_lines, ensure_writable, run_folder, r
 from mismatch_ext.lr import LrControl
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.states import to_json
-from mismatch_ext.terminal import say
+from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import installed
 
 logger = logging.getLogger(__name__)
@@ -136,7 +136,7 @@ class MismatchCallback(TrainerCallback, ExportableState):
             done = "is active" if self._checks.acts else "measures, and changes nothing,"
             lines = [f"mismatch-ext {installed('mismatch-ext')} {done} by callback"]
             lines += section_lines(self.block)
-            say("\n".join([*lines, *alarm_lines(self._rules, self._run_dir(args))]))
+            say_in_run("\n".join([*lines, *alarm_lines(self._rules, self._run_dir(args))]))
 
     def _open(self, args: TrainingArguments, state: TrainerState, model: Any) -> None:
         """Open the metrics file of a training."""

@@ -32,7 +32,7 @@ from mismatch_ext.kl import ragged_bias
 from mismatch_ext.precision.dtypes import SHORT, spelled
 from mismatch_ext.presets import Interval, ResolvedCorrection
 from mismatch_ext.rollout import SamplingSettings
-from mismatch_ext.terminal import say
+from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import PEERS, installed, on_cpu_build
 
 UNBOUNDED = (1e-9, 1e9)
@@ -73,7 +73,7 @@ def _prepare(config: DictConfig, block: MismatchConfig) -> None:
     with open_dict(config):
         if block.acts:
             for line in _set_sections(config, handed):
-                say(f"mismatch-ext: {line}")
+                say_in_run(f"mismatch-ext: {line}")
         _enter(config, handed)
         remember(config, block)
 
@@ -94,7 +94,7 @@ def handed_block(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
     refused are switched off with a warning.
     """
     if block.monitor.weight_sync is None and Asked(config, block).megatron:
-        say(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
+        say_in_run(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
         block = _without(block, "weight_sync")
     if block.acts:
         return block
@@ -169,7 +169,7 @@ def set_precision(config: DictConfig, block: MismatchConfig) -> None:
         ignored |= spelled(fsdp.dtype) != dtype
         fsdp.dtype = dtype
     if ignored:  # verl documents it as the training dtype, but reads it only for Megatron
-        say(
+        say_in_run(
             f"mismatch-ext: mismatch.precision sets fsdp_config.mixed_precision.param_dtype={wanted['param_dtype']} for actor "
             "and reference (verl's FSDP engine ignores fsdp_config.dtype)."
         )

@@ -12,6 +12,7 @@ from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from numpy.typing import NDArray
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError
 from mismatch_ext.sampling_mask import PENDING, LeftTokens, TokenSupport, supports_of
 
@@ -121,13 +122,16 @@ def test_completions_find_their_masks_by_the_very_lists_that_the_engine_returned
     masks = EngineMasks(asked=3, vocabulary=9)
     mine = completions[1:]
     result = ([[5]] * 2, mine, [[[-0.3]]] * 2, [[[2]], [[4]]])
-    supports, handed = masks.of(result, outputs)
-    assert [one.ids.tolist() for one in supports] == [[1, 2], [1, 4]] and handed is result
-    assert [len(one) for one in masks.of(([[5]], [[]], [[]], [[]]), outputs)[0]] == [0]
+    bad = BadRows(2)
+    supports, handed = masks.of(result, outputs, bad)
+    assert not bad.faults
+    assert [one.ids.tolist() for one in supports if one is not None] == [[1, 2], [1, 4]] and handed is result
+    (empty,) = masks.of(([[5]], [[]], [[]], [[]]), outputs, BadRows(1))[0]
+    assert empty is not None and len(empty) == 0
     for others, seen in ((outputs, [[2], [4]]), ([], mine)):
         with pytest.raises(RecordError, match=r"rollout 0: its tokens are not those of an output of LLM\.generate"):
-            masks.of((result[0], seen, *result[2:]), others)
+            masks.of((result[0], seen, *result[2:]), others, BadRows(2))
     # Without the patch, of TRL's lists.
     lists = ([[5]], [[4]], [[[-0.3, -1.0, -math.inf]]], [[[4, 1, 0]]])
-    supports, handed = masks.of(lists, None)
-    assert supports[0].ids.tolist() == [1, 4] and handed[2:] == ([[[-0.3]]], [[[4]]])
+    supports, handed = masks.of(lists, None, BadRows(1))
+    assert supports[0] is not None and supports[0].ids.tolist() == [1, 4] and handed[2:] == ([[[-0.3]]], [[[4]]])

@@ -201,15 +201,15 @@ def test_rewards(tmp_path: Path) -> None:
     json.dumps(build(tmp_path).to_dict(), allow_nan=False)
 
 
-def test_means_are_weighted_only_when_every_step_says_how_much_it_measured(tmp_path: Path) -> None:
-    for name, counts in (("all", (10.0, 30.0)), ("some", (10.0, None))):
+def test_means_are_weighted_and_leave_out_steps_that_do_not_say_how_much_they_measured(tmp_path: Path) -> None:
+    for name, counts in (("all", (10.0, 30.0)), ("some", (10.0, None)), ("none", (None, None))):
         with run_stream(tmp_path / name, header=header(name)) as stream:
             for step, count in enumerate(counts):
                 tokens = {} if count is None else {"mismatch/tokens": count}
                 stream.step(step, {"mismatch/logp_abs_diff_mean": float(step)} | tokens)
     summary = summarize(load_runs(tmp_path))
     means = {row.run: row.values["logp_abs_diff_mean"] for row in summary.rows}
-    assert means == {"all": 0.75, "some": 0.5}  # (0*10 + 1*30) / 40, (0 + 1) / 2
+    assert means == {"all": 0.75, "some": 0.0, "none": 0.5}  # (0*10 + 1*30) / 40, 0*10 / 10, (0 + 1) / 2
 
 
 @pytest.mark.parametrize(

@@ -315,5 +315,7 @@ def test_a_record_refuses_a_token_that_was_not_left() -> None:
     rows: Any = {"prompt_ids": [[1]], "response_ids": [[3, 6]], "rollout_logprobs": [[-0.5, -0.5]]}
     (record,) = to_records(**rows, provenance=provenance, supports=[good])
     assert record.support is good
-    with pytest.raises(RecordError, match=r"rollout 0, token 1 \(id 6\): not among the 1 tokens"):
-        to_records(**rows, provenance=provenance, supports=[TokenSupport.from_lists([[3], [5]], 7)])
+    (record,) = to_records(**rows, provenance=provenance, supports=[TokenSupport.from_lists([[3], [5]], 7)])
+    assert record.support is None and record.fault is not None
+    assert record.fault.reason == "mask"
+    assert "rollout 0, token 1 (id 6): not among the 1 tokens" in record.fault.message

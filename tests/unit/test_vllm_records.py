@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from mismatch_ext.adapters.vllm import to_records, to_traces
 
-from mismatch_ext.errors import EngineError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.errors import EngineError, RecordError, RoutingError
 from mismatch_ext.routing import RoutingShape
 from tests.unit.sglang_recorded import PROMPT, SHAPE, provenance
 
@@ -47,7 +47,6 @@ def test_every_completion_of_a_prompt_is_a_record_in_order() -> None:
         ({"reason": "error"}, {}, EngineError, "finish_reason 'error'"),
         ({"logprobs": None}, {}, RecordError, "2 response tokens and none log-probabilities"),
         ({"logprobs": (-0.5,)}, {}, RecordError, "2 response tokens and 1 log-probabilities"),
-        ({"logprobs": (-0.5, float("nan"))}, {}, NonFiniteLogprobError, "rollout 0, token 1"),
         ({"count": 2}, {}, RecordError, "2 responses for 1 prompts with n=1; allowed: 1"),
         ({}, {"n": 2}, RecordError, "1 responses for 1 prompts with n=2; allowed: 2"),
         ({}, {"shape": SHAPE}, RoutingError, "request 7/0: vLLM returned no routing"),
@@ -58,6 +57,13 @@ def test_what_is_malformed_is_refused_by_name(
 ) -> None:
     with pytest.raises(error, match=message):
         to_records([output(**changed)], prompt_ids=[PROMPT], provenance=provenance(), **options)
+
+
+def test_a_response_with_a_logprob_that_is_not_finite_has_a_fault() -> None:
+    (record,) = to_records([output(logprobs=(-0.5, float("nan")))], prompt_ids=[PROMPT], provenance=provenance())
+    assert record.fault is not None
+    assert record.fault.reason == "rollout_logprobs"
+    assert "rollout 0, token 1" in record.fault.message
 
 
 def test_traces_of_another_number_of_completions_are_refused() -> None:

@@ -33,7 +33,7 @@ from mismatch_ext.names import VERL
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.rollout import Origins, SamplingSettings
-from mismatch_ext.terminal import say
+from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import UNANSWERED_EVENT, draw_probes
 
@@ -158,7 +158,9 @@ class Processes:
         if self._unverified is not None:
             self.event("warning", "weights_unverified", self._unverified)
         if checked is None:
-            say(f"mismatch-ext: the processes could not be checked; what is measured is written to {self.log.run_dir}")
+            say_in_run(
+                f"mismatch-ext: the processes could not be checked; what is measured is written to {self.log.run_dir}"
+            )
             return
         if (bias := self._scored_sampling.ratio_bias(renormalized=checked.engine.renormalizes)) is not None:
             self.event("warning", "sampling", bias)
@@ -214,7 +216,7 @@ class Processes:
 
     def event(self, level: str, name: str, message: str, data: dict[str, Any] | None = None) -> None:
         """Print an event's message, and write the event into the run's metrics file."""
-        say(f"mismatch-ext: {message}")
+        say_in_run(f"mismatch-ext: {message}")
         self.log.event(level, name, message, data)
 
 

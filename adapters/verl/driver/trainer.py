@@ -59,7 +59,7 @@ from mismatch_ext.lr import leading_statistics, numerics_statistics
 from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
-from mismatch_ext.terminal import say
+from mismatch_ext.terminal import say_in_run
 
 if TYPE_CHECKING:
     from verl.trainer.ppo.v1.trainer_base import PPOTrainer as _Host
@@ -119,7 +119,7 @@ class MismatchTrainer(_Host):
             step=lambda: self.global_steps,
             names=VERL,
             checks=self._checks,
-            tell=lambda message: say(f"mismatch-ext: {message}"),
+            tell=lambda message: say_in_run(f"mismatch-ext: {message}"),
         )
 
     # Before the first step, and around weight updates.
