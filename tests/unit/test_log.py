@@ -388,7 +388,7 @@ def test_a_summary_that_cannot_be_printed_ends_no_run(tmp_path: Path, monkeypatc
     def closed(text: str) -> None:
         raise BrokenPipeError("the terminal is gone")
 
-    monkeypatch.setattr("mismatch_ext.log.say", closed)
+    monkeypatch.setattr("mismatch_ext.terminal.say", closed)
     run.log.end("completed")
     assert [end.status for end in read_run(tmp_path).ends] == ["completed"]
 
