@@ -67,6 +67,11 @@ class BadRows:
     def __len__(self) -> int:
         return len(self.faults)
 
+    @property
+    def spoil_all(self) -> bool:
+        """Whether all rows are bad, and there are enough of them that this is no fault of single rows."""
+        return len(self) == self.size and self.size >= FEW
+
     def add(self, row: int, reason: str, message: str) -> None:
         """Call a row bad; `reason` is one of `REASONS`."""
         assert reason in REASONS, reason

@@ -387,10 +387,15 @@ class MismatchConfig:
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
     """Measurement; on with its defaults in every config, even an empty one."""
 
-    def __post_init__(self) -> None:
+    @property
+    def monitor_of_updates(self) -> MonitorConfig:
+        """The `monitor` section as the check of weight updates takes it.
+
+        Without an acting section `weight_sync: warn` is the default, by which a failed check is also counted.
+        """
         if self.monitor.weight_sync == "warn" and not self.acts:
-            # Without an acting section this is the default, by which a failed check is also counted.
-            object.__setattr__(self, "monitor", replace(self.monitor, weight_sync=None))
+            return replace(self.monitor, weight_sync=None)
+        return self.monitor
 
     @property
     def features(self) -> tuple[str, ...]:

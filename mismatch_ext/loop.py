@@ -238,7 +238,7 @@ class Run:
                 self.rollout.record_routing(self._replay.layout.shape)
 
     def _begin_verifying(self, trainer_dtype: str, *, resumed: bool) -> None:
-        monitor = self.block.monitor
+        monitor = self.block.monitor_of_updates
 
         def bad_update(level: str, name: str, message: str) -> None:
             self._log.event(level, name, message)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, takewhile
 
-from mismatch_ext.errors import RecordError, RoutingError
+from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.rollout import RolloutRecord, one_provenance
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask import TokenSupport
@@ -91,11 +91,34 @@ class Matched:
         """Return the records of the completions; see `join_turns`."""
         for row in self.rows:
             row.expect_covered(self.left)
-        _expect_none_dropped(self.rows, self.left, every_turn)
+        for _, message in _dropped(self.rows, self.left, every_turn):
+            raise RecordError(message)
+        return self._joined(self.rows)
+
+    def join_each(self) -> Iterator[Joined | MismatchError]:
+        """Yield for each completion its record, or why its turns cannot be joined; the fault of one is not that of others."""
+        dropped: dict[int, str] = {}
+        for name, message in _dropped(self.rows, self.left, every_turn=False):
+            dropped.setdefault(name, message)
+        for row in self.rows:
+            try:
+                row.expect_covered(self.left)
+                if row.name in dropped:
+                    raise RecordError(dropped[row.name])
+                yield self._joined([row])
+            except MismatchError as error:
+                yield error
+
+    def has_one_version(self, number: int) -> bool:
+        """Tell whether the turns of a completion were sampled with one version of the weights."""
+        return len({turn.provenance.weight_version for turn, _ in self.rows[number].turns}) <= 1
+
+    @staticmethod
+    def _joined(rows: Sequence[_Completion]) -> Joined:
         counts: Counter[str] = Counter()
         return Joined(
-            records=[_record(row, counts) for row in self.rows],
-            turns=sum(len(row.turns) for row in self.rows),
+            records=[_record(row, counts) for row in rows],
+            turns=sum(len(row.turns) for row in rows),
             sampled_rows=counts["sampled"],
             prefilled_rows=counts["prefilled"],
             rerouted_rows=counts["rerouted"],
@@ -236,8 +259,8 @@ class _Completion:
         return sum(self.mask) - sampled
 
 
-def _expect_none_dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> None:
-    """Refuse turns that continue a completion but are not part of it."""
+def _dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> Iterator[tuple[int, str]]:
+    """Yield turns that continue a completion but are not part of it: the completion's number, and the message of an error."""
     if left and not rows:
         raise RecordError(
             f"{len(left)} turns were sampled and no completion is trained on. Give the completions that hold them."
@@ -248,10 +271,11 @@ def _expect_none_dropped(rows: Sequence[_Completion], left: Sequence[RolloutReco
             if not begun or any(taken.prompt_ids == turn.prompt_ids for row in rows for taken, _ in row.turns):
                 continue
         row = max(rows, key=lambda row: row.common(turn))
-        raise RecordError(
+        yield (
+            row.name,
             f"completion {row.name}: a turn was dropped: the engine sampled {len(turn.response_ids)} tokens behind "
             f"{len(turn.prompt_ids)} given ones, of which the completion has the first {row.common(turn)}, and what is trained "
-            "on does not have them. Keep every turn that was sampled."
+            "on does not have them. Keep every turn that was sampled.",
         )
 
 

@@ -67,5 +67,7 @@ def _converted(model: PreTrainedModel, tensors: Iterable[tuple[str, Tensor]]) ->
 
 def _is_renamed(model: PreTrainedModel) -> bool:
     """Tell whether a model's checkpoint has other names than the model; no weight is read."""
-    own = ((name, torch.empty(values.shape, device="meta")) for name, values in model.named_parameters())
+    # DeepSpeed's stage 3 keeps the shape apart from a parameter whose values are on other ranks.
+    shapes = ((name, getattr(values, "ds_shape", values.shape)) for name, values in model.named_parameters())
+    own = ((name, torch.empty(tuple(shape), device="meta")) for name, shape in shapes)
     return {name for name, _ in _converted(model, own)} != {name for name, _ in model.named_parameters()}

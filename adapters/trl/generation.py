@@ -141,7 +141,10 @@ class CheckedGeneration:
         # same twice.
         self._sending = engine.Sending()
         with nullcontext() if self.base is None else self.base.kept():
-            for name, parameter in under_checkpoint_names(self._sent_model(), self._plain_parameters(*args, **kwargs)):
+            sent = self._plain_parameters(*args, **kwargs)
+            if self.checks.acts:  # otherwise the engine gets what TRL sends
+                sent = under_checkpoint_names(self._sent_model(), sent)
+            for name, parameter in sent:
                 with self.checks.checking("weight_sync"):
                     self._sending.note(name, parameter)
                 yield name, parameter

@@ -240,7 +240,7 @@ class TrainerRun:
         return WeightVerifier(
             self,
             engine,
-            self.block.monitor,
+            self.block.monitor_of_updates,
             draw_probes(vocabulary, engine.longest),
             dtype=self.readings["engine"].model_dtype,
             trainer_dtype=self.compute_dtype,
@@ -275,7 +275,7 @@ class TrainerRun:
             self.log.event(level, name, message)
         else:
             self._unwritten.append((level, name, message))  # the main process writes it at the next log
-        if level == "warning" or self.block.monitor.weight_sync == "warn":
+        if level == "warning" or self.block.monitor_of_updates.weight_sync == "warn":
             warnings.warn(message, stacklevel=2)
 
     # Logs.

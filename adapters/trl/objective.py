@@ -116,8 +116,10 @@ class Objective:
             old = policy.scores[0]
         lengths = torch.tensor([len(ids) for ids in completion_ids], device=old.device)
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
-        terms = kl_terms(old, reference.scores[0], mask, term.config, coef=term.coef)
-        penalties: list[float] = terms.reward.sum(-1).tolist()
+        # A row that is not finite has no such reward, and becomes a bad row once the batch is scored.
+        finite = ((old.isfinite() & reference.scores[0].isfinite()) | ~mask).all(1)
+        terms = kl_terms(old, reference.scores[0], mask & finite[:, None], term.config, coef=term.coef)
+        penalties: list[float] = terms.reward.sum(-1).masked_fill(~finite, torch.nan).tolist()
         return penalties
 
     def follow_batch(self, output: dict[str, Any], mask: Tensor, batch: RolloutPass, gap: Gap | None) -> None:

@@ -126,7 +126,7 @@ class RolloutPass:
             _, _, record = max(fitting, key=lambda candidate: candidate[:2])
             taken[id(record)] += 1
             found.append(record)
-        if found and all(record is None for record in found):
+        if bad.spoil_all and all(record is None for record in found):
             raise RecordError(bad.faults[0].message)
         return found
 

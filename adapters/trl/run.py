@@ -355,8 +355,9 @@ class TrlRun(MeasuredRun):
                 output[ROLLOUT] = self.recorded_logprobs(records, mask)
             if records is not None:
                 bad.add_non_finite("rollout_logprobs", output[ROLLOUT], mask)
-            if old is not None:
-                bad.add_non_finite("old_logprobs", old, mask)
+            for scored in (old, output.get("ref_per_token_logps")):
+                if scored is not None:
+                    bad.add_non_finite("old_logprobs", scored, mask)
         return old
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:

@@ -109,7 +109,7 @@ def _kept(outputs: Sequence[Any]) -> dict[int, LeftTokens]:
 
 def _expect_some(supports: Sequence[TokenSupport | None], bad: BadRows) -> None:
     """Refuse an engine none of whose answers has masks: that is no fault of single rows."""
-    if supports and all(support is None for support in supports):
+    if bad.spoil_all and all(support is None for support in supports):
         raise RecordError(bad.faults[0].message)
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.transformers.chat import TokenizerChat
 from torch import Tensor
 
-from mismatch_ext.bad_rows import Fault
+from mismatch_ext.bad_rows import BadRows, Fault
 from mismatch_ext.chains.in_run import forks_of_completions
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.rollout import Provenance, RolloutRecord
-from mismatch_ext.turns import Joined, Matched, Trained, any_asked, join_turns, match_turns
+from mismatch_ext.turns import Joined, Matched, Trained, any_asked, match_turns
 
 ROWS = ("sampled_rows", "prefilled_rows", "rerouted_rows")
 """Counts of routes in `Joined`, which are metrics under `routing/`."""
@@ -37,42 +36,29 @@ def fork_metrics(matched: Matched, tokenizer: Any) -> dict[str, float]:
     return forks_of_completions(matched, TokenizerChat(tokenizer) if has_template else None)
 
 
-def joined_turns(
-    records: list[RolloutRecord],
-    output: Sequence[Any],
-    matched: Matched,
-    *,
-    own: bool,
-    limit: int,
-    present: Provenance,
-) -> Tensor:
+def joined_turns(records: list[RolloutRecord], matched: Matched, *, own: bool, present: Provenance) -> Tensor:
     """Join the records of each completion's turns, in place.
 
     A completion whose turns cannot be joined gets a record with a fault.
 
     Args:
         records: The records of all calls of the engine for this batch.
-        output: What TRL's `_generate` returned.
         matched: What `matched_turns` returned.
         own: Whether a user's `rollout_func` generated.
-        limit: Most tokens of a completion.
         present: Where rollouts of the present weights come from.
 
     Returns:
         This process's part of what `turn_metrics` reads.
 
     Raises:
-        RecordError: Not one completion can be joined.
+        RecordError: Not one of several completions can be joined.
         RoutingError: As RecordError, if the routes of all completions are the reason.
     """
     try:
-        if any(record.fault is not None for record in records):
-            raise RecordError("a turn has a fault, which belongs to one completion.")
         joined = matched.join(every_turn=not own)
         parts, rows = [joined], joined.records
     except MismatchError as error:
-        longest = None if own else limit
-        parts, rows = _joined_one_by_one(records, _trained(output), longest, present, error)
+        parts, rows = _joined_one_by_one(matched, present, error)
     records[:] = rows
     counts = [sum(part.turns for part in parts), sum(len(part.records) for part in parts)]
     counts += [sum(getattr(part, name) for part in parts) for name in ROWS]
@@ -89,62 +75,30 @@ def turn_metrics(sums: Tensor, *, routed: bool) -> dict[str, float]:
 
 
 def _joined_one_by_one(
-    turns: Sequence[RolloutRecord],
-    trained: Sequence[Trained],
-    limit: int | None,
-    present: Provenance,
-    error: MismatchError,
+    matched: Matched, present: Provenance, error: MismatchError
 ) -> tuple[list[Joined], list[RolloutRecord]]:
     """Join each completion's turns apart from the others', so that a fault stays with its completion."""
     parts: list[Joined] = []
     rows: list[RolloutRecord] = []
-    for number, completion in enumerate(trained):
-        fault = _fault_of_turns(completion, turns)
-        if fault is None:
-            try:
-                joined = join_turns(turns, [completion], limit=limit, every_turn=False)
-                parts.append(joined)
-                rows += joined.records
-                continue
-            except MismatchError as found:
-                # Alone in its list, each completion is called completion 0.
-                message = str(found).replace("completion 0", f"completion {number}")
-                fault = Fault(reason=_reason(found, completion, turns, limit, present), message=message)
-        rows.append(_record_with(fault, completion, present))
-    if not parts or len(parts) == len(trained):
+    bad = BadRows(len(matched.rows))
+    for number, joined in enumerate(matched.join_each()):
+        if isinstance(joined, Joined):
+            parts.append(joined)
+            rows += joined.records
+            continue
+        bad.add(number, _reason(joined, matched, number), str(joined))
+        rows.append(_record_with(bad.faults[number], matched.rows[number].trained, present))
+    if bad.spoil_all or not len(bad):
         # All completions have a fault, or no single one has: that is no fault of one row.
         raise error
     return parts, rows
 
 
-def _fault_of_turns(completion: Trained, turns: Sequence[RolloutRecord]) -> Fault | None:
-    """Return the fault of a turn that is part of a completion, or None."""
-    tokens = completion.prompt_ids + completion.response_ids
-    for turn in turns:
-        if turn.fault is None:
-            continue
-        sampled = turn.prompt_ids + turn.response_ids
-        if len(turn.prompt_ids) < len(tokens) and tokens[: len(sampled)] == sampled[: len(tokens)]:
-            return turn.fault
-    return None
-
-
-def _reason(
-    error: MismatchError,
-    completion: Trained,
-    turns: Sequence[RolloutRecord],
-    limit: int | None,
-    present: Provenance,
-) -> str:
+def _reason(error: MismatchError, matched: Matched, number: int) -> str:
     """Return why the turns of a completion cannot be joined, as one of `mismatch_ext.bad_rows.REASONS`."""
     if isinstance(error, RoutingError):
         return "routes"
-    of_one_version = [replace(turn, provenance=present) for turn in turns]
-    try:
-        join_turns(of_one_version, [completion], limit=limit, every_turn=False)
-    except MismatchError:
-        return "tokens"
-    return "weight_version"
+    return "tokens" if matched.has_one_version(number) else "weight_version"
 
 
 def _record_with(fault: Fault, completion: Trained, present: Provenance) -> RolloutRecord:

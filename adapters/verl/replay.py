@@ -29,6 +29,7 @@ from verl.utils.ulysses import (
     slice_input_tensor,
 )
 
+from mismatch_ext.bad_rows import FEW
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.ranks import WORLD, agree, gathered, together
@@ -287,7 +288,7 @@ class EngineReplay(RouteReplay):
             fields.append(experts)
             fault = number_of("routes") if row in wrong else 0
             samples.append((known, count > 0 and not fault, present, fault))
-        if len(wrong) == sum(count > 0 for count in wanted) > 1:
+        if len(wrong) == sum(count > 0 for count in wanted) >= FEW:
             raise next(iter(wrong.values()))
         self._faults = {row: str(error) for row, error in wrong.items()}
         return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)

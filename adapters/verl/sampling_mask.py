@@ -29,6 +29,7 @@ from verl.experimental.agent_loop.agent_loop import AgentLoopOutput
 from verl.trainer.ppo.v1.agent_loop_tq import AgentLoopManagerTQ, AgentLoopWorkerTQ
 from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_sequence_parallel_world_size
 
+from mismatch_ext.bad_rows import FEW
 from mismatch_ext.errors import MismatchError, RecordError, ReplayError
 from mismatch_ext.ranks import WORLD, gathered, together
 from mismatch_ext.rollout import SamplingSettings
@@ -242,7 +243,7 @@ class EngineMasks:
                 if not judged:
                     raise
                 wrong[row] = error
-        if len(wrong) == len(samples) > 1:
+        if len(wrong) == len(samples) >= FEW:
             raise next(iter(wrong.values()))
         self._faults = {row: str(error) for row, error in wrong.items()}
         return samples

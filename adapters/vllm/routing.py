@@ -173,7 +173,7 @@ def judged_traces(
         bad: Takes the bad rows; row i is the i-th completion.
 
     Raises:
-        RoutingError: Not one completion has usable routes.
+        RoutingError: Not one of several completions has usable routes.
     """
     traces: list[RoutingTrace | None] = []
     for output in outputs:
@@ -182,7 +182,7 @@ def judged_traces(
             with bad.judging(len(traces), "routes"):
                 trace = _trace_of(output, completion, output.prompt_token_ids, shape, version)
             traces.append(trace)
-    if traces and all(trace is None for trace in traces):
+    if bad.spoil_all and all(trace is None for trace in traces):
         raise RoutingError(bad.faults[0].message)
     return traces
 

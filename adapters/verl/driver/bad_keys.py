@@ -70,6 +70,9 @@ def _get(batch: Any, keys: list[str], names: list[str]) -> Any:
 
 def _put(batch: Any, keys: list[str], fields: dict[str, Tensor]) -> None:
     tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(keys)))
+    if batch.fields is not None:
+        # Workers fetch only the fields that the batch lists.
+        batch.fields = [*batch.fields, *(name for name in fields if name not in batch.fields)]
 
 
 def _nested(rows: Sequence[Tensor]) -> Tensor:

@@ -18,6 +18,7 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.trainer.ppo.metric_utils import RolloutMoELoadBalanceMetricsAccumulator
 
+from mismatch_ext.bad_rows import FEW
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.names import PREFIX
@@ -42,7 +43,7 @@ def check_versions(origins: Origins, batch: Any, bad: BadKeys, *, older: bool) -
             origins.check([(key, first, last)], older=older)
         except MismatchError as error:
             wrong[key] = error
-    if len(wrong) == len(rows) > 1:
+    if len(wrong) == len(rows) >= FEW:
         raise next(iter(wrong.values()))
     for key, fault in wrong.items():
         bad.add(key, "weight_version", f"rollout {key}: {fault}")
@@ -72,7 +73,9 @@ def check_routes(batch: Any, step: int, bad: BadKeys, *, acts: bool) -> None:
         bad.add(key, "routes", message)
     if acts:
         pattern = next(key for key in keys if key not in set(lost))
-        _put_empty_routes(batch, lost, pattern)
+        # verl fills a batch up with copies of its first row, which lack routes if that row does.
+        copies = [key for key in batch.keys if key not in set(keys) and _lack_routes([key], batch.partition_id)]
+        _put_empty_routes(batch, [*lost, *copies], pattern)
 
 
 def _put_empty_routes(batch: Any, keys: list[str], pattern: str) -> None:

@@ -102,7 +102,7 @@ class Processes:
         checks = RolloutWeights(
             self._workers,
             self._find_replicas,
-            self._block.monitor,
+            self._block.monitor_of_updates,
             self._probes,
             dtype=self._checked.engine.model_dtype,
             trainer_dtype=self._checked.trainer.compute_dtype,

@@ -158,7 +158,7 @@ def has_priorities(replica: Any) -> bool:
 
 def answered(asked: Sequence[Any], timeout: float) -> Tensor:
     """Return a server's log-probabilities of probe tokens `[N, T-1]`, float64; raises EngineError if there are none."""
-    outputs = _answers(asked, timeout, "score probe tokens")
+    outputs = _whole(_answers(asked, timeout, "score probe tokens"), "score probe tokens")
     if any(not out.extra_fields.get("prompt_logprobs") for out in outputs):
         raise EngineError("the rollout server reported no log-probabilities of probe tokens; see its log.")
     # verl pads the list by one entry, for the token that was decoded.
@@ -168,13 +168,22 @@ def answered(asked: Sequence[Any], timeout: float) -> Tensor:
 
 def answered_decode(asked: Sequence[Any], token_ids: Sequence[Sequence[int]], timeout: float) -> Decoded:
     """Return what a server decoded after prompts `token_ids`; raises EngineError if it decoded nothing."""
-    outputs = _answers(asked, timeout, "decode after probe tokens")
+    outputs = _whole(_answers(asked, timeout, "decode after probe tokens"), "decode after probe tokens")
     if any(out.log_probs is None for out in outputs):
         raise EngineError("the rollout server reported no log-probabilities of tokens that it decoded; see its log.")
+    if len({len(out.token_ids) for out in outputs}) > 1:
+        raise EngineError("the rollout server decoded answers of different lengths after probe tokens.")
     return Decoded(
         tokens=torch.tensor([[*ids, *map(int, out.token_ids)] for ids, out in zip(token_ids, outputs, strict=True)]),
         logprobs=torch.tensor([out.log_probs for out in outputs], dtype=torch.float64),
     )
+
+
+def _whole(outputs: list[Any], what: str) -> list[Any]:
+    """Return answers; raises EngineError if verl has aborted one, as it does before its servers sleep."""
+    if any(getattr(out, "stop_reason", None) == "aborted" for out in outputs):
+        raise EngineError(f"the rollout server was stopped before it could {what}")
+    return outputs
 
 
 def _answers(asked: Sequence[Any], timeout: float, what: str, *, ours: bool = False) -> list[Any]:

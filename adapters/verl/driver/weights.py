@@ -202,7 +202,11 @@ class RolloutWeights:
 
         First judges what the engines said of the last update. Raises WeightSyncError as `verify` does, and if ranks differ.
         """
-        self.settle()
+        wrong: WeightSyncError | None = None
+        try:
+            self.settle()
+        except WeightSyncError as error:
+            wrong = error  # a run that only measures goes on, and its next update is judged by this look
         found = self._workers.mismatch_look(self._probes.tolist(), self._dtype)
         self._shapes = {name: tuple(shape) for answer in found for name, shape in answer["shapes"].items()}
         self._sums = added(answer["sums"] for answer in found)
@@ -211,6 +215,8 @@ class RolloutWeights:
             logprobs=of_ranks[0], fingerprint="|".join(answer["fingerprint"] for answer in found)
         )
         self._compare_ranks(of_ranks)
+        if wrong is not None:
+            raise wrong
 
     def _compare_ranks(self, logprobs: Tensor) -> None:
         """Raise if a rank of the actor scores the probes `[ranks, N, T-1]` with other weights than the first one."""
@@ -312,13 +318,14 @@ class _Pending:
     def _run_and_note(self) -> None:
         try:
             self.run()
-        except BaseException as error:  # noqa: BLE001 - a bug of ours, which `taken` raises where it is seen
+        except BaseException as error:  # noqa: BLE001 - the thread's end must not be silent: `taken` says so
             self.failure = error
 
     def taken(self, engines: int) -> Sequence[Answers | EngineError]:
         """Return each engine's answers, or that it gave none so far."""
         if self.failure is not None:
-            raise self.failure
+            reason = f"{type(self.failure).__name__}: {self.failure}"
+            return [EngineError(f"the rollout server's answer could not be read: {reason}")] * engines
         if self.answers is None:
             return [EngineError("the rollout server has not answered before the next update")] * engines
         return self.answers

@@ -85,8 +85,7 @@ def levers() -> dict[str, Any]:
 
 def nan_logprob(output: Any) -> None:
     """Report that a sampled token's log-probability is NaN."""
-    position = output.logprobs[1]
-    position[output.token_ids[1]].logprob = float("nan")
+    output.logprobs[-1][output.token_ids[-1]].logprob = float("nan")
 
 
 def no_routes(output: Any) -> None:

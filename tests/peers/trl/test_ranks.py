@@ -19,9 +19,11 @@ from tests.rendezvous import rendezvous
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_alone as alone
+    from tests.peers.trl import scenarios_bad_ranks as bad_ranks
     from tests.peers.trl import scenarios_ranks as scenarios
 else:
     alone = named("tests.peers.trl.scenarios_alone")
+    bad_ranks = named("tests.peers.trl.scenarios_bad_ranks")
     scenarios = named("tests.peers.trl.scenarios_ranks")
 
 pytestmark = pytest.mark.engine
@@ -305,3 +307,20 @@ def test_a_rank_samples_by_itself_as_it_does_without_a_config(
     for rank in found:
         assert rank["measured"]["versions"] == rank["sections"]["versions"] == [1, 2]
     assert sections["samples"][0] == stock["samples"][0]
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("kind", ["ddp", pytest.param("fsdp2", marks=pytest.mark.nightly)])
+def test_a_bad_row_of_one_rank_has_no_weight_on_both(kind: str, dense: Path, tmp_path: Path) -> None:
+    found = launch(kind, bad_ranks.one_bad_row, tmp_path, model=dense).expect()
+    weightless, spoiled = of(found, "None"), of(found, "nan")
+    check_ranks(kind, spoiled)
+    assert spoiled[0]["parameters"] == weightless[0]["parameters"]
+    for rank in spoiled:
+        counts = [entry.get("mismatch/bad_rows/rollout_logprobs") for entry in rank["logged"]]
+        # Of the other rank's rows none is bad; a row with the same tokens as the bad one is.
+        assert counts[0] is None and counts[1] in (1.0, 2.0) and counts[2] == 0.0
+    # The loss of one rank is not finite: the step is taken by neither.
+    for rank in of(found, "own pass"):
+        assert rank["error"].startswith("NonFiniteLogprobError: the gradient norm of step 2 is nan"), rank["error"]
+        assert rank["after"] == rank["before"] and rank["steps"] == 1

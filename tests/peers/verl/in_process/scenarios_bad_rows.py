@@ -60,7 +60,9 @@ def key_of(row: int) -> str:
 
 def keys_of(given: Queue) -> Any:
     """Return verl's keys of the batch."""
-    return SimpleNamespace(keys=given.keys, tags=[{} for _ in given.keys], partition_id="train")
+    return SimpleNamespace(
+        keys=given.keys, tags=[{} for _ in given.keys], partition_id="train", fields=list(given.rows)
+    )
 
 
 def judged(given: Queue) -> tuple[Any, BadKeys]:
@@ -73,13 +75,13 @@ def judged(given: Queue) -> tuple[Any, BadKeys]:
 
 
 def taken_out(rows: dict[str, list[Tensor]], mode: str) -> dict[str, list[Tensor]]:
-    """Return the fields of a batch after the driver has taken out what it found to be bad."""
+    """Return the fields that workers fetch of a batch, after the driver has taken out what it found to be bad."""
     given = Queue(rows)
     keys, bad = judged(given)
     bad_keys.replace_non_finite(keys, bad)
     bad_keys.mark(keys, bad)
     bad_keys.take_out(keys, bad, mode)
-    return given.rows
+    return {name: given.rows[name] for name in keys.fields}
 
 
 def gradients(loss: Any, rows: dict[str, list[Tensor]]) -> tuple[Tensor, list[Tensor], list[Tensor]]:

@@ -1,0 +1,63 @@
+"""Two ranks, one of which has a row that cannot be trained on, or a pass that is not finite; run as `scenarios_ranks` is."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from mismatch_ext.errors import MismatchError
+from tests.peers.trl.scenarios_attach import FLOAT32, eager
+from tests.peers.trl.scenarios_bad_rows import spoiling, weigh_nothing
+from tests.peers.trl.scenarios_ranks import build, digest_of, main, outcome
+
+ACTS: dict[str, Any] = {"monitor": {"weight_sync": "error", "default_alarms": False, "max_bad_rows": 1.0}}
+SPOILED, ROW, BATCH = 1, 3, 2
+"""Rank, row and batch of the fault."""
+
+
+def built(model: str, out: str) -> Any:
+    """Build a trainer with an engine on each rank."""
+    with eager():
+        return build(model, out, ACTS, use_vllm=True, max_steps=3, beta=0.1, **FLOAT32)
+
+
+def one_bad_row(model: str, out: str) -> dict[str, Any]:
+    """Train with a fault in one row of one rank, and without it and with loss weight 0 for this row."""
+    rows = [ROW] if int(os.environ["RANK"]) == SPOILED else []
+    found: dict[str, Any] = {}
+    for fault in (None, "nan"):
+        trainer = built(model, f"{out}/{fault}")
+        with spoiling(trainer, fault, rows, [BATCH]) as noted:
+            if fault is None:
+                weigh_nothing(trainer, noted)
+            found[str(fault)] = outcome(trainer)
+    return found | {"own pass": not_finite(model, f"{out}/own")}
+
+
+def not_finite(model: str, out: str) -> dict[str, Any]:
+    """Train until one rank's own pass is not finite in the second step; return how each rank ended, and its weights around it."""
+    trainer = built(model, out)
+    plain, digests = trainer.compute_loss, list[str]()
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        digests.append(digest_of(trainer.model))
+        loss = plain(*args, **kwargs)
+        spoils = trainer.accelerator.process_index == SPOILED and trainer.state.global_step == BATCH - 1
+        return loss * float("nan") if spoils else loss
+
+    trainer.compute_loss = compute_loss
+    error = ""
+    try:
+        trainer.train()
+    except MismatchError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {
+        "error": error,
+        "before": digests[-1],
+        "after": digest_of(trainer.model),
+        "steps": trainer.state.global_step,
+    }
+
+
+if __name__ == "__main__":
+    main(globals())
