@@ -308,7 +308,8 @@ class TrlRun(MeasuredRun):
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
-                output[MASKS] = self.scoring.batch_masks(batch, output)
+                assert records is not None  # masks are the engine's
+                output[MASKS] = self.scoring.batch_masks(batch, output, records)
         if self.scoring.masking is not None:
             self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
         old = self._judged_logprobs(output, records, bad)

@@ -23,11 +23,12 @@ from mismatch_ext.adapters.trl.replay import (
     ScoreReplay,
     Scores,
     no_routes,
+    row_key,
     row_keys,
     share,
     with_bad_rows,
 )
-from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows, without_masks
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers.utils import is_peft_available
@@ -36,6 +37,7 @@ from trl import GRPOTrainer
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError, RoutingError
 from mismatch_ext.rng import forked_rng
+from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.replay import REFERENCE
 
@@ -268,10 +270,22 @@ class Scoring:
             routing.others[self.run.split] += max(len(batch.routes) - 1, 0)
         return routes
 
-    def batch_masks(self, batch: RolloutPass, output: Mapping[str, Any]) -> list[RowMask]:
-        """Return the masks of a batch that has been scored, one for each row."""
-        masks = self._masks_of(batch, row_keys(*rows_of_batch(output)))
-        if masks is None:
+    def batch_masks(
+        self, batch: RolloutPass, output: Mapping[str, Any], records: Sequence[RolloutRecord | None]
+    ) -> list[RowMask]:
+        """Return the masks of each row of a batch that has been scored; a row without a record gets empty ones."""
+        assert self.run.checked is not None and self.run.checked.masks is not None
+        vocabulary = self.run.checked.masks.vocabulary
+        # Of rows with the same tokens the first one's, as in passes.
+        known = {mask.row: mask for mask in reversed(masks_of(batch.records, vocabulary))}
+        keys = row_keys(*rows_of_batch(output))
+        masks: list[RowMask] = []
+        for key, record in zip(keys, records, strict=True):
+            if record is None:
+                masks.append(without_masks(key, vocabulary))
+            else:
+                masks.append(known[row_key(record.prompt_ids, record.response_ids)])
+        if masks_of_rows(masks, keys) is None:
             raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
         return masks
 

@@ -64,7 +64,7 @@ class Draw:
         settings, loss, found = PRESETS[self.preset], self.host["loss_type"], []
         if loss == "vespo" and not (
             settings.mode == "decoupled" and settings.level in ("none", "token")
-            and not (settings.rules or settings.veto or settings.normalize)
+            and not (settings.rules or settings.veto or settings.normalize or settings.confidence)
         ):  # fmt: skip
             found.append("mismatch.correction with loss_type='vespo'")
         if settings.loss == "reinforce":
