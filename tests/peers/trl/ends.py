@@ -10,9 +10,9 @@ def watch_ends(trainer: Any) -> list[list[Any]]:
     ends: list[list[Any]] = []
     check, end = trainer.mm.check_records, trainer.processing_class.eos_token_id
 
-    def noted(output: Any, batch: Any) -> Any:
+    def noted(output: Any, batch: Any, bad: Any) -> Any:
         ends.extend([one.finish_reason, len(one.response_ids), one.response_ids[-1] == end] for one in batch.records)
-        return check(output, batch)
+        return check(output, batch, bad)
 
     trainer.mm.check_records = noted
     return ends

@@ -90,6 +90,7 @@ def checked(kind: type[generation.CheckedGeneration] = generation.CheckedGenerat
     trainer = SimpleNamespace(
         score=lambda probes: gathered("score"), fingerprint=lambda: "".join(gathered("digest")), step=STEP, ranks=WORLD,
         sent=lambda dtypes: None, log=LOG, split="train", trainer_settings=dict,
+        trainer=SimpleNamespace(model=torch.nn.Identity(), accelerator=SimpleNamespace(unwrap_model=lambda model: model)),
     )  # fmt: skip
     engine = SimpleNamespace(update=update, captured=lambda _: nullcontext([]), fresh=False)
     found = object.__new__(kind)
@@ -320,15 +321,6 @@ def served_answer(fails: bool) -> None:
     server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
 
 
-def spoiled(fails: bool, key: str) -> dict[str, Any]:
-    """Return a batch in which one rank has a number that is none."""
-    output = batch()
-    if fails:
-        output[key] = output[key].clone()
-        output[key][0, 0] = float("nan")
-    return output
-
-
 def method(fails: bool, path: str, error: Exception, routing: Any = None) -> Any:
     """Fail in a method of the run's, or of one of its parts."""
     owner, _, name = path.rpartition(".")
@@ -386,7 +378,6 @@ CASES: dict[str, Callable[[bool], Any]] = {
     ),
     "correction": broken_correction,
     "baseline": baseline,
-    "spoiled baseline": lambda fails: step(spoiled(fails, "ref_per_token_logps"), kl={"coef": 0.1}),
     "controller": controller,
 }
 

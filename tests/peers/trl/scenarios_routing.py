@@ -354,10 +354,11 @@ def _absent(outputs: Any) -> None:
 
 
 FAULTS: dict[str, Callable[[Any], None]] = {
-    "missing row": _of(lambda ids: ids[:-1]),
-    "extra row": _of(lambda ids: np.concatenate([ids, ids[-1:]])),
+    # First, because a run compares the routes of its first replayed pass with the model's own.
     "swapped layers": _all(lambda ids: ids[:, ::-1].copy()),
     "shifted rows": _all(lambda ids: np.roll(ids, 1, 0)),
+    "missing row": _of(lambda ids: ids[:-1]),
+    "extra row": _of(lambda ids: np.concatenate([ids, ids[-1:]])),
     "all zeros": _of(np.zeros_like),
     "duplicate ids": _of(_duplicated),
     "id out of range": _of(_out_of_range),
@@ -384,6 +385,7 @@ def faults(model: str, out: str) -> dict[str, Any]:
             trainer.training_step(trainer.model, batch, None)
         except Exception as error:  # noqa: BLE001 - what is raised is the result
             found = {"error": type(error).__name__, "message": str(error), "seconds": time.perf_counter() - returned[0]}
+        found["bad"] = [fault.message for fault in trainer.mm.log._faults.pop("train", [])]
         found["gradients"] = any(p.grad is not None and bool(p.grad.any()) for p in trainer.model.parameters())
         trainer.model.zero_grad()
         return {**found, "moved": digest_of(trainer.model) != before}

@@ -259,7 +259,6 @@ ENDS = {
     "gap": "not finite",
     "correction": "no weights",
     "baseline": "baseline [",
-    "spoiled baseline": "ref_logprobs[",
     "controller": "no KL",
 }
 
