@@ -130,7 +130,6 @@ LIGHT: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
         (),
         "\nassert verdict.problems == ()",
     ),
-    ("docs/kl.md", 1): ("", (), ""),
     ("docs/correction.md", 0): (
         "import torch\nlogits = torch.randn(2, 3, 200, requires_grad=True)\ntemperature = 1.0\nmask = torch.ones(2, 3).bool()\n"
         "top_logprobs, top_ids = (1.3 * logits).detach().log_softmax(-1).topk(128, dim=-1)\n"
@@ -138,6 +137,7 @@ LIGHT: dict[tuple[str, int], tuple[str, tuple[tuple[str, str], ...], str]] = {
         (),
         "\nloss.backward()\nassert logits.grad.isfinite().all() and float(pull) > 0.01",
     ),
+    ("docs/kl.md", 1): ("", (), ""),
 }  # fmt: skip
 pytestmark = pytest.mark.engine
 
