@@ -182,7 +182,12 @@ def test_the_example_of_a_feature(name: str, tmp_path: Path) -> None:
 
 
 def test_every_config_is_of_an_example() -> None:
-    assert {path.stem for path in (ROOT / "examples/configs").iterdir()} == {*SEEDS, "arithmetic", "smollm2", "verl_grpo"}
+    assert {path.stem for path in (ROOT / "examples/configs").iterdir()} == {
+        *SEEDS,
+        "arithmetic",
+        "smollm2",
+        "verl_grpo",
+    }
 
 
 @pytest.mark.parametrize("name", [name for name in EXAMPLES if name != "verl_cpu"])
