@@ -348,8 +348,8 @@ class MonitorConfig:
     doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
     token ids. There are at most three files a run."""
     max_bad_rows: Annotated[Number, Field(ge=0, le=1)] = 0.01
-    """Share of bad rows in the last 20 steps, above which a run whose config acts ends after the step, with a checkpoint;
-    fewer than three rows never end it. 0 allows none, and 1 any number."""
+    """Share of bad rows in the last 20 steps, above which a run whose config acts ends after the step, with a checkpoint.
+    Fewer than three rows end it only if this is 0, which allows none; 1 allows any number."""
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and not self.run_dir.strip():
