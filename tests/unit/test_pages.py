@@ -64,7 +64,8 @@ def test_messages_of_the_table_of_what_ends_a_run_are_those_of_the_source() -> N
     words = [found for cell in cells for found in re.findall(r"`([^`]+)`", cell)]
     assert len(words) >= len(cells) - 2
     # What a formatter has split over lines is one text.
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "mismatch_ext").rglob("*.py"))
+    paths = [path for folder in ("mismatch_ext", "adapters") for path in (ROOT / folder).rglob("*.py")]
+    sources = "\n".join(path.read_text(encoding="utf-8") for path in paths)
     joined = re.sub(r'"\s*\n\s*f?"', "", sources)
     assert [found for found in words if found not in joined] == []
 
