@@ -45,7 +45,7 @@ def test_every_section_is_active_in_one_run(ran: tuple[VerlRun, Path]) -> None:
     assert len({step["mismatch/kl_coef"] for step in steps}) > 1
     # The actor learns, and the server's weights follow: the gap would be that of the update.
     assert steps[2]["mismatch/kl_ref_k3"] > 1e-6 > FLOAT32_K3 >= steps[2]["mismatch/k3_kl"]
-    assert f"engine=sglang, version={OLDEST}, model_dtype=float32" in run.log and "mode=R3" in run.log
+    assert "engine=sglang, model_dtype=float32" in run.log and "mode=R3" in run.log
     data = read_run(work / "checkpoints/mismatch")
     assert data.header["engine"]["engine"] == "sglang" and data.header["versions"]["sglang"] == OLDEST
     check_header(data.header, "sglang")
