@@ -346,7 +346,7 @@ class MonitorConfig:
     evidence: Flag = True
     """Whether an alarm, a failed weight check or a refused row keeps rows of the batch in the run folder, for the
     doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
-    token ids. There are at most three files a run."""
+    token ids. There are at most three files a run, of which bad rows alone make at most two."""
     max_bad_rows: Annotated[Number, Field(ge=0, le=1)] = 0.01
     """Share of bad rows in the last 20 steps, above which a run whose config acts ends after the step, with a checkpoint.
     Fewer than three rows end it only if this is 0, which allows none; 1 allows any number."""

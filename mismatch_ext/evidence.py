@@ -34,6 +34,8 @@ ENOUGH, MOST_ROWS = 4096, 256
 causes apart by a few hundred tokens, and gives shares from 2,000 on."""
 MOST_FILES = 3
 """Files of a run, those before a resume included."""
+OF_BAD_ROWS = 2
+"""Files beyond which bad rows alone leave no further one, so that an alarm or a failed weight check finds room."""
 FILES = "evidence-*.jsonl.gz"
 EVENT = "evidence"
 """Name of the events that name a file."""
@@ -293,14 +295,14 @@ class Evidence:
         if reason is not None:
             self.keep(step, reason)
 
-    def keep(self, step: int, reason: str, batch: HeldBatch | None = None) -> Kept | None:
+    def keep(self, step: int, reason: str, batch: HeldBatch | None = None, *, most: int = MOST_FILES) -> Kept | None:
         """Write rows of a batch, by default of the one that is held, for something that happened in a step; None if it cannot.
 
-        A step has one file, and a run has `MOST_FILES`.
+        A step has one file, and nothing is written if the run has `most` of them.
         """
         batch = self._held if batch is None else batch
         path = self._run_dir / f"evidence-{step}.jsonl.gz"
-        if batch is None or path.exists() or len(list(self._run_dir.glob(FILES))) >= MOST_FILES:
+        if batch is None or path.exists() or len(list(self._run_dir.glob(FILES))) >= most:
             return None
         try:
             lines = lines_of(batch, reason)

@@ -35,7 +35,7 @@ from mismatch_ext.correction import masked_metrics, masked_sums
 from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
 from mismatch_ext.evidence import EVENT as EVIDENCE
-from mismatch_ext.evidence import Evidence, HeldBatch, Kept, set_aside
+from mismatch_ext.evidence import OF_BAD_ROWS, Evidence, HeldBatch, Kept, set_aside
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
@@ -595,7 +595,8 @@ class RunLog:
         firsts = bad.firsts()
         self._faults.setdefault(split, []).extend(firsts)
         if firsts and batch is not None and self.evidence is not None and split == "train":
-            self.evidence.keep(batch.step + 1, " ".join(fault.message for fault in firsts), batch)
+            messages = " ".join(fault.message for fault in firsts)
+            self.evidence.keep(batch.step + 1, messages, batch, most=OF_BAD_ROWS)
 
     def _flush_bad_rows(self, split: str, step: int, sums: Sums) -> dict[str, float]:
         """Return all ranks' bad rows since the last flush, by reason; say why, and note whether they are too many."""

@@ -58,8 +58,8 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, no_routes, routes_of
-from mismatch_ext.routing import RoutingTrace, align, storage_dtype
+from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of, unrouted
+from mismatch_ext.routing import RoutingTrace, align
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
@@ -399,8 +399,10 @@ class Run:
         """Return empty routes for a batch in which every row is bad and none has routes."""
         assert self._replay is not None
         shape = self._replay.layout.shape
-        like = torch.zeros(0, len(shape.layers), shape.top_k, dtype=storage_dtype(shape.num_experts))
-        return [no_routes(record, like, layers=shape.layers, num_experts=shape.num_experts) for record in batch.records]
+        return [
+            unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+            for record in batch.records
+        ]
 
     @contextmanager
     def replaying(self, batch: Batch) -> Iterator[None]:

@@ -560,23 +560,21 @@ def _routing_of(records: Sequence[RolloutRecord]) -> list[RoutingTrace] | None:
     for record in records:
         useless = record.fault is not None and record.fault.reason in USELESS_ROUTES
         if record.routing is None or useless:
-            traces.append(no_routes(record, like.parts[0], layers=like.layers, num_experts=like.num_experts))
+            traces.append(unrouted(record, layers=like.layers, top_k=like.top_k, num_experts=like.num_experts))
         else:
             traces.append(record.routing)
     return traces
 
 
-def no_routes(record: RolloutRecord, like: Tensor, *, layers: tuple[int, ...], num_experts: int) -> RoutingTrace:
-    """Return an empty trace of a record's tokens, which the model then routes itself; `like` has the shape `[any, L, K]`."""
-    ids = (*record.prompt_ids, *record.response_ids)
-    empty = RoutingTrace(
-        parts=(like[:0],),
+def unrouted(record: RolloutRecord, *, layers: Sequence[int], top_k: int, num_experts: int) -> RoutingTrace:
+    """Return a trace without rows for a record, which the model then routes itself."""
+    return RoutingTrace.unrouted(
+        (*record.prompt_ids, *record.response_ids),
         layers=layers,
+        top_k=top_k,
         num_experts=num_experts,
-        start=len(ids) - 1,
-        versions=((0, record.provenance.weight_version),),
+        version=record.provenance.weight_version,
     )
-    return empty.of_tokens(ids)
 
 
 def routes_of(passes: Sequence[RoutingTrace], batch: Batch) -> list[RoutingTrace]:

@@ -128,11 +128,10 @@ class Matched:
         """Return for each completion with a token of the policy's that no turn sampled there where it forks, if that is known."""
         return [row.fork(self.left) for row in self.rows if row.missing() is not None]
 
-    def misplaced_frac(self) -> float:
-        """Return the share of the policy's tokens that no turn sampled where they are trained on."""
-        counted = sum(sum(row.mask) for row in self.rows)
+    def misplaced(self) -> tuple[int, int]:
+        """Return how many of the policy's tokens no turn sampled where they are trained on, and how many there are."""
         missing = sum(row.unsampled() for row in self.rows)
-        return missing / counted if counted else 0.0
+        return missing, sum(sum(row.mask) for row in self.rows)
 
 
 def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:

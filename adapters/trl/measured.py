@@ -19,7 +19,7 @@ from mismatch_ext.adapters.trl.host import TrainerRun
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_sharding
-from mismatch_ext.adapters.trl.turns import fork_metrics, joined_turns, matched_turns, turn_metrics
+from mismatch_ext.adapters.trl.turns import forks_of, joined_turns, matched_turns, turn_metrics
 from mismatch_ext.adapters.vllm.server_checks import ServerCheck
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -132,11 +132,11 @@ class MeasuredRun(TrainerRun):
             with self.checks.checking("records"):
                 with together(self.ranks):
                     matched = matched_turns(batch.records, output, own=own, limit=limit)
-                    # Noted first, because turns that fork are refused. Causes are a service, for which no run ends.
-                    with self.checks.reporting("turns"):
-                        self.note(**fork_metrics(matched, trainer._tokenizer))
+                    forks = forks_of(matched, trainer._tokenizer, self.checks)
+                # Every rank gets here or none. Noted first, because a batch whose turns all fork is refused.
+                self.note(**forks.over(self.ranks).metrics())
+                with together(self.ranks):
                     part = joined_turns(batch.records, matched, own=own, present=present)
-                # Every rank has got here or none.
                 sums = self.ranks.sum(part)
                 self.note(**turn_metrics(sums, routed=self.checked.layout is not None))
         return output

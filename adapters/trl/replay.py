@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
 from mismatch_ext.routing import RoutingShape, RoutingTrace, align, share_prompts
-from mismatch_ext.routing.ingest import storage_dtype
 from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
@@ -100,21 +99,6 @@ def matching(
     return found
 
 
-def no_routes(tokens: Sequence[int], shape: RoutingShape, version: int) -> RoutingTrace:
-    """Return an empty trace of a bad row's tokens, which the model then routes itself as it does padding."""
-    nothing = torch.zeros(0, len(shape.layers), shape.top_k, dtype=storage_dtype(shape.num_experts))
-    # The last token has no row in any trace of an engine's.
-    known = torch.tensor(tokens, dtype=torch.int32)[: max(len(tokens) - 1, 0)]
-    return RoutingTrace(
-        parts=(nothing,),
-        layers=shape.layers,
-        num_experts=shape.num_experts,
-        start=len(known),
-        versions=((0, version),),
-        tokens=known,
-    )
-
-
 def with_bad_rows(traces: Sequence[RoutingTrace], rows: Rows, shape: RoutingShape) -> list[RoutingTrace] | None:
     """Return the routes of each row of a scoring pass, empty ones for rows of other tokens; None if all rows are."""
     tokens, attention_mask, length = rows
@@ -126,7 +110,10 @@ def with_bad_rows(traces: Sequence[RoutingTrace], rows: Rows, shape: RoutingShap
             known = True
             found.append(fitting[0])
             continue
-        found.append(no_routes(row[mask.bool()].tolist(), shape, version=0))
+        ids = row[mask.bool()].tolist()
+        found.append(
+            RoutingTrace.unrouted(ids, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts, version=0)
+        )
     return found if known else None
 
 

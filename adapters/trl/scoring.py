@@ -22,7 +22,6 @@ from mismatch_ext.adapters.trl.replay import (
     Rows,
     ScoreReplay,
     Scores,
-    no_routes,
     row_key,
     row_keys,
     share,
@@ -37,7 +36,7 @@ from trl import GRPOTrainer
 from mismatch_ext.config import SamplingMaskConfig
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError, RoutingError
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import RolloutRecord
+from mismatch_ext.rollout import RolloutRecord, unrouted
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.replay import REFERENCE
 
@@ -312,8 +311,7 @@ class Scoring:
         for record in batch.records:
             trace = record.routing
             if trace is None:
-                ids = (*record.prompt_ids, *record.response_ids)
-                trace = no_routes(ids, shape, record.provenance.weight_version)
+                trace = unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
             routes.append(trace)
         batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
 

@@ -10,7 +10,8 @@ from mismatch_ext.adapters.transformers.chat import TokenizerChat
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows, Fault
-from mismatch_ext.chains.in_run import forks_of_completions
+from mismatch_ext.chains.in_run import Forks, forks_of_completions
+from mismatch_ext.checks import Checks
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
 from mismatch_ext.rollout import Provenance, RolloutRecord
 from mismatch_ext.turns import Joined, Matched, Trained, any_asked, match_turns
@@ -30,10 +31,18 @@ def matched_turns(records: list[RolloutRecord], output: Sequence[Any], *, own: b
     return match_turns(records, trained, limit=None if own else limit)
 
 
-def fork_metrics(matched: Matched, tokenizer: Any) -> dict[str, float]:
-    """Return how many completions are not what their turns sampled, and why, if the tokenizer has a chat template."""
-    has_template = bool(getattr(tokenizer, "chat_template", None))
-    return forks_of_completions(matched, TokenizerChat(tokenizer) if has_template else None)
+def forks_of(matched: Matched, tokenizer: Any, checks: Checks) -> Forks:
+    """Return how many completions are not what their turns sampled, and why, if the tokenizer has a chat template.
+
+    Causes are a service. If looking for them fails, whatever the reason, the run goes on without them.
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        return forks_of_completions(matched, None)
+    try:
+        return forks_of_completions(matched, TokenizerChat(tokenizer))
+    except Exception as error:  # noqa: BLE001 - a user's tokenizer and template run here
+        checks.note("turns", f"no cause of a fork was looked for: {type(error).__name__}: {error}")
+        return forks_of_completions(matched, None)
 
 
 def joined_turns(records: list[RolloutRecord], matched: Matched, *, own: bool, present: Provenance) -> Tensor:

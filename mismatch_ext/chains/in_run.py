@@ -26,18 +26,30 @@ class Forks:
     conversations: int
     forked: int
     causes: Counter[str] = field(default_factory=Counter)
+    misplaced: int = 0
+    """Tokens of the policy's that no turn sampled where they are trained on."""
+    tokens: int = 0
+    """Tokens of the policy's, if it is known where they were sampled."""
 
     def over(self, ranks: Ranks) -> Forks:
         """Return the same of all ranks together; each must take part."""
         own = {
             "conversations": self.conversations,
             "forked": self.forked,
+            "misplaced": self.misplaced,
+            "tokens": self.tokens,
             **{name: self.causes[name] for name in CAUSES},
         }
         whole = over_ranks({name: torch.tensor(float(value)) for name, value in own.items()}, ranks)
         counts = {name: int(value) for name, value in whole.items()}
         causes = Counter({name: counts[name] for name in CAUSES if counts[name]})
-        return Forks(conversations=counts["conversations"], forked=counts["forked"], causes=causes)
+        return Forks(
+            conversations=counts["conversations"],
+            forked=counts["forked"],
+            causes=causes,
+            misplaced=counts["misplaced"],
+            tokens=counts["tokens"],
+        )
 
     def metrics(self) -> dict[str, float]:
         """Return the share of the conversations that fork, and the share for each cause."""
@@ -46,15 +58,23 @@ class Forks:
         share = self.forked / self.conversations
         explained = self.causes.total()
         by_cause = {f"turns/forked/{cause}": share * count / explained for cause, count in self.causes.items()}
-        return {"turns/forked_frac": share, **by_cause}
+        metrics = {"turns/forked_frac": share, **by_cause}
+        if self.tokens:
+            metrics["turns/misplaced_frac"] = self.misplaced / self.tokens
+        return metrics
 
 
-def forks_of_completions(matched: Matched, chat: Chat | None) -> dict[str, float]:
-    """Return the metrics of completions whose turns were looked for; `chat` says why they fork."""
+def forks_of_completions(matched: Matched, chat: Chat | None) -> Forks:
+    """Return the forks of completions whose turns were looked for; `chat` says why they fork."""
     found = matched.forks()
-    forks = Forks(conversations=len(matched.rows), forked=len(found), causes=_causes(found, chat))
-    metrics = forks.metrics()
-    return {**metrics, "turns/misplaced_frac": matched.misplaced_frac()} if metrics else {}
+    misplaced, tokens = matched.misplaced()
+    return Forks(
+        conversations=len(matched.rows),
+        forked=len(found),
+        causes=_causes(found, chat),
+        misplaced=misplaced,
+        tokens=tokens,
+    )
 
 
 def forks_of_turns(conversations: Sequence[Sequence[RolloutRecord]], chat: Chat | None) -> Forks:

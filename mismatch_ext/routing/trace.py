@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing.ingest import checked
+from mismatch_ext.routing.ingest import checked, storage_dtype
 from mismatch_ext.routing.tokens import TokenRows
 
 Span = tuple[int, int]
@@ -112,6 +112,30 @@ class RoutingTrace:
         experts = checked(array, num_experts, layers, count, f"request {request}", top_k, start, last_row)
         trace = cls(parts=(experts,), layers=layers, num_experts=num_experts, start=start, versions=((0, version),))
         return trace if isinstance(tokens, int) else trace.of_tokens(tokens)
+
+    @classmethod
+    def unrouted(
+        cls, tokens: Sequence[int], *, layers: Sequence[int], top_k: int, num_experts: int, version: int
+    ) -> RoutingTrace:
+        """Return a trace of a sequence without rows, which the model routes itself as it does padding.
+
+        Args:
+            tokens: Token ids of prompt and response.
+            layers: Absolute indices of the MoE layers.
+            top_k: Experts per token.
+            num_experts: Experts per layer.
+            version: Policy version that sampled.
+        """
+        nothing = torch.zeros(0, len(layers), top_k, dtype=storage_dtype(num_experts))
+        trace = cls(
+            parts=(nothing,),
+            layers=tuple(layers),
+            num_experts=num_experts,
+            # The last token has no row in any trace of an engine's.
+            start=max(len(tokens) - 1, 0),
+            versions=((0, version),),
+        )
+        return trace.of_tokens(tokens)
 
     def __getstate__(self) -> dict[str, Any]:
         # torch 2.13 pickles uint16 tensors but cannot read them back, so they travel as int16 bits.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from mismatch_ext.adapters.trl.turns import fork_metrics, matched_turns
+from mismatch_ext.adapters.trl.turns import forks_of, matched_turns
+from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.chains.in_run import forks_of_turns
+from mismatch_ext.chains.in_run import Forks, forks_of_turns
+from mismatch_ext.checks import Checks
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings
 from mismatch_ext.turns import Matched, match_turns
 from tests.unit.conversations import ANSWERS, QUESTIONS, assistant, chat_of, tokenizer, user
@@ -60,7 +63,9 @@ def rows(talks: list[list[RolloutRecord]]) -> tuple[list[list[int]], list[list[i
 def test_completions_that_fork_are_counted_with_their_cause(thinking: int) -> None:
     talks = [talk(number, thinks=number < thinking) for number in range(4)]
     calls = [call for turns in talks for call in turns]
-    metrics = fork_metrics(matched_turns(calls, rows(talks), own=True, limit=512), tokenizer("qwen3"))
+    metrics = forks_of(
+        matched_turns(calls, rows(talks), own=True, limit=512), tokenizer("qwen3"), Checks(True)
+    ).metrics()
     expected = {"turns/forked_frac": thinking / 4}
     if thinking:
         expected["turns/forked/thinking_removed"] = thinking / 4
@@ -71,7 +76,7 @@ def test_completions_that_fork_are_counted_with_their_cause(thinking: int) -> No
 def test_a_tokenizer_without_a_template_tells_the_share_alone() -> None:
     talks = [talk(0, thinks=True)]
     plain = tokenizer("smollm2").__class__(tokenizer_object=tokenizer("smollm2").backend_tokenizer)
-    metrics = fork_metrics(matched_turns(talks[0], rows(talks), own=True, limit=512), plain)
+    metrics = forks_of(matched_turns(talks[0], rows(talks), own=True, limit=512), plain, Checks(True)).metrics()
     assert set(metrics) == {"turns/forked_frac", "turns/misplaced_frac"} and metrics["turns/forked_frac"] == 1
 
 
@@ -82,13 +87,57 @@ def test_a_call_that_was_given_another_history_is_compared_with_the_row() -> Non
     response = [*first.response_ids, *appended, *last.response_ids]
     mask = [1] * len(first.response_ids) + [0] * len(appended) + [1] * len(last.response_ids)
     output = [list(first.prompt_ids)], [response], [mask], None, None
-    metrics = fork_metrics(matched_turns([first, last], output, own=True, limit=512), tokenizer("qwen3"))
+    metrics = forks_of(
+        matched_turns([first, last], output, own=True, limit=512), tokenizer("qwen3"), Checks(True)
+    ).metrics()
     assert metrics["turns/forked/thinking_removed"] == metrics["turns/forked_frac"] == 1
     assert metrics["turns/misplaced_frac"] == len(last.response_ids) / sum(mask)
 
 
+def test_a_tokenizer_that_fails_costs_the_causes_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even a bug of the tokenizer's ends no run, not even one whose config acts."""
+    talks = [talk(0, thinks=True)]
+
+    def broken(*_: object, **__: object) -> str:
+        raise ZeroDivisionError("a bug of a tokenizer")
+
+    monkeypatch.setattr("mismatch_ext.adapters.transformers.chat.TokenizerChat.decode", broken)
+    checks = Checks(True)
+    matched = matched_turns(talks[0], rows(talks), own=True, limit=512)
+    with pytest.warns(UserWarning, match="a bug of a tokenizer"):
+        metrics = forks_of(matched, tokenizer("qwen3"), checks).metrics()
+    assert set(metrics) == {"turns/forked_frac", "turns/misplaced_frac"} and checks.counts["turns"] == 1
+
+
+class Twice:
+    """Two ranks with equal numbers."""
+
+    rank, size = 0, 2
+
+    def gather(self, value: object) -> list[object]:
+        return [value, value]
+
+    def sum(self, values: Tensor) -> Tensor:
+        return 2 * values
+
+
+def test_forks_are_those_of_all_ranks() -> None:
+    one = Forks(conversations=4, forked=1, causes=Counter({"retokenized": 1}), misplaced=3, tokens=12)
+    both = one.over(Twice())
+    assert (both.conversations, both.forked, both.causes, both.misplaced, both.tokens) == (
+        8,
+        2,
+        {"retokenized": 2},
+        6,
+        24,
+    )
+    assert both.metrics() == one.metrics() == {
+        "turns/forked_frac": 0.25, "turns/forked/retokenized": 0.25, "turns/misplaced_frac": 0.25,
+    }  # fmt: skip
+
+
 def test_no_completion_means_no_metric() -> None:
-    assert fork_metrics(match_turns([], []), tokenizer("qwen3")) == {}
+    assert forks_of(match_turns([], []), tokenizer("qwen3"), Checks(True)).metrics() == {}
     assert isinstance(match_turns([], []), Matched)
 
 

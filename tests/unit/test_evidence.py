@@ -14,11 +14,13 @@ import pytest
 import torch
 
 import mismatch_ext.evidence as module
-from mismatch_ext import Run
+from mismatch_ext import MismatchConfig, Run
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.doctor.log_rows import line_of_routes
 from mismatch_ext.errors import RecordError, RunDirectoryError, WeightSyncError
 from mismatch_ext.evidence import ColumnBatch, Evidence, EvidenceRow, lines_of, pick_rows
+from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.routing import RoutingTrace
@@ -223,6 +225,20 @@ def test_bad_rows_are_kept(tmp_path: Path) -> None:
     assert path.name == "evidence-2.jsonl.gz"
     assert first["kept"]["row"] == 9
     assert "row 9: it was sampled with weight version 7" in first["kept"]["reason"]
+
+
+def test_bad_rows_leave_room_for_an_alarm(tmp_path: Path) -> None:
+    log = RunLog(MismatchConfig(), tmp_path, info=dict, step=lambda: 0)
+    log.begin()
+    prompts, responses, logprobs = [[1, 2]] * 4, [[3, 4]] * 4, [[-1.0, -2.0]] * 4
+    for step in range(4):
+        held = ColumnBatch(prompts=prompts, responses=responses, rollout=logprobs, step=step)
+        bad = BadRows(4)
+        bad.add(1, "routes", "row 1: no routes.")
+        log.count_bad_rows("train", bad, held)
+    assert [path.name for path in sorted(tmp_path.glob("evidence-*"))] == ["evidence-1.jsonl.gz", "evidence-2.jsonl.gz"]
+    assert log.evidence is not None
+    assert log.evidence.keep(5, "an alarm", held) is not None
 
 
 def test_rows_that_overflow_in_the_trainer_are_kept(tmp_path: Path) -> None:
