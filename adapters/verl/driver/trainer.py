@@ -30,7 +30,7 @@ from mismatch_ext.adapters.verl.driver.batch_checks import (
 from mismatch_ext.adapters.verl.driver.objective import DriverKl
 from mismatch_ext.adapters.verl.driver.processes import Processes, bypasses
 from mismatch_ext.adapters.verl.driver.reports import of_ranks, over_updates, take_ours, under_our_names
-from mismatch_ext.adapters.verl.driver.weights import RolloutWeights
+from mismatch_ext.adapters.verl.driver.weights import LAST_TIMEOUT, RolloutWeights
 from mismatch_ext.adapters.verl.evidence import StoredBatch
 from mismatch_ext.adapters.verl.measure import (
     OLD,
@@ -422,7 +422,7 @@ class MismatchTrainer(_Host):
             super().fit(agent_loop_manager, *args, **kwargs)
             with self._checks.checking("weight_sync"):
                 if self._weights is not None:
-                    self._weights.settle()
+                    self._weights.settle(wait=LAST_TIMEOUT)
         with self._checks.checking("metrics"):
             self._log.end("completed", step=self._updated_step)
 

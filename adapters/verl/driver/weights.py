@@ -46,6 +46,8 @@ Value = TypeVar("Value")
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
+LAST_TIMEOUT = 30.0
+"""Seconds that the end of a training waits for what servers say of the last update."""
 
 
 def unverified(rollout: Any, monitor: MonitorConfig) -> str | None:
@@ -256,11 +258,12 @@ class RolloutWeights:
             self._pending.run()
             self.settle()
 
-    def settle(self) -> None:
-        """Judge what the engines said of the last update; nothing is known of it if they have not answered by now."""
+    def settle(self, *, wait: float = 0.0) -> None:
+        """Judge what the engines said of the last update; those without an answer after `wait` seconds are unknown."""
         pending, self._pending = self._pending, None
         if pending is None:
             return
+        pending.join(wait)
         wrong: list[WeightSyncError] = []
         for verifier, answer in zip(self._verifiers, pending.taken(len(self._verifiers)), strict=True):
             if isinstance(answer, EngineError):
@@ -306,6 +309,7 @@ class _Pending:
     stepped: bool
     answers: Sequence[Answers | EngineError] | None = None
     failure: BaseException | None = None
+    thread: threading.Thread | None = None
 
     def run(self) -> None:
         """Wait for the answers here."""
@@ -313,7 +317,13 @@ class _Pending:
 
     def start(self) -> None:
         """Wait for the answers in a thread, which ends with the process."""
-        threading.Thread(target=self._run_and_note, name="mismatch-probes", daemon=True).start()
+        self.thread = threading.Thread(target=self._run_and_note, name="mismatch-probes", daemon=True)
+        self.thread.start()
+
+    def join(self, seconds: float) -> None:
+        """Wait for the thread, if there is one and it has not ended."""
+        if self.thread is not None and seconds:
+            self.thread.join(seconds)
 
     def _run_and_note(self) -> None:
         try:
@@ -327,5 +337,5 @@ class _Pending:
             reason = f"{type(self.failure).__name__}: {self.failure}"
             return [EngineError(f"the rollout server's answer could not be read: {reason}")] * engines
         if self.answers is None:
-            return [EngineError("the rollout server has not answered before the next update")] * engines
+            return [EngineError("the rollout server has not answered in time")] * engines
         return self.answers

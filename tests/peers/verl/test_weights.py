@@ -34,11 +34,18 @@ def test_engines_without_priorities_are_judged_before_the_next_update(run: Run) 
     assert found["priority"] == {"raised": [NOTHING], "said": [], "at once": True}
     fcfs = found["fcfs"]
     assert not fcfs["at once"] and found["waiting"]
-    *fine, last = fcfs["raised"]
-    assert fine == [NOTHING] * 4
+    *fine, last, after = fcfs["raised"]
+    assert fine == [NOTHING] * 4 and after == NOTHING
+    assert found["goes on"] and found["at the end"] == NOTHING and found["gap at the end"] < 1e-9
     # The answer came after the next update, so nothing is known; then the garbled update is found before the one after it.
     assert [tuple(event[:2]) for event in fcfs["said"]] == [UNKNOWN, ("error", "weight_sync")]
     assert last.startswith("WeightSyncError: ")
+
+
+def test_a_server_that_verl_stops_has_not_answered(run: Run) -> None:
+    found = run(scenarios.stopped).expect()
+    assert found["aborted"] == "EngineError: the rollout server was stopped before it could decode after probe tokens"
+    assert found["short"].startswith("EngineError: the rollout server decoded answers of different lengths")
 
 
 def test_servers_that_verl_adds_are_verified_from_their_first_update_on(run: Run) -> None:

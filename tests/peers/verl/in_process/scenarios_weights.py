@@ -151,7 +151,29 @@ def in_flight() -> dict[str, Any]:
                 _until_answered(checked)
                 raised.append(refused(checked.look))
                 found["waiting"] = waiting
+                # A run that only measures goes on: its next update is judged, by the end of training at the latest.
+                found["goes on"] = checked._looked is not None
+                server.held = 0.31
+                raised.append(refused(lambda: checked.verify(stepped=True)))
+                found["at the end"] = refused(lambda: checked.settle(wait=30))
+                found["gap at the end"] = checked.gap
         found[policy] = {"raised": raised, "said": said, "at once": at_once}
+    return found
+
+
+def stopped() -> dict[str, Any]:
+    """Let verl stop a server before it has answered; a list of other lengths must not be taken for an answer either."""
+    outputs = [
+        SimpleNamespace(stop_reason=reason, token_ids=[1, 2], log_probs=[-1.0, -1.0])
+        for reason in ("completed", "aborted")
+    ]
+    short = [
+        SimpleNamespace(stop_reason="completed", token_ids=ids, log_probs=[-1.0] * len(ids)) for ids in ([1, 2], [1])
+    ]
+    found: dict[str, Any] = {}
+    for name, answers in (("aborted", outputs), ("short", short)):
+        with mock.patch.object(servers, "_answers", lambda *_, answers=answers, **__: answers):
+            found[name] = refused(lambda: servers.answered_decode([], [[1], [2]], 1.0))
     return found
 
 
