@@ -43,6 +43,7 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks
 from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
@@ -64,7 +65,7 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, untrained
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, untrained
 
 HOST = "your own loop"
 PACKAGES = ("transformers", "vllm", "sglang")
@@ -201,7 +202,7 @@ class Run:
                 "vocabulary": surplus,
                 "attention": attention,
                 "ratio_bias": bias,
-                UNTRAINED_EVENT: nothing,
+                NOTHING_TRAINED: nothing,
             }
             for name, message in warnings_by_name.items():
                 if message is not None and self.ranks.rank == 0:
