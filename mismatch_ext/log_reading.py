@@ -270,12 +270,14 @@ class Column:
     @property
     def finite(self) -> NDArray[np.bool_]:
         """Tell at which lines the metric is a finite number."""
-        return np.isfinite(self.values)
+        finite: NDArray[np.bool_] = np.isfinite(self.values)
+        return finite
 
     @property
     def broken(self) -> NDArray[np.bool_]:
         """Tell at which lines the metric was NaN or infinite."""
-        return self.logged & np.isnan(self.values)
+        broken: NDArray[np.bool_] = self.logged & np.isnan(self.values)
+        return broken
 
 
 @dataclass(frozen=True, kw_only=True)
