@@ -1,8 +1,8 @@
 """Run benchmarks and print one JSON object per line: `python -m benchmarks` runs all timings, `python -m benchmarks kl_full` one.
 
-`quick` and `bias` have figures of pages, and take seconds; `false_alarms` replays the rules that warn or end a run over clean
-logs. `--record FILE` also writes what was printed with machine, versions, date and commit, beside what other commands recorded
-there.
+`quick`, `bias` and `report` take seconds, and the first two have figures of pages. `false_alarms` replays the rules that warn or
+end a run over clean logs. `--record FILE` also writes what was printed with machine, versions, date and commit, beside what other
+commands recorded there.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tqdm import tqdm
 from benchmarks.harness import measured_on
 
 NAMES = ("precision", "correction", "kl_full", "routing", "verl_scale", "trl_server", "trl_step")
-ASKED = ("quick", "bias", "false_alarms")
+ASKED = ("quick", "bias", "report", "false_alarms")
 """These run only if they are named."""
 
 

@@ -26,7 +26,7 @@ from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
 from mismatch_ext.alarms import AlarmState, rules_of, watch
 from mismatch_ext.bad_rows import METRIC, BadRowWindow
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.drift import GROWTH_FLOOR, GROWTH_WINDOW, Growth, grown
+from mismatch_ext.growth import GROWTH_FLOOR, GROWTH_WINDOW, Growth, grown
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import PREFIX
 from mismatch_ext.weights import RECENT, WeightVerifier, doubted_too_often, draw_probes

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from mismatch_ext import config
 from mismatch_ext.alarms import DEFAULTS
-from mismatch_ext.bad_rows import METRIC, REASONS
+from mismatch_ext.bad_rows import METRIC
+from mismatch_ext.events import BAD_ROW_REASONS
 from mismatch_ext.names import (
     CORRECTION_MEASURES,
     GROWTH_MEASURES,
@@ -166,7 +167,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "growth": lambda: meanings(GROWTH_MEASURES),
     "mitigations": lambda: meanings(MITIGATION_MEASURES),
     "routing": routing,
-    "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in REASONS.items()}),
+    "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
 }

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from mismatch_ext.errors import ConfigError, suggestion
-from mismatch_ext.names import EVALUATION, MEANING, MEASURES, PREFIX, HostNames
+from mismatch_ext.names import EVALUATION, MEANING, PREFIX, HostNames
 from mismatch_ext.states import from_json, state
 
 if TYPE_CHECKING:
@@ -24,16 +26,6 @@ if TYPE_CHECKING:
 
 Side = Literal["above", "below", "non-finite"]
 
-HEALTHY_K3 = 1e-3
-"""nat per token. NeMo RL's documentation: below it in a healthy run."""
-STALE_ABS_DIFF = 0.1
-"""nat. slime's CI asserts at most this; TRL issue #5312 measured 0.201 with stale weights, 0.010 to 0.018 in healthy runs."""
-PHANTOM = 0.03
-"""Share of tokens. docs/stability.md: below it in runs as fast as their controls, over 0.048 in those that learned late."""
-FEW_MOVED = 0.1
-"""Share of elements, a choice: if fewer move at a step, a change takes about ten steps and more to arrive in the engine."""
-SKIPPED = 4
-"""Steps in a row, a choice: a float16 loss scale starts too high for a few at most."""
 PATIENCE = 3
 BACK = 0.8
 STALENESS = PREFIX + "staleness_max"
@@ -107,136 +99,32 @@ def _eased(bound: float, towards_zero: bool) -> float:
     return bound * BACK if towards_zero else bound / BACK
 
 
-_STALE_ADVICE = (
-    "look at the weight-sync check and at temperature, top_p and log-probability settings on both sides first, then at "
-    "dtypes"
-)
+def _built_in() -> dict[str, Rule]:
+    """Read the built-in rules, by logged metric or role."""
+    table = tomllib.loads(Path(__file__).with_name("alarms.toml").read_text(encoding="utf-8"))
+    ours = {PREFIX + name: entry for name, entry in table["ours"].items()}
+    return {metric: Rule(metric=metric, **entry) for metric, entry in (ours | table["host"]).items()}
 
-DEFAULTS = {
-    rule.metric: rule
-    for rule in (
-        Rule(
-            metric=PREFIX + "k3_kl",
-            above=HEALTHY_K3,
-            source="NeMo RL's documentation: below 1e-3 in a healthy run.",
-            meaning="the rollout policy is further from the trainer's than in healthy runs",
-            advice="give both sides one precision, correct by importance weights, or with experts replay their routing",
-            advice_replayed="give both sides one precision, or correct by importance weights",
-            numerics=True,
-        ),
-        Rule(
-            metric=GROWTH_LOW,
-            above=2.0,
-            source="verl pull request #7519: k3 grew from 0.0100 to 0.0313 in 32 steps with fp8 weights, and stayed flat with "
-            "mxfp8; the factor is a choice.",
-            meaning="the gap has more than doubled over the last logs, beyond what chance does to batches that are alike",
-            advice="examine the rows that were kept with `mismatch-ext doctor --rollouts`, look at "
-            "what the engine quantizes and at whether each weight update is exact, and correct by importance weights until the "
-            "cause is found",
-            numerics=True,
-        ),
-        Rule(
-            metric=SYNC_GROWTH_LOW,
-            above=2.0,
-            source="A choice: the factor of k3_growth_low. Measured with a head that no update reached: the probes' gap grew "
-            "2.7 times in 30 updates, each of which was within its limits.",
-            meaning="the gap of the same probe tokens has more than doubled over the last updates, each of which looked right",
-            advice="look for a part of the engine that updates do not reach: `mismatch-ext doctor --older` compares rollouts "
-            "with the checkpoint before",
-        ),
-        Rule(
-            metric=PREFIX + "logp_abs_diff_mean",
-            above=STALE_ABS_DIFF,
-            source="slime's CI asserts at most 0.1; TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs.",
-            meaning="the two sides differ by as much as with stale weights",
-            advice=_STALE_ADVICE,
-            numerics=True,
-        ),
-        Rule(
-            metric=PREFIX + "log_ppl_abs_diff",
-            above=STALE_ABS_DIFF,
-            source="A choice: the limit of logp_abs_diff_mean, for a gap that has one sign along a response.",
-            meaning="whole responses are more, or less, probable to the engine than to the trainer",
-            advice=_STALE_ADVICE,
-            numerics=True,
-        ),
-        Rule(
-            metric=PREFIX + "ess_token",
-            below=0.3,
-            source="verl's documentation of rollout correction warns below 0.3, of truncated weights; these are not truncated.",
-            meaning="few tokens carry most of the importance weight",
-            advice="truncate or reject by mismatch.correction, and find what makes those tokens differ in the report's profiles",
-        ),
-        Rule(
-            metric=PREFIX + "phantom_clip_frac",
-            above=PHANTOM,
-            source="docs/stability.md: 0 without a mismatch, below 0.03 in runs as fast as their controls, over 0.048 in "
-            "late ones.",
-            meaning="the clip on pi_trainer/pi_engine stops tokens although the policy has not changed since they were sampled",
-            advice="clip on the trainer's own ratio, by correction.preset: decoupled_token_is, or give both sides one precision",
-        ),
-        Rule(
-            metric=PREFIX + "masked_token_frac",
-            above=0.1,
-            source="A choice. TRL issues #4772 and #5231: runs whose sequence mask left nothing to learn from.",
-            meaning="the correction throws away a good part of what was sampled",
-            advice="find why the two sides differ (mismatch-ext doctor), and truncate weights of tokens instead of masking "
-            "responses (TRL: vllm_importance_sampling_mode='token_truncate'; verl: rollout_is: token)",
-        ),
-        Rule(
-            metric=PREFIX + "masked_long_ratio_low",
-            above=2.0,
-            source="A choice. Log-ratios add up over a response, so that one threshold masks long ones first.",
-            meaning="long responses are thrown away more than twice as often as short ones",
-            advice="correct tokens, or a response by its geometric mean, instead of whole responses by their product",
-        ),
-        Rule(
-            metric=PREFIX + "routing/set_mismatch_frac",
-            above=0.2,
-            source="A choice.",
-            meaning="the trainer's routers would choose other experts than those that it replays",
-            advice="see by layer whether one or all differ, and look at the weight-sync check and at dtypes",
-        ),
-        Rule(
-            metric=PREFIX + "engine_moved_frac",
-            below=FEW_MOVED,
-            source="A choice: a change then takes about ten steps and more to arrive (docs/fp16.md says what follows).",
-            meaning="most of what the trainer learns does not reach the engine, which holds its weights in a coarser dtype",
-            advice="give both sides one dtype (mismatch.precision, or the autocast of your trainer), or train at a higher rate",
-        ),
-        Rule(
-            metric=PREFIX + "overflow_streak",
-            above=SKIPPED,
-            patience=1,
-            source="A choice: the scale starts too high for a few steps at most; the scaler stops the run after 20.",
-            meaning="optimizer steps were skipped one after another because float16 gradients overflowed",
-            advice="look at loss and gradient norm, and lower init_scale or the learning rate",
-        ),
-        Rule(
-            metric=MEASURES["logp_abs_diff_mean"].trl,
-            above=STALE_ABS_DIFF,
-            source="TRL issue #5312: 0.201 with stale weights, 0.010 to 0.018 in healthy runs; the limit is that of slime's CI.",
-            meaning="the two sides differ by as much as with stale weights",
-            advice=_STALE_ADVICE,
-            superseded_by=PREFIX + "logp_abs_diff_mean",
-        ),
-        Rule(
-            metric="grad_norm",
-            source="A choice of patience: a single one is a skipped step of a float16 run.",
-            meaning="the gradients hold NaN or infinity",
-            advice="in float16 look at the loss scale, otherwise at the loss and the log-probabilities of the batch",
-        ),
-        Rule(
-            metric="loss",
-            patience=1,
-            source="No finite weights come of one that is not finite. Without a block transformers puts a mean of the steps "
-            "since its last log in its place, 0 where every step is logged.",
-            meaning="the weights are broken, or the next update breaks them",
-            advice="go back to the last checkpoint and look at the log-probabilities and rewards of the batch",
-        ),
-    )
-}
-"""Rules by logged metric, or by role. `ess_seq` has no rule: in healthy runs it falls as responses get longer."""
+
+def _bound(rule: Rule) -> float:
+    """Return the one bound of a rule."""
+    bound = rule.below if rule.above is None else rule.above
+    assert bound is not None
+    return bound
+
+
+DEFAULTS = _built_in()
+"""The built-in rules, by logged metric or role."""
+HEALTHY_K3 = _bound(DEFAULTS[PREFIX + "k3_kl"])
+"""k3 of a healthy run is below this, nat per token."""
+STALE_ABS_DIFF = _bound(DEFAULTS[PREFIX + "logp_abs_diff_mean"])
+"""Stale weights make a mean |Δlogp| above this, nat."""
+PHANTOM = _bound(DEFAULTS[PREFIX + "phantom_clip_frac"])
+"""In runs as fast as their controls a clip stops a smaller share of tokens at an unchanged policy."""
+FEW_MOVED = _bound(DEFAULTS[PREFIX + "engine_moved_frac"])
+"""Share of elements: if fewer move at a step, a change takes about ten steps and more to arrive in the engine."""
+SKIPPED = _bound(DEFAULTS[PREFIX + "overflow_streak"])
+"""A float16 loss scale that starts too high skips at most so many steps in a row."""
 
 
 def logged_names(metric: str, names: HostNames) -> tuple[str, ...]:

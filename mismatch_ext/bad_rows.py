@@ -21,22 +21,12 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.events import BAD_ROW_REASONS, BAD_ROWS
 from mismatch_ext.states import state
 from mismatch_ext.sums import Sums
 
-REASONS = {
-    "rollout_logprobs": "a log-probability of the engine is missing or not finite",
-    "old_logprobs": "a log-probability of the trainer at sampling time, or of its reference, is not finite",
-    "routes": "its routes are missing, malformed, or of other tokens",
-    "tokens": "its tokens are not those that the engine sampled",
-    "weight_version": "it was sampled with other weights than its batch",
-    "mask": "its sampling mask is missing or does not fit its tokens",
-}
-"""Why a row is bad, by the name in the metric `bad_rows/<reason>`. All ranks reduce exactly these."""
 METRIC = "bad_rows/"
 """Prefix of the metrics that count bad rows since the last log, by reason."""
-EVENT = "bad_rows"
-"""Name of the events about bad rows in `metrics.jsonl`."""
 WINDOW = 20
 """Optimizer steps over which the share of bad rows is taken."""
 FEW = 3
@@ -46,7 +36,7 @@ ALL = "rows"
 
 @dataclass(frozen=True, kw_only=True)
 class Fault:
-    """Why a row is bad: one of `REASONS`, and the message that names row and place."""
+    """Why a row is bad: one of `BAD_ROW_REASONS`, and the message that names row and place."""
 
     reason: str
     message: str
@@ -73,8 +63,8 @@ class BadRows:
         return len(self) == self.size and self.size >= FEW
 
     def add(self, row: int, reason: str, message: str) -> None:
-        """Call a row bad; `reason` is one of `REASONS`."""
-        assert reason in REASONS, reason
+        """Call a row bad; `reason` is one of `BAD_ROW_REASONS`."""
+        assert reason in BAD_ROW_REASONS, reason
         self.faults.setdefault(row, Fault(reason=reason, message=message))
 
     @contextmanager
@@ -103,7 +93,7 @@ class BadRows:
     def sums(self) -> Sums:
         """Return the number of rows, and of those that are bad for each reason."""
         reasons = [fault.reason for fault in self.faults.values()]
-        counts = {ALL: self.size} | {reason: reasons.count(reason) for reason in REASONS}
+        counts = {ALL: self.size} | {reason: reasons.count(reason) for reason in BAD_ROW_REASONS}
         return {name: torch.tensor(float(count), dtype=torch.float64) for name, count in counts.items()}
 
     def firsts(self) -> list[Fault]:
@@ -142,5 +132,5 @@ class BadRowWindow:
             return None
         return (
             f"{bad} of the {rows} rows of the last {WINDOW} steps were bad, which is more than mismatch.monitor.max_bad_rows="
-            f"{share:g} allows. {EVENT!r} in metrics.jsonl says why each was; repair the cause, or set another share."
+            f"{share:g} allows. {BAD_ROWS!r} in metrics.jsonl says why each was; repair the cause, or set another share."
         )

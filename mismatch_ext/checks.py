@@ -21,14 +21,13 @@ from dataclasses import asdict, dataclass
 from typing import TypeVar
 
 from mismatch_ext.errors import MismatchError
+from mismatch_ext.events import CHECK_FAILED
 from mismatch_ext.ranks import Ranks
 
 Sink = Callable[..., None]
 """Writes an event: step, level, name, message, data."""
 Value = TypeVar("Value")
 
-EVENT = "check_failed"
-"""Name of the event of a failed check in `metrics.jsonl`."""
 METRIC = "checks_failed/"
 """Prefix of the metrics that count failed checks, by name."""
 ALL_WRITTEN = 8
@@ -170,7 +169,7 @@ class Checks:
             return
         sink, self._sink = self._sink, None  # if writing fails, that failure must not be written too
         try:
-            sink(failed.step, "warning", EVENT, failed.sentence(), asdict(failed) | {"count": count})
+            sink(failed.step, "warning", CHECK_FAILED, failed.sentence(), asdict(failed) | {"count": count})
         except MismatchError as error:
             with contextlib.suppress(Warning):
                 warnings.warn(f"mismatch: a failed check is not in the metrics file: {error}", stacklevel=2)

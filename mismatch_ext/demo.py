@@ -22,11 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose, report, rescored
-from mismatch_ext.doctor.diagnose import DOCTOR_FILE
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_sums
+from mismatch_ext.log_reading import DOCTOR_FILE
 from mismatch_ext.report.page import build_demo
-from mismatch_ext.report.summary import quantity
+from mismatch_ext.words import quantity
 
 VOCABULARY, WIDTH, HEADS, LAYERS = 64, 96, 4, 2
 PROMPT, RESPONSE, RESPONSES = 8, 64, 128

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from mismatch_ext.events import EVIDENCE
 from mismatch_ext.files import write_whole
 from mismatch_ext.precision.audit import TrainerReading
 from mismatch_ext.rollout import Provenance, RolloutRecord
@@ -37,8 +38,6 @@ MOST_FILES = 3
 OF_BAD_ROWS = 2
 """Files beyond which bad rows alone leave no further one, so that an alarm or a failed weight check finds room."""
 FILES = "evidence-*.jsonl.gz"
-EVENT = "evidence"
-"""Name of the events that name a file."""
 CHECKPOINT = "CHECKPOINT"
 """Stands for a path that only the user knows."""
 
@@ -312,7 +311,7 @@ class Evidence:
             write_whole(path, gzip.compress(text.encode(), mtime=0))
             kept = Kept(path=path, step=batch.step, rows=len(lines))
             data = {"path": str(path), "weights_step": batch.step, "rows": kept.rows, "command": kept.command()}
-            self._event("info", EVENT, kept.sentence(), data | {"reason": reason}, step=step)
+            self._event("info", EVIDENCE, kept.sentence(), data | {"reason": reason}, step=step)
         except Exception as error:  # noqa: BLE001  # a full disk or a batch that is gone must not end a run
             if not self._failed:
                 self._tell(f"no evidence of step {step} was kept: {type(error).__name__}: {error} The run goes on.")

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.errors import RecordError
+from mismatch_ext.names import TAUS
 from mismatch_ext.sums import Sums, merged, moments
 from mismatch_ext.tensors import checked_mask, non_finite
 
@@ -27,8 +28,6 @@ SATURATION = 600.0
 SERIES_BELOW = 1e-5
 # verl cuts log-ratios here before squaring them, so chi-square means the same in both.
 CHI2_CUT = 20.0
-TAUS = (1.1, 2.0)
-"""Thresholds of F(tau), the fraction of tokens whose ratio of probabilities, or its inverse, exceeds tau."""
 PROFILES: dict[str, tuple[float, ...]] = {
     "position": (0.0, *(float(2**k) for k in range(18))),
     "probability": (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1),

@@ -16,8 +16,9 @@ from typing import Any
 
 from mismatch_ext.alarms import AlarmState, rules_of, watch
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.drift import GROWTH_FLOOR, Growth, grown
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError, shown
+from mismatch_ext.events import ALARM
+from mismatch_ext.growth import GROWTH_FLOOR, Growth, grown
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData, StepRecord, read_run, run_of
 from mismatch_ext.names import EVALUATION, HOSTS, MEASURES, PREFIX, VERL, HostNames, Role
 
@@ -267,7 +268,7 @@ def _alarms(steps: Mapping[tuple[str, int], dict[str, float | None]], names: Hos
                 segment=0,
                 step=step,
                 level=alarm.level,
-                name="alarm",
+                name=ALARM,
                 message=alarm.message,
                 data=dataclasses.asdict(alarm) | {"value": value},
             )

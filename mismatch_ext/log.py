@@ -26,29 +26,28 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.alarms import ANEW, AlarmState, Rule, resumed, rules_of, unwatched, watch
-from mismatch_ext.bad_rows import ALL, REASONS, BadRows, BadRowWindow, Fault
-from mismatch_ext.bad_rows import EVENT as BAD_ROWS
+from mismatch_ext.bad_rows import ALL, BadRows, BadRowWindow, Fault
 from mismatch_ext.bad_rows import METRIC as BAD_ROWS_METRIC
 from mismatch_ext.checks import METRIC, Checks
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.correction import masked_metrics, masked_sums
-from mismatch_ext.drift import Growth, drift_metrics, drift_sums, grown
+from mismatch_ext.drift import drift_metrics, drift_sums
 from mismatch_ext.errors import MismatchError, RecordError, RunDirectoryError
-from mismatch_ext.evidence import EVENT as EVIDENCE
+from mismatch_ext.events import ALARM, BAD_ROW_REASONS, BAD_ROWS, EVIDENCE, WEIGHT_SYNC
 from mismatch_ext.evidence import OF_BAD_ROWS, Evidence, HeldBatch, Kept, set_aside
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
+from mismatch_ext.growth import Growth, grown
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
 from mismatch_ext.names import PREFIX, SHORT, HostNames, own_name
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import EVENT as WEIGHT_SYNC
 
 logger = logging.getLogger(__name__)
 
@@ -601,7 +600,7 @@ class RunLog:
     def _flush_bad_rows(self, split: str, step: int, sums: Sums) -> dict[str, float]:
         """Return all ranks' bad rows since the last flush, by reason; say why, and note whether they are too many."""
         faults = self._faults.pop(split, [])
-        counts = {reason: int(sums[reason]) for reason in REASONS}
+        counts = {reason: int(sums[reason]) for reason in BAD_ROW_REASONS}
         bad = sum(counts.values())
         if bad:
             # Words travel only if there is something to say, which every rank knows from the sums.
@@ -611,7 +610,9 @@ class RunLog:
             if self.checks.acts:
                 self._too_many = self._bad_row_window.too_many(self.block.monitor.max_bad_rows)
         # A reason is logged from its first row on, so that a clean run has no such metrics.
-        return {BAD_ROWS_METRIC + reason: float(counts[reason]) for reason in REASONS if self._reasons_seen[reason]}
+        return {
+            BAD_ROWS_METRIC + reason: float(counts[reason]) for reason in BAD_ROW_REASONS if self._reasons_seen[reason]
+        }
 
     def _tell_of_faults(self, step: int, counts: Mapping[str, int], faults: Sequence[Fault]) -> None:
         """Write one message for each reason that has bad rows now, and warn of the first of each."""
@@ -620,7 +621,7 @@ class RunLog:
                 continue
             first = not self._reasons_seen[reason]
             self._reasons_seen[reason] += count
-            message = next((fault.message for fault in faults if fault.reason == reason), REASONS[reason])
+            message = next((fault.message for fault in faults if fault.reason == reason), BAD_ROW_REASONS[reason])
             left_out = (
                 "Their loss weight is 0"
                 if self.checks.acts
@@ -781,7 +782,7 @@ class RunLog:
         self.alarms, alarms = watch(self.alarms, {**metrics, **self._of_probes}, self.rules, step)
         kept = self._kept_for([alarm.message for alarm in alarms if alarm.status == "raised"], step)
         for alarm in alarms:
-            self.event(alarm.level, "alarm", alarm.message, dataclasses.asdict(alarm), step=step)
+            self.event(alarm.level, ALARM, alarm.message, dataclasses.asdict(alarm), step=step)
             if alarm.status == "raised":
                 self._tell(alarm.message if kept is None else f"{alarm.message} {kept.sentence()}")
                 kept = None  # it is said once

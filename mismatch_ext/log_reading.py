@@ -17,18 +17,25 @@ or an evaluation outside of a training. A segment without an `end` line was kill
 
 from __future__ import annotations
 
+import math
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
-from mismatch_ext.bad_rows import REASONS
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.events import ALARM, BAD_ROW_REASONS, BAD_ROWS, CHECK_FAILED
 from mismatch_ext.names import HostNames, Role, names_of
 
 METRICS_FILE = "metrics.jsonl"
+DOCTOR_FILE = "doctor.json"
+"""What the doctor found of a run, in its folder or in one below it."""
 INTERRUPTED = re.compile(r"(rank \d+: )?KeyboardInterrupt")
 """How the message of an end line begins after Ctrl-C."""
 RUN_FOLDER = "mismatch"
@@ -175,15 +182,15 @@ class _BadRowsData(_Part):
 
     @model_validator(mode="after")
     def _check(self) -> _BadRowsData:
-        if self.reason is not None and self.reason not in REASONS:
-            raise ValueError(f"the reason {self.reason!r} is not one of {', '.join(REASONS)}")
+        if self.reason is not None and self.reason not in BAD_ROW_REASONS:
+            raise ValueError(f"the reason {self.reason!r} is not one of {', '.join(BAD_ROW_REASONS)}")
         return self
 
 
 _EVENT_DATA: dict[str, type[_Part]] = {
-    "alarm": _AlarmData,
-    "check_failed": _FailedCheckData,
-    "bad_rows": _BadRowsData,
+    ALARM: _AlarmData,
+    CHECK_FAILED: _FailedCheckData,
+    BAD_ROWS: _BadRowsData,
 }
 """What the report reads of the data of an event, by the event's name."""
 
@@ -249,6 +256,58 @@ class Ending:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Column:
+    """One metric of a split, with an entry for each of the split's step lines.
+
+    Attributes:
+        values: float64 `[lines]`, NaN where the metric was not finite or not logged.
+        logged: bool `[lines]`, whether the line has the metric.
+    """
+
+    values: NDArray[np.float64]
+    logged: NDArray[np.bool_]
+
+    @property
+    def finite(self) -> NDArray[np.bool_]:
+        """Tell at which lines the metric is a finite number."""
+        finite: NDArray[np.bool_] = np.isfinite(self.values)
+        return finite
+
+    @property
+    def broken(self) -> NDArray[np.bool_]:
+        """Tell at which lines the metric was NaN or infinite."""
+        broken: NDArray[np.bool_] = self.logged & np.isnan(self.values)
+        return broken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """All metrics of a split: `steps`, int64 `[lines]`, ascending, and a column for each metric."""
+
+    steps: NDArray[np.int64]
+    columns: dict[str, Column]
+
+    @staticmethod
+    def of(records: Sequence[StepRecord]) -> Table:
+        """Turn the step lines of one split into arrays."""
+        count = len(records)
+        values: dict[str, NDArray[np.float64]] = {}
+        logged: dict[str, NDArray[np.bool_]] = {}
+        for line, record in enumerate(records):
+            for name, value in record.metrics.items():
+                if name not in values:
+                    values[name] = np.full(count, np.nan)
+                    logged[name] = np.zeros(count, bool)
+                logged[name][line] = True
+                if value is not None:
+                    values[name][line] = value
+        return Table(
+            steps=np.array([record.step for record in records], np.int64),
+            columns={name: Column(values=values[name], logged=logged[name]) for name in values},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunData:
     """Everything read from one run directory, in step order; later segments replace earlier ones."""
 
@@ -261,10 +320,19 @@ class RunData:
     ends: tuple[EndRecord, ...] = ()
     problems: tuple[str, ...] = ()
 
+    @cached_property
+    def tables(self) -> dict[str, Table]:
+        """The metrics of each split that has step lines, train first."""
+        records: dict[str, list[StepRecord]] = {}
+        for record in self.steps:
+            records.setdefault(record.split, []).append(record)
+        order = sorted(records, key=lambda split: (split != "train", split))
+        return {split: Table.of(records[split]) for split in order}
+
     @property
     def splits(self) -> list[str]:
         """Splits that have step lines, train first."""
-        return sorted({record.split for record in self.steps}, key=lambda split: (split != "train", split))
+        return list(self.tables)
 
     @property
     def trainings(self) -> list[dict[str, Any]]:
@@ -326,17 +394,36 @@ class RunData:
 
     def logged(self, split: str | None = None) -> set[str]:
         """Return the names of all metrics that a split logged; of all splits if none is given."""
-        return {name for record in self.steps if split in (None, record.split) for name in record.metrics}
+        tables = [table for name, table in self.tables.items() if split in (None, name)]
+        return {name for table in tables for name in table.columns}
+
+    def column(self, name: str, split: str = "train") -> Column | None:
+        """Return a metric of a split, by name or `Role`; None if the split has not logged it."""
+        table = self.tables.get(split)
+        logged = self.names.of(name) if isinstance(name, Role) else name
+        return None if table is None else table.columns.get(logged)
 
     def series(self, name: str, split: str = "train") -> tuple[list[int], list[float | None]]:
         """Return the steps at which a metric was logged, by name or `Role`, and its values, None where they were not finite."""
-        logged = self.names.of(name) if isinstance(name, Role) else name
-        rows = [(r.step, r.metrics[logged]) for r in self.steps if r.split == split and logged in r.metrics]
+        column = self.column(name, split)
+        if column is None:
+            return [], []
+        steps = self.tables[split].steps[column.logged].tolist()
+        numbers = column.values[column.logged].tolist()
+        values = [None if math.isnan(number) else number for number in numbers]
         if name is Role.LEARNING_RATE and self.names.next_rate:
             # The host logs at each step the rate of the next step; the last value belongs to a step that was not taken.
-            logged_at = dict(rows)
-            rows = [(step, logged_at[step - 1]) for step, _ in rows if step - 1 in logged_at]
-        return [step for step, _ in rows], [value for _, value in rows]
+            logged_at = dict(zip(steps, values, strict=True))
+            steps = [step for step in steps if step - 1 in logged_at]
+            values = [logged_at[step - 1] for step in steps]
+        return steps, values
+
+    def finite(self, name: str, split: str = "train") -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Return the steps at which a metric was a finite number, and its values."""
+        column = self.column(name, split)
+        if column is None:
+            return np.empty(0, np.int64), np.empty(0)
+        return self.tables[split].steps[column.finite], column.values[column.finite]
 
 
 def run_of(folder: Path) -> Path | None:

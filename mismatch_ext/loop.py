@@ -43,6 +43,7 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.correction import Correction, correct, metrics_over_ranks
 from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, RecordError, RoutingError
+from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.log import Logged, RunLog, run_folder, run_info
@@ -57,6 +58,7 @@ from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
+from mismatch_ext.required import Required
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of, unrouted
 from mismatch_ext.routing import RoutingTrace, align
@@ -64,7 +66,7 @@ from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.sides import LoopRollout, LoopTrainer
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, untrained
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, untrained
 
 HOST = "your own loop"
 PACKAGES = ("transformers", "vllm", "sglang")
@@ -116,7 +118,7 @@ class Run:
         self.steps = 0
         self._checks = Checks(self.block.acts, lambda: self.steps)
         self._pending = _Pending()
-        self._required = _Required(self.block)
+        self._required = Required(self.block)
         self._audit: AuditReport | None = None
         with self._together():
             with self._checks.checking("block"):
@@ -201,7 +203,7 @@ class Run:
                 "vocabulary": surplus,
                 "attention": attention,
                 "ratio_bias": bias,
-                UNTRAINED_EVENT: nothing,
+                NOTHING_TRAINED: nothing,
             }
             for name, message in warnings_by_name.items():
                 if message is not None and self.ranks.rank == 0:
@@ -344,7 +346,7 @@ class Run:
             self._note_broken_pass(batch, logprobs.detach())
         else:
             self._find_non_finite(batch, logprobs)
-        return self._without_bad_rows(batch, self._required.watched("replay", logprobs))
+        return self._without_bad_rows(batch, self._required.watch("replay", logprobs))
 
     def reference(self, batch: Batch) -> Tensor:
         """Return the reference's log-probabilities `[B, T]`, nats; zeros without a `kl` section, as nothing needs them then.
@@ -435,7 +437,8 @@ class Run:
             return
         trace, recorded = align(batch.routing, batch.attention_mask)
         real = (batch.attention_mask & ~batch.bad[:, None]).flatten()
-        split, before = REFERENCE if reference else batch.split, replay.forwards
+        split = REFERENCE if reference else batch.split
+        before = replay.forwards
         with replay.replaying(trainer.policy(reference=reference), trace, recorded, real=real, split=split):
             yield
         if replay.forwards == before:
@@ -564,7 +567,7 @@ class Run:
             logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,
             temperature=batch.temperature,
         )
-        return self._required.watched("kl", terms.loss)
+        return self._required.watch("kl", terms.loss)
 
     def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         with self._under_routes(batch, reference=reference):
@@ -869,61 +872,6 @@ class Run:
         self._log.event("warning", name, message)
 
 
-class _Required:
-    """Notes which sections of the config the loop has used for each step, and names those that it leaves out."""
-
-    def __init__(self, block: MismatchConfig) -> None:
-        kl, leave_out = block.kl, "or leave the section out of the config"
-        in_loss = kl is not None and kl.in_loss
-        self._per_batch = {
-            "measure": "the gap of each batch is measured by run.measure(batch, old): call it before the step.",
-            "correct": block.correction is not None
-            and "mismatch.correction is on, and run.correct(batch, old) was not called for this batch: multiply the policy "
-            f"loss by its weights, {leave_out}.",
-            "penalty": kl is not None
-            and kl.in_rewards
-            and "mismatch.kl.reward_path='rewards', and run.penalty(batch, old, reference) was not called for this batch: take "
-            f"it off the rewards, {leave_out}.",
-        }
-        self._per_step = {
-            "kl": in_loss
-            and "mismatch.kl is on, and no gradient went through a term of run.kl(batch, logprobs, reference) since the step "
-            f"before: add it to the loss of each step, {leave_out}.",
-            "replay": block.routing is not None
-            and f"mismatch.routing.mode={block.routing.mode!r}, and no forward pass of this step was replayed: take its "
-            f"log-probabilities from run.score(batch), or run it under run.replaying(batch), {leave_out}.",
-        }
-        self._of_step: set[str] = set()
-        self._of_batches: dict[object, set[str]] = {}  # by the origin of each batch that this step learns from
-        self._step_done = False
-
-    def begin_batch(self, batch: Batch) -> None:
-        """Begin to follow a batch, and forget the batches of the step before."""
-        if self._step_done:
-            self._of_batches, self._step_done = {}, False
-        self._of_batches[batch.origin] = set()
-
-    def note(self, what: str, batch: Batch | None = None) -> None:
-        """Note that something was used on a batch or on rows of it, or, without a batch, in this step."""
-        (self._of_step if batch is None else self._of_batches.get(batch.origin, set())).add(what)
-
-    def watched(self, what: str, term: Tensor) -> Tensor:
-        """Note that something was used once a gradient reaches its term; return the term itself if no step has to use it."""
-        if not term.requires_grad or not self._per_step[what]:
-            return term
-        watched = term * 1.0  # the same bits, whatever is made of the term elsewhere
-        watched.register_hook(lambda gradient: self.note(what))
-        return watched
-
-    def check_step(self, step: int) -> None:
-        """Raise LoopError if the step leaves out something that the config asks for."""
-        used = self._of_step | (set.intersection(*self._of_batches.values()) if self._of_batches else set())
-        for what, message in (self._per_batch | self._per_step).items():
-            if message and what not in used:
-                raise LoopError(f"step {step + 1}: {message}")
-        self._of_step, self._step_done = set(), True
-
-
 class _Pending:
     """The metrics of a training split until they are logged."""
 
@@ -977,8 +925,9 @@ def _grad_norm(optimizer: Any, max_norm: float | None) -> float:
     parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     if max_norm is not None:
         return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    norms = [parameter.grad.detach().norm().cpu() for parameter in parameters] or [torch.zeros(())]
-    return float(torch.linalg.vector_norm(torch.stack(norms)))
+    if not parameters:
+        return 0.0
+    return float(torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters]))
 
 
 def _number(value: Any) -> float:

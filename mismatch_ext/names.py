@@ -19,6 +19,8 @@ PREFIX = "mismatch/"
 """Prefix of our own metrics in the log of every host."""
 EVALUATION = "eval_"
 """What transformers and TRL put in front of the names of an evaluation's metrics."""
+TAUS = (1.1, 2.0)
+"""Thresholds of F(tau), the fraction of tokens whose ratio of probabilities, or its inverse, exceeds tau."""
 PARTS_OF_STALE = ("numerics/", "stale/")
 """What figures of the gap's parts begin with where rollouts may be of older weights."""
 

@@ -72,57 +72,64 @@ class ResolvedCorrection:
     """Quirks of hosts to reproduce, of `COMPAT`."""
 
     def __post_init__(self) -> None:
-        weighs, low, high, threshold = self.level != "none", self.lower, self.upper, self.off_policy_threshold
-        of_weight = ("upper", "lower", "confidence", "normalize")
-        idle = [name for name in of_weight if getattr(self, name) not in (None, False)]
-        limits = [(name, getattr(self, name)) for name in ("upper", "lower", "veto")]
-        follows = self.confidence is not None
-        truncates = self.level == "token" and self.bound == "truncate" and high is None and low is None
-        for wrong, message in (
-            (self.loss == "reinforce" and self.mode != "bypass", ".loss='reinforce' needs mode='bypass'."),
-            (
-                self.mode == "bypass" and self.loss == "ppo_clip" and (weighs or self.normalize),
+        """Refuse settings that contradict one another, or have no meaning; raises ConfigError."""
+        self._check_numbers()
+        self._check_mode()
+        if self.level == "none":
+            self._check_nothing_is_idle()
+        else:
+            self._check_bounds_of_weights()
+        unknown = sorted(self.compat - set(COMPAT))
+        if unknown:
+            raise _refused(f": unknown compatibility options {unknown}; known: {', '.join(COMPAT)}.")
+
+    def _check_numbers(self) -> None:
+        for name in ("upper", "lower", "veto"):
+            number = getattr(self, name)
+            if number is not None and not 0 < number < math.inf:
+                raise _refused(f".{name}: {number!r} is not allowed; allowed: a finite number > 0.")
+        threshold = self.off_policy_threshold
+        if threshold is not None and not math.isfinite(threshold):
+            raise _refused(f".off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.")
+        if self.lower is not None and self.upper is not None and self.lower > self.upper:
+            raise _refused(f": lower={self.lower} exceeds upper={self.upper}.")
+
+    def _check_mode(self) -> None:
+        if self.loss == "reinforce" and self.mode != "bypass":
+            raise _refused(".loss='reinforce' needs mode='bypass'.")
+        weighs = self.level != "none" or self.normalize
+        if self.mode == "bypass" and self.loss == "ppo_clip" and weighs:
+            raise _refused(
                 f": level={self.level!r} with mode='bypass' and loss='ppo_clip', whose clipped ratio pi/mu takes no weights; "
-                "leave out the level, or set loss='reinforce' or mode='decoupled'.",
-            ),
-            (
-                weighs and high is None and low is None and not follows,
-                f": level={self.level!r} without bounds; set upper, lower or both.",
-            ),
-            (
-                weighs and self.bound == "icepop" and None in (high, low),
-                ": bound='icepop' is a band; set both lower and upper.",
-            ),
-            (
-                follows and weighs and not truncates,
-                ".confidence is the upper bound of a token's weight: it needs level='token' and bound='truncate', and takes the "
-                "place of upper and lower.",
-            ),
-            (
-                weighs and not follows and self.bound == "truncate" and (high is None or low is not None),
-                ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set "
-                "lower to null.",
-            ),
-            (idle and not weighs, f".{[*idle, ''][0]} without a weight: set level to token, sequence or geometric."),
-            (
-                threshold is not None and not math.isfinite(threshold),
-                f".off_policy_threshold: {threshold!r} is not allowed; allowed: a finite number.",
-            ),
-            *(
-                (
-                    x is not None and not 0 < x < math.inf,
-                    f".{name}: {x!r} is not allowed; allowed: a finite number > 0.",
+                "leave out the level, or set loss='reinforce' or mode='decoupled'."
+            )
+
+    def _check_nothing_is_idle(self) -> None:
+        for name in ("upper", "lower", "confidence", "normalize"):
+            if getattr(self, name) not in (None, False):
+                raise _refused(f".{name} without a weight: set level to token, sequence or geometric.")
+
+    def _check_bounds_of_weights(self) -> None:
+        if self.confidence is not None:
+            truncates = self.level == "token" and self.bound == "truncate"
+            if not truncates or self.upper is not None or self.lower is not None:
+                raise _refused(
+                    ".confidence is the upper bound of a token's weight: it needs level='token' and bound='truncate', and takes "
+                    "the place of upper and lower."
                 )
-                for name, x in limits
-            ),
-            (high is not None and low is not None and low > high, f": lower={low} exceeds upper={high}."),
-            (
-                self.compat - set(COMPAT),
-                f": unknown compatibility options {sorted(self.compat - set(COMPAT))}; known: {', '.join(COMPAT)}.",
-            ),
-        ):
-            if wrong:
-                raise ConfigError(f"mismatch.correction{message}")
+            return
+        if self.upper is None and self.lower is None:
+            raise _refused(f": level={self.level!r} without bounds; set upper, lower or both.")
+        if self.bound == "icepop" and (self.upper is None or self.lower is None):
+            raise _refused(": bound='icepop' is a band; set both lower and upper.")
+        if self.bound == "truncate" and (self.upper is None or self.lower is not None):
+            raise _refused(
+                ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set lower to null."
+            )
+
+
+def _refused(message: str) -> ConfigError:
+    return ConfigError(f"mismatch.correction{message}")
 
 
 def parse_rules(reject: Mapping[str, float | tuple[float, float]]) -> dict[str, Interval]:

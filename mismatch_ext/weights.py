@@ -62,6 +62,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.events import SYNC_UNANSWERED, WEIGHT_SYNC, WEIGHTS_MOVING, WEIGHTS_STILL
 from mismatch_ext.precision.dtypes import canonical, coarser
 from mismatch_ext.states import from_json, state, to_json
 
@@ -82,17 +83,8 @@ COMPARABLE = 0.25
 
 # Choices: enough positions for the rules above, and 256 tokens are scored in one batch.
 PROBES, PROBE_LENGTH, DECODE_TOKENS = 8, 32, 8
-EVENT = "weight_sync"
-"""Name of the event that says that an update went wrong."""
-UNANSWERED_EVENT = "weight_sync_unanswered"
-"""Name of the event that says that an engine did not answer, so that nothing is known of an update."""
-STILL, STILL_EVENT, MOVING_EVENT = 3, "weights_still", "weights_moving"
-"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps.
-
-A later event says that the weights move again.
-"""
-UNTRAINED_EVENT = "nothing_trained"
-"""Name of the event that says at the start of a run that the optimizer has nothing to train."""
+STILL = 3
+"""Updates in a row that sent the same weights, after which a run is told: one is usual at a start, and float16 may skip steps."""
 UNTRAINED = (
     "no parameter of the optimizer is trainable, so no update can change the weights. Set requires_grad where you want to train; "
     "with peft, load the adapter with is_trainable=True."
@@ -694,25 +686,25 @@ class WeightVerifier:
             verdict = self.judge(sent, look)
         except EngineError as error:
             self.verdict = None
-            self._say("warning", UNANSWERED_EVENT, unanswered(error))
+            self._say("warning", SYNC_UNANSWERED, unanswered(error))
             return None
         doubted = (*self.state.doubted, not verdict.ok)[-RECENT:]
         self.state = replace(self.state, doubted=doubted)
         if not verdict.ok:
             confirmed = verdict.clear or doubted_too_often(doubted)
             if confirmed:
-                self._say("error", EVENT, verdict.message)
+                self._say("error", WEIGHT_SYNC, verdict.message)
             else:
-                self._say("warning", EVENT, f"{verdict.message} {ASKED_AGAIN}")
+                self._say("warning", WEIGHT_SYNC, f"{verdict.message} {ASKED_AGAIN}")
             if confirmed and self.monitor.weight_sync != "warn":
                 raise WeightSyncError(verdict.message)
         if verdict.status != "unchanged" and self._still >= STILL and self._event is not None:
-            self._event("info", MOVING_EVENT, "weight updates send other weights again.")
+            self._event("info", WEIGHTS_MOVING, "weight updates send other weights again.")
         self._still = self._still + stepped if verdict.status == "unchanged" else 0
         if stepped and self._still == STILL:
             self._say(
                 "warning",
-                STILL_EVENT,
+                WEIGHTS_STILL,
                 f"the last {STILL} weight updates sent the same weights: the optimizer moves nothing. Its rate is 0, it has "
                 "no trainable parameter, no gradient reaches the weights, every advantage is 0, or float16 skips every step.",
             )

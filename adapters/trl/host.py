@@ -36,6 +36,7 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.log import RunLog, run_folder, run_info
 from mismatch_ext.names import PREFIX, TRL
@@ -48,7 +49,7 @@ from mismatch_ext.ranks import first_error
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import UNTRAINED_EVENT, SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
+from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.generation import CheckedGeneration
@@ -379,7 +380,7 @@ class TrainerRun:
             )
         # TRL builds its optimizer from these when training begins.
         if (nothing := untrained(self.trainer.model.parameters())) is not None:
-            self.warn(UNTRAINED_EVENT, nothing)
+            self.warn(NOTHING_TRAINED, nothing)
         try:
             yield
         except BaseException as error:

@@ -104,7 +104,7 @@ def _joined_one_by_one(
 
 
 def _reason(error: MismatchError, matched: Matched, number: int) -> str:
-    """Return why the turns of a completion cannot be joined, as one of `mismatch_ext.bad_rows.REASONS`."""
+    """Return why the turns of a completion cannot be joined, as one of `mismatch_ext.events.BAD_ROW_REASONS`."""
     if isinstance(error, RoutingError):
         return "routes"
     return "tokens" if matched.has_one_version(number) else "weight_version"

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from verl.utils import tensordict_utils as tu
 
-from mismatch_ext.bad_rows import REASONS
+from mismatch_ext.events import BAD_ROW_REASONS
 
 BAD = "mismatch_bad_row"
 """Field of a batch that has bad rows: of each row one number, 1 if it is bad."""
@@ -46,12 +46,12 @@ def marks(flags: list[bool]) -> Tensor:
 
 def number_of(reason: str) -> int:
     """Return the number that stands for a reason in `FAULT`."""
-    return list(REASONS).index(reason) + 1
+    return list(BAD_ROW_REASONS).index(reason) + 1
 
 
 def reason_of(number: int) -> str:
     """Return the reason that a number in `FAULT` stands for."""
-    return list(REASONS)[number - 1]
+    return list(BAD_ROW_REASONS)[number - 1]
 
 
 def warn_of_first(faults: Mapping[int, str]) -> None:

@@ -22,10 +22,11 @@ from tensordict import TensorDict
 from torch import Tensor
 from verl.workers.utils.padding import response_from_nested, response_to_nested
 
-from mismatch_ext.bad_rows import REASONS, BadRows
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import KlConfig
 from mismatch_ext.drift import drift_sums, of_one_version, token_versions
 from mismatch_ext.errors import RecordError
+from mismatch_ext.events import BAD_ROW_REASONS
 from mismatch_ext.gap import gap_sums
 from mismatch_ext.kl import kl_baseline, kl_sums
 from mismatch_ext.sums import Sums, merged
@@ -81,7 +82,7 @@ class BadKeys:
         return self._numbers.get(key) in self.rows.faults
 
     def add(self, key: str, reason: str, message: str) -> None:
-        """Call a row bad for one of `REASONS`, if it was sampled."""
+        """Call a row bad for one of `BAD_ROW_REASONS`, if it was sampled."""
         if key in self._numbers:
             self.rows.add(self._numbers[key], reason, message)
 
@@ -186,7 +187,9 @@ class _Chunk:
             if number := int(numbers.max()):
                 reason = reason_of(number)
                 where = f"rollout {key} of step {self._step}"
-                bad.add(key, reason, f"{where}: {REASONS[reason]}. The log of the worker that scored it says more.")
+                bad.add(
+                    key, reason, f"{where}: {BAD_ROW_REASONS[reason]}. The log of the worker that scored it says more."
+                )
 
 
 def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring, left_out: Tensor) -> Sums:

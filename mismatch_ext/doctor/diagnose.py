@@ -27,7 +27,6 @@ from mismatch_ext.precision.dtypes import is_finer
 from mismatch_ext.weights import OUTPUT_HEAD
 
 SCHEMA = 1
-DOCTOR_FILE = "doctor.json"
 # With fewer tokens, intervals of shares are wider than half of the gap; k3, which few tokens carry, needs more tokens.
 LEAST_TOKENS, LEAST_TOKENS_K3 = 2_000, 30_000
 DRAWS = 400

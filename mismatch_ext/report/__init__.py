@@ -1,9 +1,10 @@
 """Render what a run recorded as one HTML file that a person can read and pass on."""
 
-from mismatch_ext.report.closing import closing_lines
+from mismatch_ext.report.judging import RunVerdict, judge, judge_all
+from mismatch_ext.report.levels import level_of
 from mismatch_ext.report.page import Report, build, build_why
+from mismatch_ext.report.sentences import verdict
 from mismatch_ext.report.summary import Row, Summary, load_runs, summarize
-from mismatch_ext.report.verdict import RunVerdict, judge, level_of, verdict
 
 __all__ = [
     "Report",
@@ -12,8 +13,8 @@ __all__ = [
     "Summary",
     "build",
     "build_why",
-    "closing_lines",
     "judge",
+    "judge_all",
     "level_of",
     "load_runs",
     "summarize",

@@ -10,12 +10,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from mismatch_ext.doctor.causes import HOSTS
-from mismatch_ext.doctor.diagnose import DOCTOR_FILE as DOCTOR_FILE
-from mismatch_ext.doctor.diagnose import LEAST_TOKENS, ROUTES
-from mismatch_ext.doctor.text import STATUS, TOO_FEW, conclusion, experts
-from mismatch_ext.log_reading import RUN_FOLDER, first_of
-from mismatch_ext.report.summary import quantity
+from mismatch_ext.log_reading import DOCTOR_FILE, RUN_FOLDER, first_of
+from mismatch_ext.words import quantity
 
 ADD_UP = "Parts of the gap, which add up, with 90 % intervals."
 
@@ -126,6 +122,11 @@ def files_below(directory: str | Path, file: str) -> Iterator[tuple[Path, str]]:
 
 def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     """Return what doctor.json says, in the form that the tables show; without `--model` it has neither parts nor causes."""
+    # These import torch, which takes longer than a report, and most runs have no such file.
+    from mismatch_ext.doctor.causes import HOSTS
+    from mismatch_ext.doctor.diagnose import LEAST_TOKENS
+    from mismatch_ext.doctor.text import STATUS, TOO_FEW, experts
+
     _File.model_validate(data)
     gap, causes = data["gap"], data.get("causes", ())
     said = {cause["key"]: cause["said"] for cause in causes}
@@ -159,6 +160,9 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
+    from mismatch_ext.doctor.diagnose import ROUTES
+    from mismatch_ext.doctor.text import conclusion
+
     parts = data.get("parts", ()) if data.get("measurable") else ()
     routes = next((part["share"] for part in parts if part["name"] == ROUTES), None)
     above = data.get("conclusion") or conclusion(

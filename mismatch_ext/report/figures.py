@@ -9,23 +9,17 @@ import html
 import json
 import math
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.errors import PeerVersionError
 from mismatch_ext.log_reading import RunData
 from mismatch_ext.names import PREFIX, Role
-from mismatch_ext.report.summary import (
-    ABS_DIFF_MAX,
-    ABS_DIFF_MEAN,
-    NATIVE,
-    NUMERICS,
-    Pooled,
-    parts,
-    pool_profile,
-    pooled,
-)
+from mismatch_ext.pooling import NATIVE, parts, pooled
+from mismatch_ext.report.summary import Pooled, pool_profile
 
 # Okabe and Ito's palette, safe for color-blind readers.
 PALETTE = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#8A8A8A")
@@ -39,7 +33,7 @@ ROUTING = PREFIX + "routing/"
 MULTIPLIER = PREFIX + "lr_multiplier"
 LAYER = re.compile(re.escape(ROUTING) + r"layer_(\d{1,6})_set_mismatch")
 STEP = {"title": "optimizer step"}
-GAP, SHARE = "mean |Δlogp| (nat)", "share of (token, layer) pairs"
+GAP = "mean |Δlogp| (nat)"
 # Gray that can be read on white and on black.
 INK, GRID = "#7b838c", "rgba(128,128,128,0.25)"
 
@@ -66,58 +60,29 @@ class Section:
     figures: tuple[Figure, ...]
 
 
-# Metrics over the steps: section -> (id, metric or role, title, unit, caption, whether the axis is logarithmic).
-CURVES: dict[str, list[tuple[str, str, str, str, str, bool]]] = {
-    "gap": [
-        ("gap-mean", PREFIX + ABS_DIFF_MEAN, "Mean |Δlogp|", GAP,
-         "Lower is better. The doctor measures how much of it is this model's own rounding.", True),
-        ("gap-max", PREFIX + ABS_DIFF_MAX, "Largest |Δlogp|", "max |Δlogp| (nat)",
-         "The worst single token of each step; jumps far above the mean point at few broken tokens.", True),
-    ],
-    "drift": [
-        ("numerics", f"{PREFIX}{NUMERICS}{ABS_DIFF_MEAN}", "Numerics: mean |Δlogp| of tokens of one version", GAP,
-         "What precision, kernels and routing make; a gap in the line is unknown, not 0.", True),
-        ("stale", f"{PREFIX}stale/{ABS_DIFF_MEAN}", "Mean |Δlogp| of stale tokens", GAP,
-         "Numerics, and what training did to the policy since the tokens were sampled: drift, which a correction weighs.", True),
-        ("staleness", PREFIX + "staleness_mean", "Staleness", "weight updates",
-         "Mean number of weight updates between sampling a token and scoring it.", False),
-    ],
-    "kl": [
-        ("k3", PREFIX + "k3_kl", "k3 estimate of KL(rollout ‖ trainer)", "k3 (nat per token)",
-         "Grows with the square of the gap; a slow rise over the run is how a collapse announces itself.", True),
-        ("ess", PREFIX + "ess_seq", "Effective sample size of sequence weights", "ESS (fraction of the batch)",
-         "At 1 every sequence counts fully under importance sampling; near 0 a few carry the batch.", False),
-    ],
-    "training": [
-        ("reward", Role.REWARD, "Reward", "mean reward", "Whether training still learns while the gap moves.", False),
-        ("length", Role.LENGTH, "Response length", "mean length (tokens)",
-         "Longer responses sum more per-token differences, so the sequence-level gap follows this curve.", False),
-        ("loss", Role.LOSS, "Loss", "loss",
-         "Of no meaning by its size: advantages are centered. A jump, or NaN, comes before a collapse.", False),
-        ("grad-norm", Role.GRAD_NORM, "Gradient norm", "norm before clipping",
-         "Spikes that come with spikes of the gap are made by few tokens, which a correction acts on.", True),
-        ("entropy", Role.ENTROPY, "Entropy", "entropy (nat per token)",
-         "A policy that is sure of its tokens leaves less room for a gap, and less to explore.", False),
-    ],
-    "routing": [
-        ("flips", ROUTING + "set_mismatch_frac", "Other experts", SHARE,
-         "How often the trainer would have chosen other experts than those that it replays; 0 in float32.", False),
-    ],
-    "learning-rate": [
-        ("learning-rate", Role.LEARNING_RATE, "Learning rate", "rate",
-         "The rate that each step applied: the schedule's, times the multiplier.", True),
-        ("lr-multiplier", MULTIPLIER, "Multiplier", "multiplier",
-         "Halved every period, by default down to 0.1; 1 until a surge of the lengths above, unless a period is given.", False),
-    ],
-    "loss-scale": [
-        ("loss-scale", PREFIX + "loss_scale", "Loss scale", "loss scale",
-         "Each overflow skips one step and halves the scale; a scale that only falls is a fault.", True),
-    ],
-    "weight-sync": [
-        ("weight-sync", PREFIX + "weight_sync_gap", "Gap on the probe sequences after each weight update", GAP,
-         "Stays flat while the engine's prefill computes with the trainer's weights; a jump means stale or garbled ones.", True),
-    ],
-}  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Curve:
+    """A plot of one metric over the steps, by its name in a log or by role."""
+
+    id: str
+    metric: str
+    title: str
+    unit: str
+    log: bool
+    caption: str
+
+
+def _read_curves() -> dict[str, list[Curve]]:
+    """Read the curves of each section of the report."""
+    text = Path(__file__).with_name("curves.toml").read_text(encoding="utf-8")
+    return {section: [_curve(**entry) for entry in entries] for section, entries in tomllib.loads(text).items()}
+
+
+def _curve(*, metric: str = "", role: str = "", **entry: Any) -> Curve:
+    return Curve(metric=Role(role) if role else PREFIX + metric, **entry)
+
+
+CURVES = _read_curves()
 
 
 def sections(runs: Runs) -> list[Section]:
@@ -142,10 +107,10 @@ def sections(runs: Runs) -> list[Section]:
 
 def _curves(runs: Runs, section: str) -> tuple[Figure, ...]:
     figures = []
-    for id, metric, title, unit, caption, log in CURVES[section]:
-        traces = step_traces(runs, metric, log=log)
-        y = log_axis(unit) if log else {"title": unit}
-        figures.append(figure_of(id, title, caption, traces, STEP, y))
+    for curve in CURVES[section]:
+        traces = step_traces(runs, curve.metric, log=curve.log)
+        axis = log_axis(curve.unit) if curve.log else {"title": curve.unit}
+        figures.append(figure_of(curve.id, curve.title, curve.caption, traces, STEP, axis))
     return present(*figures)
 
 

@@ -13,19 +13,22 @@ from typing import Any
 import jinja2
 
 from mismatch_ext.chains.turns import TURNS_FILE
+from mismatch_ext.closing import FailedTimes, bad_rows, failed_checks, only_measured, too_many_bad_rows
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.host_logs import EVENTS
-from mismatch_ext.log_reading import METRICS_FILE, RunData
+from mismatch_ext.log_reading import DOCTOR_FILE, METRICS_FILE, RunData
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
-from mismatch_ext.report.closing import bad_rows, failed_checks, only_measured, too_many_bad_rows
-from mismatch_ext.report.doctor import DOCTOR_FILE, Why, read_why
+from mismatch_ext.report.doctor import Why, read_why
 from mismatch_ext.report.figures import require_plotly, sections, style
-from mismatch_ext.report.summary import Summary, load_runs, quantity, summarize
+from mismatch_ext.report.judging import RunVerdict, judge_all
+from mismatch_ext.report.levels import WORDS
+from mismatch_ext.report.sentences import verdict
+from mismatch_ext.report.summary import Summary, load_runs, summarize
 from mismatch_ext.report.turns import BrokenTurns, read_turns
-from mismatch_ext.report.verdict import WORDS, RunVerdict, judge, verdict
 from mismatch_ext.versions import installed
+from mismatch_ext.words import quantity
 
 MAX_TITLE_RUNS = 4
 TEMPLATE = "template.html.j2"
@@ -82,7 +85,8 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
     summary = summarize(runs)
     why, unread = read_why(run_dir)
     turns, unread_turns = read_turns(run_dir)
-    sentence = verdict(runs, summary, why)
+    judged = judge_all(runs, summary, why)
+    sentence = verdict(judged, runs, why)
     path = _default(Path(run_dir), runs) if out is None else Path(out)
     page = template.render(
         title=_title(run_dir, runs),
@@ -91,11 +95,10 @@ def build(run_dir: str | Path, out: str | Path | None = None) -> Report:
         plotly_js=plotly.offline.get_plotlyjs(),
         why=why,
         turns=turns,
-        **_context(runs, summary, why, [*unread, *unread_turns]),
+        **_context(runs, summary, judged, [*unread, *unread_turns]),
     )
     _write(path, page)
     problems = tuple(problem for run in runs.values() for problem in run.problems)
-    judged = tuple(judge(name, run, summary, why) for name, run in runs.items())
     return Report(path=path, verdict=sentence, judged=judged, summary=summary, problems=problems)
 
 
@@ -192,27 +195,15 @@ def _title(run_dir: str | Path, runs: Mapping[str, RunData]) -> str:
 
 
 def _context(
-    runs: Mapping[str, RunData], summary: Summary, why: Sequence[Why], unread: Sequence[tuple[str, str]]
+    runs: Mapping[str, RunData],
+    summary: Summary,
+    judged: Sequence[RunVerdict],
+    unread: Sequence[tuple[str, str]],
 ) -> dict[str, Any]:
-    judged = [judge(name, run, summary, why) for name, run in runs.items()]
     events, events_left_out = tables.event_rows(runs)
     return {
         **_made(),
-        "runs": [
-            {
-                "name": v.run,
-                "judged": v,
-                "level": WORDS[v.level][0],
-                "status": STATUS_LABELS[v.status].replace(", ", ", evaluation " if v.ended == "evaluation" else ", "),
-                "row": summary.row(v.run, v.split),
-                "logs": len(
-                    runs[v.run].series(PREFIX + ("k3_kl" if v.mean is None else "logp_abs_diff_mean"), v.split)[0]
-                ),
-                "resumed": bool(runs[v.run].resumes),
-                **style(index),
-            }
-            for index, v in enumerate(judged)
-        ],
+        "runs": [_card(v, index, runs[v.run], summary) for index, v in enumerate(judged)],
         "sources": ", ".join(sorted({run.source for run in runs.values()})),
         "summary": summary,
         "columns": [_column(name) for name in summary.columns],
@@ -222,16 +213,41 @@ def _context(
         "setting_tables": tables.setting_tables(runs),
         "patch_rows": tables.patch_rows(runs),
         "config_texts": tables.config_texts(runs),
-        "checks": [
-            (name, only_measured(run), failed)
-            for name, run in runs.items()
-            if (failed := failed_checks(run)) or only_measured(run)
-        ],
+        "checks": _checks(runs),
         "bad_rows": [(name, rows, too_many_bad_rows(run)) for name, run in runs.items() if (rows := bad_rows(run))],
         "events": events,
         "events_left_out": events_left_out,
         "missing": [*tables.missing(runs, summary), *unread],
     }
+
+
+def _card(judged: RunVerdict, index: int, run: RunData, summary: Summary) -> dict[str, Any]:
+    """Return what the first table says of a run."""
+    status = STATUS_LABELS[judged.status]
+    if judged.ended == "evaluation":
+        status = status.replace(", ", ", evaluation ")
+    figure = "k3_kl" if judged.mean is None else "logp_abs_diff_mean"
+    steps, _ = run.series(PREFIX + figure, judged.split)
+    return {
+        "name": judged.run,
+        "judged": judged,
+        "level": WORDS[judged.level][0],
+        "status": status,
+        "row": summary.row(judged.run, judged.split),
+        "logs": len(steps),
+        "resumed": bool(run.resumes),
+        **style(index),
+    }
+
+
+def _checks(runs: Mapping[str, RunData]) -> list[tuple[str, bool, list[FailedTimes]]]:
+    """Return the failed checks of each run that has some, or whose config only measures."""
+    rows = []
+    for name, run in runs.items():
+        failed, measures = failed_checks(run), only_measured(run)
+        if failed or measures:
+            rows.append((name, measures, failed))
+    return rows
 
 
 def _column(name: str) -> tuple[str, str, str]:

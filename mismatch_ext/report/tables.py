@@ -8,8 +8,9 @@ from typing import Any
 
 from mismatch_ext.log_reading import EventRecord, RunData
 from mismatch_ext.names import PREFIX, Role
+from mismatch_ext.pooling import ABS_DIFF_MEAN
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report.summary import ABS_DIFF_MEAN, Summary
+from mismatch_ext.report.summary import Summary
 
 # More than this many info events of one name in one run become one line.
 COLLAPSE_INFO = 3

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mismatch_ext.alarms import DEFAULTS, AlarmState, resumed
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RecordError
 from mismatch_ext.log import RunStream
@@ -28,7 +29,6 @@ from mismatch_ext.names import (
     ROUTING_MEASURES,
     Role,
 )
-from mismatch_ext.report import closing_lines
 from mismatch_ext.states import to_json
 from tests.unit import synthetic_runs
 from tests.watching import Watching

@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from mismatch_ext import MismatchConfig
-from mismatch_ext.bad_rows import REASONS, BadRows, BadRowWindow
+from mismatch_ext.bad_rows import BadRows, BadRowWindow
 from mismatch_ext.checks import Checks
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.errors import RecordError
+from mismatch_ext.events import BAD_ROW_REASONS
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import build, closing_lines
+from mismatch_ext.report import build
 from mismatch_ext.rollout import record_of
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.test_rollout import ORIGIN
@@ -36,7 +38,10 @@ def test_the_first_fault_of_a_row_stays() -> None:
         ("routes", "no routes"),
     ]
     assert float(bad.sums()["rows"]) == 4
-    assert {reason: int(bad.sums()[reason]) for reason in REASONS if bad.sums()[reason]} == {"routes": 1, "tokens": 1}
+    assert {reason: int(bad.sums()[reason]) for reason in BAD_ROW_REASONS if bad.sums()[reason]} == {
+        "routes": 1,
+        "tokens": 1,
+    }
 
 
 def test_values_at_masked_places_are_no_fault() -> None:

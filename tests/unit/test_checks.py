@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from mismatch_ext.checks import ALL_WRITTEN, Checks, FailedCheck
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import (
     ConfigError,
@@ -23,7 +24,7 @@ from mismatch_ext.errors import (
     asking_engine,
 )
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import build, closing_lines
+from mismatch_ext.report import build
 from tests.unit.loops import Two
 from tests.unit.synthetic_runs import run_stream
 

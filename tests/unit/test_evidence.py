@@ -16,13 +16,13 @@ import torch
 import mismatch_ext.evidence as module
 from mismatch_ext import MismatchConfig, Run
 from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.doctor.log_rows import line_of_routes
 from mismatch_ext.errors import RecordError, RunDirectoryError, WeightSyncError
 from mismatch_ext.evidence import ColumnBatch, Evidence, EvidenceRow, lines_of, pick_rows
 from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report.closing import closing_lines
 from mismatch_ext.routing import RoutingTrace
 from tests.unit.loops import PROMPTS, learn, sides
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.drift import GROWTH_FLOOR, GROWTH_LEAST, GROWTH_WINDOW, Growth, grown, slope
+from mismatch_ext.growth import GROWTH_FLOOR, GROWTH_LEAST, GROWTH_WINDOW, Growth, grown, slope
 from mismatch_ext.states import from_json, to_json
 from tests.watching import Watching
 

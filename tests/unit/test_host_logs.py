@@ -19,7 +19,8 @@ from mismatch_ext.alarms import HEALTHY_K3, STALE_ABS_DIFF
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.names import Role
 from mismatch_ext.report import build, judge, load_runs, summarize
-from mismatch_ext.report.verdict import DOCTOR, HEALTHY_ABS_DIFF, LARGE_K3
+from mismatch_ext.report.levels import HEALTHY_ABS_DIFF, LARGE_K3
+from mismatch_ext.report.sentences import DOCTOR
 from tests.commands import ROOT
 from tests.unit.synthetic_runs import write_run
 

@@ -176,3 +176,23 @@ def test_the_public_names_load_when_they_are_used() -> None:
         for alias in node.names
     }
     assert said == {name: f"mismatch_ext.{module}" for name, module in mismatch_ext._MODULES.items()}
+
+
+# Imports a module and prints which of some others were loaded with it.
+LOADED = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+print(*[name for name in sys.argv[2:] if name in sys.modules])
+"""
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [
+        ("mismatch_ext.report", ["torch"]),
+        ("mismatch_ext.log", ["jinja2", "plotly", "mismatch_ext.report", "mismatch_ext.doctor"]),
+    ],
+)
+def test_a_report_needs_no_torch_and_a_run_no_report(module: str, heavy: list[str]) -> None:
+    done = subprocess.run([sys.executable, "-c", LOADED, module, *heavy], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.errors import MismatchError, RunDirectoryError
 from mismatch_ext.log_reading import RunData
-from mismatch_ext.report import closing_lines, judge, load_runs, summarize, tables, verdict
+from mismatch_ext.report import judge_all, load_runs, summarize, tables, verdict
 from mismatch_ext.report.doctor import read_why
 from tests.unit.synthetic_runs import header
 
@@ -68,8 +69,8 @@ def outcome(runs: Mapping[str, RunData], folder: Path) -> tuple[Any, set[str]]:
     """Return everything that is concluded from runs, and the sentences about what could not be used."""
     summary = summarize(runs)
     why, unread = read_why(folder)
-    judged = [judge(name, run, summary, why) for name, run in runs.items()]
-    said = verdict(runs, summary, why)
+    judged = judge_all(runs, summary, why)
+    said = verdict(judged, runs, why)
     ours = [run for run in runs.values() if not run.is_host_log]
     closing = [line for run in ours for line in closing_lines(run) if not line.startswith("  problems")]
     tables.event_rows(runs)

@@ -24,12 +24,15 @@ from mismatch_ext.checks import Checks
 from mismatch_ext.errors import PeerVersionError, RunDirectoryError
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import RunData, read_run
+from mismatch_ext.pooling import pooled
 from mismatch_ext.precision.dtypes import spelled
-from mismatch_ext.report import build, level_of, load_runs, summarize, verdict
+from mismatch_ext.report import build, judge_all, level_of, load_runs, summarize, verdict
 from mismatch_ext.report.figures import Figure, sections
-from mismatch_ext.report.summary import pool_profile, pooled, quantity
+from mismatch_ext.report.findings import side_dtype
+from mismatch_ext.report.levels import HEALTHY_ABS_DIFF, SAME_ABS_DIFF
+from mismatch_ext.report.summary import pool_profile
 from mismatch_ext.report.tables import side_rows
-from mismatch_ext.report.verdict import HEALTHY_ABS_DIFF, SAME_ABS_DIFF, side_dtype
+from mismatch_ext.words import quantity
 from tests.unit.synthetic_runs import header, run_stream, write_arms, write_run
 
 LOADING = {"src", "href", "srcset", "data", "action", "poster", "background"}
@@ -124,7 +127,7 @@ def test_a_log_without_its_token_count_does_not_change_the_weights_of_others(tmp
 
 def say(run_dir: Path) -> str:
     runs = load_runs(run_dir)
-    return verdict(runs, summarize(runs))
+    return verdict(judge_all(runs, summarize(runs)), runs)
 
 
 def test_the_file_loads_nothing_and_inlines_plotly_once(page: Page) -> None:

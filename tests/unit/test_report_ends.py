@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.log import RunStream
 from mismatch_ext.log_reading import Segment
-from mismatch_ext.report import closing_lines, load_runs, summarize, tables
+from mismatch_ext.report import load_runs, summarize, tables
 from tests.unit.synthetic_runs import header, metrics, tokens, write_profiles
 from tests.unit.test_report import rendered
 

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from mismatch_ext import Run
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, LoopError, MismatchError, PrecisionError, RecordError, WeightSyncError
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.report import build, closing_lines, judge, load_runs, summarize
+from mismatch_ext.report import build, judge, load_runs, summarize
 from mismatch_ext.sides import LoopRollout, LoopTrainer, RolloutSide, TrainerSide
 from tests.models import tiny_gemma2
 from tests.torch_rollout import VOCABULARY, Recurrent, TorchRollout, recurrent_logits

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from mismatch_ext import Run
-from mismatch_ext.bad_rows import REASONS, Fault
+from mismatch_ext.bad_rows import Fault
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
+from mismatch_ext.events import BAD_ROW_REASONS
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.presets import PRESETS, resolve
 from mismatch_ext.rollout import Batch, RolloutRecord, record_of
@@ -108,7 +109,7 @@ def test_a_bad_row_has_loss_weight_0_and_the_others_their_gradients(block: dict[
         assert not all(map(torch.equal, gradients[0], gradients[2]))
 
 
-CASES = [(reason, share) for reason in sorted(REASONS) for share in (1 / 16, 0.25, 1.0)]
+CASES = [(reason, share) for reason in sorted(BAD_ROW_REASONS) for share in (1 / 16, 0.25, 1.0)]
 CASES.remove(("weight_version", 1.0))  # a whole batch of other weights is an error
 
 

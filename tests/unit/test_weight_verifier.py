@@ -14,9 +14,10 @@ from torch import Tensor, nn
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import ConfigError, EngineError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.events import SYNC_UNANSWERED, WEIGHT_SYNC
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.sides import RolloutSide, TrainerSide
-from mismatch_ext.weights import EVENT, UNANSWERED_EVENT, Decoded, TensorComparison, WeightVerifier, draw_probes
+from mismatch_ext.weights import Decoded, TensorComparison, WeightVerifier, draw_probes
 
 PROBES = draw_probes(torch.arange(64))
 
@@ -186,7 +187,7 @@ def test_an_engine_that_was_not_updated_twice_is_an_error_unless_that_is_to_warn
     else:
         with pytest.raises(WeightSyncError, match="stale"):
             verifier.verify()
-    assert [event[:2] for event in said] == [("warning", EVENT), ("error", EVENT)]
+    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC), ("error", WEIGHT_SYNC)]
     assert said[0][2].startswith("rollout server 1: weight update 1: stale.")
     assert said[0][2].endswith("Two in a row fail, and so do 3 of the last 10.")
     assert verifier.verdict is not None and verifier.verdict.message in said[1][2]
@@ -199,7 +200,7 @@ def test_one_update_that_is_missed_ends_nothing() -> None:
             trainer.train()
         verdict = verifier.verify(engine.receive(trainer.model) if sends else None)
         assert verdict is not None and verdict.ok == sends, verdict.message
-    assert [event[:2] for event in said] == [("warning", EVENT)] * 2
+    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 2
 
 
 def test_an_engine_that_misses_every_second_update_is_an_error_at_the_third() -> None:
@@ -212,7 +213,7 @@ def test_an_engine_that_misses_every_second_update_is_an_error_at_the_third() ->
         trainer.train()
     with pytest.raises(WeightSyncError, match="weight update 5: stale"):
         verifier.verify()
-    assert [event[:2] for event in said] == [("warning", EVENT)] * 2 + [("error", EVENT)]
+    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 2 + [("error", WEIGHT_SYNC)]
 
 
 def test_doubts_of_more_than_ten_updates_ago_are_forgotten() -> None:
@@ -221,7 +222,7 @@ def test_doubts_of_more_than_ten_updates_ago_are_forgotten() -> None:
         for _ in range(5):
             trainer.train()
         verifier.verify(engine.receive(trainer.model) if sends else None)
-    assert [event[:2] for event in said] == [("warning", EVENT)] * 3
+    assert [event[:2] for event in said] == [("warning", WEIGHT_SYNC)] * 3
 
 
 def test_a_tensor_of_before_the_update_is_an_error_at_once() -> None:
@@ -232,7 +233,7 @@ def test_a_tensor_of_before_the_update_is_an_error_at_once() -> None:
         trainer.model.embed.weight[3, 3] += 0.01
     with pytest.raises(WeightSyncError, match="1 are the trainer's previous version"):
         verifier.verify({"embed.weight": trainer.model.embed.weight.detach().half()})
-    assert [event[:2] for event in said] == [("error", EVENT)]
+    assert [event[:2] for event in said] == [("error", WEIGHT_SYNC)]
 
 
 def test_an_update_far_beyond_what_it_moved_is_an_error_at_once() -> None:
@@ -272,7 +273,7 @@ def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
         verdict = verifier.verify(engine.receive(trainer.model))
         assert (verdict is None) == (decode is busy) and not verifier.moved()
     assert verdict is not None and verdict.status == "in_sync"
-    assert [event[:2] for event in said] == [("warning", UNANSWERED_EVENT)] * 3
+    assert [event[:2] for event in said] == [("warning", SYNC_UNANSWERED)] * 3
     assert "no answer within 120 seconds" in said[0][2]
 
 
@@ -347,7 +348,7 @@ def test_a_decode_with_the_weights_of_the_start_is_named_and_prefill_is_not_accu
     # Asked once more, with weights that have not moved since.
     with pytest.raises(WeightSyncError, match="decode path does not compute"):
         verifier.verify()
-    assert said == [("error", EVENT, verifier.verdict.message)]  # type: ignore[union-attr]
+    assert said == [("error", WEIGHT_SYNC, verifier.verdict.message)]  # type: ignore[union-attr]
 
 
 def test_prefill_is_named_before_decode() -> None:

@@ -27,6 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import EngineError
+from mismatch_ext.events import SYNC_UNANSWERED, WEIGHTS_UNVERIFIED
 from mismatch_ext.evidence import trainer_settings
 from mismatch_ext.log import RunLog, run_info
 from mismatch_ext.names import VERL
@@ -35,7 +36,7 @@ from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.rollout import Origins, SamplingSettings
 from mismatch_ext.terminal import say_in_run
 from mismatch_ext.versions import installed
-from mismatch_ext.weights import UNANSWERED_EVENT, draw_probes
+from mismatch_ext.weights import draw_probes
 
 PACKAGES = ("transformers", "verl", "ray")
 
@@ -90,7 +91,7 @@ class Processes:
             for number in [number for number, answer in answers.items() if _is_silent(answer)]:
                 error = answers.pop(number).failure
                 message = f"rollout server {number} does not say which weights it has: {type(error).__name__}: {error}"
-                self.event("warning", UNANSWERED_EVENT, message)
+                self.event("warning", SYNC_UNANSWERED, message)
         if answers:
             self.origins.sent(step, engine_answers(answers.items()))
 
@@ -156,7 +157,7 @@ class Processes:
             message = "bypass mode takes no pass of the trainer over fresh rollouts, so that the gap is not measured."
             self.event("warning", "bypass", message)
         if self._unverified is not None:
-            self.event("warning", "weights_unverified", self._unverified)
+            self.event("warning", WEIGHTS_UNVERIFIED, self._unverified)
         if checked is None:
             say_in_run(
                 f"mismatch-ext: the processes could not be checked; what is measured is written to {self.log.run_dir}"

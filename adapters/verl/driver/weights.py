@@ -27,10 +27,9 @@ from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, WeightSyncError
+from mismatch_ext.events import SYNC_UNANSWERED, WEIGHT_SYNC
 from mismatch_ext.weights import (
-    EVENT,
     FLOOR,
-    UNANSWERED_EVENT,
     BitSums,
     Decoded,
     Shape,
@@ -232,7 +231,7 @@ class RolloutWeights:
             f"the actor's rank {rank} scores probe tokens {float(apart[rank]):.3g} nats from rank 0 on average; up to "
             f"{limit:g} is rounding. The replicas of the actor have parted: resume from a checkpoint before that."
         )
-        self._event("error", EVENT, message)
+        self._event("error", WEIGHT_SYNC, message)
         if self._monitor.weight_sync != "warn":
             raise WeightSyncError(message)
 
@@ -268,7 +267,7 @@ class RolloutWeights:
         for verifier, answer in zip(self._verifiers, pending.taken(len(self._verifiers)), strict=True):
             if isinstance(answer, EngineError):
                 verifier.leave_unknown(pending.sums, pending.look)
-                self._event("warning", UNANSWERED_EVENT, unanswered(answer))
+                self._event("warning", SYNC_UNANSWERED, unanswered(answer))
                 continue
             engine = verifier.rollout
             assert isinstance(engine, Engine)
