@@ -246,6 +246,15 @@ def checkpoint_of(kind: str, setting: Setting) -> Path:
     return smollm2.upcycle() if setting.mixture else smollm2.unpack()
 
 
+def experts_of(models: Iterable[Path]) -> dict[str, float]:
+    """Return what the making of a mixture of experts cost; empty where no model has been made here."""
+    for model in models:
+        file = model / smollm2.COST
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+    return {}
+
+
 def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool, console: Console) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
     chosen = settings(kind, args.full)
@@ -279,6 +288,7 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
             for name, splits in intervals.items()
         },
         "tokens": tokens,
+        "experts": experts_of(models.values()),
         "rows": rows,
     }
     (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")

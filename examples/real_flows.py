@@ -459,15 +459,18 @@ def main() -> None:
         prog="python -m examples.real_flows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"flows to run: {', '.join(names)}")
+    parser.add_argument("--again", action="store_true", help="run those that passed, too")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the last outcome of each flow to this file")
     arguments = parser.parse_args()
     work = ROOT / WORK
     known = read_outcomes(work / "flows.jsonl")
     passed = {name for name, outcome in known.items() if outcome.status == "passed"}
-    if arguments.only is None:
-        flows = [flow for flow in FLOWS if flow.name not in passed]
-    else:
+    if arguments.only is not None:
         flows = [flow for flow in FLOWS if flow.name in arguments.only]
+    elif arguments.again:
+        flows = list(FLOWS)
+    else:
+        flows = [flow for flow in FLOWS if flow.name not in passed]
     try:
         prepare(flows)
     except (FileNotFoundError, ModuleNotFoundError, ValueError) as error:
