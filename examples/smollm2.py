@@ -253,9 +253,7 @@ def measure_cost(
     }
 
 
-def save(
-    out: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase, cost: Mapping[str, float] | None = None
-) -> None:
+def save(out: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase, cost: Mapping[str, float] | None = None) -> None:
     """Write a checkpoint whole or not at all: another process may wait for the folder, or this one may be ended."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
