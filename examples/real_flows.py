@@ -36,6 +36,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn
 
 from benchmarks.harness import measured_on
 from examples import chat, smollm2
+from tests.rendezvous import rendezvous
 
 ROOT = Path(__file__).resolve().parents[1]
 WORK = Path("runs/real_flows")
@@ -45,7 +46,7 @@ FOUR_LAYERS = "runs/models/smollm2-4-layers"
 QUESTIONS = WORK / "questions"
 LIMIT = 1800
 """Seconds after which a flow is ended; on two idle cores each takes at most three minutes."""
-SAMPLED_EVERY = 0.5
+SAMPLED_EVERY = 1.0
 """Seconds between two looks at a flow's memory."""
 
 RUN_ENDED = r"mismatch-ext: .*completed after \d+ steps?"
@@ -339,8 +340,9 @@ def run_flow(flow: Flow, work: Path, limit: float = LIMIT) -> Outcome:
         (work / f"{flow.name}.py").write_text(flow.script.text(WORK / flow.name), encoding="utf-8")
     log = work / f"{flow.name}.txt"
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    # Lines of a table are not broken at 200 columns.
-    environment = {**os.environ, "PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTHONUNBUFFERED": "1"}
+    # Lines of a table are not broken at 200 columns, and no other program on this machine meets at the flow's port.
+    given = {"PATH": path, "PYTHONPATH": str(ROOT), "COLUMNS": "200", "PYTHONUNBUFFERED": "1", **rendezvous()}
+    environment = {**os.environ, **given}
     began = time.monotonic()
     with log.open("wb") as output:
         process = subprocess.Popen(

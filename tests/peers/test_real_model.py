@@ -62,7 +62,7 @@ def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smol
 
 def test_trls_own_colocated_update_reaches_a_real_engine(run: Run, smollm2: Path, tmp_path: Path) -> None:
     """The way of every GPU: TRL hands each tensor to the model of an engine that computes from its weights."""
-    found = run(scenarios_real_model.train_as_on_a_gpu, model=smollm2, out=tmp_path).expect()
+    found = run(scenarios_real_model.train_as_on_a_gpu, model=smollm2, out=tmp_path, timeout=600).expect()
     expect_float32(found["history"], found["float32_errors"])
     statuses = [status for status, *_ in found["verdicts"]]
     assert statuses == ["unchanged", *["in_sync"] * 5], found["verdicts"]

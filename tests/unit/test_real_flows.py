@@ -38,6 +38,13 @@ def test_a_flow_that_ends_otherwise_has_failed(tmp_path: Path, code: str, why: s
     assert outcome.status == "failed" and why in outcome.why.splitlines()[0]
 
 
+def test_two_flows_meet_at_ports_of_their_own(tmp_path: Path) -> None:
+    """TRL and vLLM take a fixed port where nobody names one, which another run may hold."""
+    code = "import os; print('port', os.environ['MASTER_PORT'])"
+    ports = [run_flow(python("meets", code, prints=[r"port \d+"]), tmp_path).said for _ in range(2)]
+    assert ports[0] != ports[1]
+
+
 def test_a_flow_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = run_flow(python("hangs", "import time; time.sleep(3600)", prints=[]), tmp_path, limit=1)
     assert outcome.status == "timed out"
