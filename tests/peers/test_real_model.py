@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from transformers import AutoTokenizer, GenerationConfig
 
 from examples.smollm2 import unpack
 from tests.oracle import FACTOR, expect_float32
@@ -40,6 +41,16 @@ def expect_all_to_arrive(looks: list[dict[str, Any]]) -> None:
     assert all(look["gap"] < FACTOR and look["moved"] > 100 * FACTOR for look in looks), looks
 
 
+def test_an_answer_ends_with_the_token_that_the_tokenizer_calls_its_end(smollm2: Path) -> None:
+    """TRL takes an answer for cut off if its last token is not the tokenizer's end, whatever the engine stopped at."""
+    tokenizer, ends = AutoTokenizer.from_pretrained(smollm2), GenerationConfig.from_pretrained(smollm2).eos_token_id
+    conversation = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
+    tokens = tokenizer.apply_chat_template(conversation, return_dict=True)["input_ids"]
+    hello = tokenizer("Hello")["input_ids"][-1]
+    after_the_answer = tokens[len(tokens) - tokens[::-1].index(hello)]
+    assert tokenizer.eos_token_id == ends == after_the_answer
+
+
 def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smollm2: Path, tmp_path: Path) -> None:
     block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
     found = run(scenarios_real_model.train, model=smollm2, out=tmp_path, block=block).expect()
@@ -47,6 +58,20 @@ def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smol
     # The first update sends what the engine started with.
     assert [status for status, *_ in found["verdicts"]] == ["unchanged", *["in_sync"] * 5], found["verdicts"]
     assert all(step["grad_norm"] > 0 for step in found["history"])
+
+
+def test_trls_own_colocated_update_reaches_a_real_engine(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    """The way of every GPU: TRL hands each tensor to the model of an engine that computes from its weights."""
+    found = run(scenarios_real_model.train_as_on_a_gpu, model=smollm2, out=tmp_path, timeout=600).expect()
+    expect_float32(found["history"], found["float32_errors"])
+    statuses = [status for status, *_ in found["verdicts"]]
+    assert statuses == ["unchanged", *["in_sync"] * 5], found["verdicts"]
+    assert found["given"] == len(statuses) * found["different"] > 0
+
+
+def test_a_tensor_that_trls_own_update_loses_ends_the_run(run: Run, smollm2: Path, tmp_path: Path) -> None:
+    found = run(scenarios_real_model.train_as_on_a_gpu, model=smollm2, out=tmp_path, lost="down_proj").expect()
+    assert "weight update" in found["error"], found
 
 
 def test_five_updates_of_all_tensors_in_a_row_reach_the_engine_of_a_run(

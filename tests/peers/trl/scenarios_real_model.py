@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 from datasets import Dataset
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, engines
+from torch import nn
 from transformers import AutoTokenizer
 
+from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.weights import SyncVerdict, WeightVerifier
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, history
@@ -53,6 +58,60 @@ def train(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
         "float32_errors": errors,
         "verdicts": [[verdict.status, verdict.movement, verdict.message] for verdict in verdicts],
     }
+
+
+def compute_unpacked(layer: nn.Module, remove_weight: bool) -> None:
+    """Let a layer of vLLM's compute from its weights and keep them, as on a GPU, instead of packing them for a CPU."""
+    layer.cpu_linear = nn.functional.linear
+
+
+@contextmanager
+def updated_as_on_a_gpu(lost: str) -> Iterator[list[str]]:
+    """Let TRL update an engine on a CPU by its own way, tensor by tensor through the model's `load_weights`.
+
+    Args:
+        lost: Tensors with this in their names are lost on the way from the second update on; none are if it is empty.
+
+    Yields:
+        The names that the engine's model was given by TRL.
+    """
+    from trl.generation.vllm_generation import VLLMGeneration
+    from vllm.model_executor.layers import utils
+    from vllm.model_executor.models.llama import LlamaForCausalLM
+
+    given: list[str] = []
+    updates: list[int] = []
+    load, sync = LlamaForCausalLM.load_weights, VLLMGeneration.sync_weights
+
+    def counting(self: Any) -> None:
+        updates.append(len(updates))
+        sync(self)
+
+    def noting(self: Any, weights: Any) -> Any:
+        if not updates:  # the engine reads its checkpoint
+            return load(self, weights)
+        sent = list(weights)
+        given.extend(name for name, _ in sent)
+        return load(self, [(name, w) for name, w in sent if not (lost and lost in name and len(updates) > 1)])
+
+    with (
+        patch.object(utils, "dispatch_cpu_unquantized_gemm", compute_unpacked),
+        patch.object(engines, "is_cpu", lambda llm: False),
+        patch.object(VLLMGeneration, "sync_weights", counting),
+        patch.object(LlamaForCausalLM, "load_weights", noting),
+    ):
+        yield given
+
+
+def train_as_on_a_gpu(model: str, out: str, lost: str = "") -> dict[str, Any]:
+    """Train as `train` does, with TRL's own weight updates, and return the error that ended it, if one did."""
+    block = {"precision": {"dtype": "float32"}, "monitor": {"weight_sync": "error"}}
+    with updated_as_on_a_gpu(lost) as given:
+        try:
+            found: dict[str, Any] = train(model, out, block)
+        except WeightSyncError as error:
+            found = {"error": str(error)}
+    return found | {"given": len(given), "different": len(set(given))}
 
 
 def train_with_tools(model: str, out: str, block: Any) -> dict[str, Any]:
