@@ -517,7 +517,8 @@ class RunLog:
         if self.evidence is not None:
             self.evidence.measured(at)  # no other batch will come
         # With several ranks merging is a collective operation, and after a failure the other ranks may not take part.
-        if self.ranks.size == 1 and (left := self.flush("train", at)):
+        # What was logged last stays: counts of nothing would take the place of that step's own.
+        if self.ranks.size == 1 and self._has_observed("train") and (left := self.flush("train", at)):
             self.write(at, left)
         self._close(at, status, message or self.stopped or "")
         if self.ranks.rank == 0:
@@ -682,6 +683,11 @@ class RunLog:
             self._growth, growth = grown(self._growth, step, k3)
             scalars |= {of + name: value for name, value in growth.items()}
         return {PREFIX + name: value for name, value in scalars.items()}
+
+    def _has_observed(self, split: str) -> bool:
+        """Return whether this rank has observed anything of a split since the last flush."""
+        gaps = any(of == split for of, _ in self._gaps)
+        return gaps or split in self._masked or split in self._bad_rows
 
     def _take(self, split: str) -> Sums:
         """Return what this rank observed since the last flush, with the same names on all ranks."""

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -91,16 +92,20 @@ class WorldRanks:
 WORLD = WorldRanks()
 
 
-def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
-    """Raise on every rank if one failed, a failed one its own error, others one of its class that names the rank; all call it."""
+def agree(error: Exception | None, ranks: Ranks = WORLD, flags: Sequence[bool] = ()) -> list[bool]:
+    """Raise on every rank if one failed, a failed one its own error, others one of its class that names the rank; all call it.
+
+    Returns which flags are set on any rank. All ranks give the same number of them.
+    """
     if ranks.size == 1:
         if error is not None:
             raise error
-        return
+        return list(flags)
     # One number tells whether there is anything to say.
-    failures = ranks.sum(torch.tensor([float(error is not None)]))
-    if not bool(failures.any()):
-        return
+    counts = ranks.sum(torch.tensor([float(error is not None), *map(float, flags)]))
+    anywhere = [bool(count) for count in counts[1:]]
+    if not bool(counts[0]):
+        return anywhere
     # In words, because not every error survives a pickle.
     gathered_words = ranks.gather(None if error is None else _in_words(error))
     failed = [(rank, *words) for rank, words in enumerate(gathered_words) if words is not None]
@@ -113,6 +118,7 @@ def agree(error: Exception | None, ranks: Ranks = WORLD) -> None:
         raise error
     for rank, name, message in failed:
         raise getattr(errors, name)(f"rank {rank}: {message}")
+    return anywhere
 
 
 def _in_words(error: Exception) -> tuple[str, str]:
@@ -152,12 +158,29 @@ def first_error(error: BaseException) -> str:
     return first
 
 
+@dataclass
+class Flags:
+    """What a rank tells all others while it agrees with them on an error.
+
+    Attributes:
+        here: This rank's flags, which it sets.
+        anywhere: Which of them any rank has set, once all ranks have agreed.
+    """
+
+    here: list[bool]
+    anywhere: list[bool] = field(default_factory=list)
+
+
 @contextmanager
-def together(ranks: Ranks) -> Iterator[None]:
-    """Run this rank's part of what all ranks do; if it fails on one rank, raise on all of them, as `agree` does."""
+def together(ranks: Ranks, flags: int = 0) -> Iterator[Flags]:
+    """Run this rank's part of what all ranks do; if it fails on one rank, raise on all of them, as `agree` does.
+
+    Gives so many flags, which travel with the agreement and take no collective of their own.
+    """
     error: Exception | None = None
+    told = Flags([False] * flags)
     try:
-        yield
+        yield told
     except Exception as raised:  # noqa: BLE001  # whatever it is, the other ranks must not wait
         error = raised
-    agree(error, ranks)
+    told.anywhere = agree(error, ranks, told.here)

@@ -35,6 +35,8 @@ CHUNK = 64
 """Rows that are fetched at a time; a larger group of answers to one prompt is fetched whole for its baseline."""
 OLD, SCORED, ROLLOUT, REFERENCE = "old_log_probs", "log_probs", "rollout_log_probs", "ref_log_prob"
 MASK, EXTRA = "response_mask", "extra_fields"
+SIDES = {ROLLOUT: "engine", REFERENCE: "reference"}
+"""Whose log-probabilities a field holds, for messages; all other fields are the trainer's."""
 BEFORE = "loss_mask"
 """verl's mask before its rollout correction rejects tokens from `MASK`."""
 
@@ -135,6 +137,14 @@ def measure(
     )
 
 
+def judge_reference(batch: Any, step: int, bad: BadKeys) -> None:
+    """Add rows to `bad` whose log-probability of the reference is not finite; `step` is for messages."""
+    for first in range(0, len(batch.keys), CHUNK):
+        keys = batch.keys[first : first + CHUNK]
+        data = tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=[REFERENCE, MASK])
+        _Chunk(data, keys, step).judge(REFERENCE, "old_logprobs", bad)
+
+
 class _Chunk:
     """Some rows of a batch, whose responses are one after the other."""
 
@@ -170,7 +180,7 @@ class _Chunk:
         values = field.values()
         broken = (~values.isfinite() & self.sampled).nonzero()[:, 0]
         rows = torch.searchsorted(self._ends, broken, right=True)
-        side = "engine" if reason == "rollout_logprobs" else "trainer"
+        side = SIDES.get(name, "trainer")
         # The last place of a row is written first, so that the first one stays.
         first = dict(zip(rows.flip(0).tolist(), broken.flip(0).tolist(), strict=True))
         for row, place in first.items():

@@ -32,7 +32,7 @@ from verl.utils.ulysses import (
 from mismatch_ext.bad_rows import FEW
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError, RoutingError
-from mismatch_ext.ranks import WORLD, agree, gathered, together
+from mismatch_ext.ranks import WORLD, agree, together
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
@@ -144,7 +144,7 @@ class EngineReplay(RouteReplay):
         run = data.exclude(FIELD, TOKENS)
         judged = self.config.mode == "R3" and not reference and is_judged(data, forward_only)
         self._faults = {}
-        with together(WORLD):
+        with together(WORLD, flags=2) as flags:
             if judged:
                 others = {}
             elif self.config.mode == "R3":
@@ -154,10 +154,8 @@ class EngineReplay(RouteReplay):
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
                 run[FIELD], run[SAMPLES] = self.ingest(data, rank, judged=judged)
-        any_others, any_faults = (
-            any(flags) for flags in zip(*gathered((bool(others), bool(self._faults))), strict=True)
-        )
-        self._reports = any_faults
+            flags.here[:] = [bool(others), bool(self._faults)]
+        any_others, self._reports = flags.anywhere
         warn_of_first(self._faults)
         if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.

@@ -31,7 +31,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_s
 
 from mismatch_ext.bad_rows import FEW
 from mismatch_ext.errors import MismatchError, RecordError, ReplayError
-from mismatch_ext.ranks import WORLD, gathered, together
+from mismatch_ext.ranks import WORLD, together
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
 from mismatch_ext.turns import Calls, Trained, masks_of
@@ -198,9 +198,10 @@ class EngineMasks:
     def batch(self, data: Any, *, rank: int, forward_only: bool) -> Iterator[Any]:
         """Check the masks of a mini-batch on all ranks together, and give the batch that verl is to run in this context."""
         judged = is_judged(data, forward_only)
-        with together(WORLD):
+        with together(WORLD, flags=1) as flags:
             samples = self._read(data, rank, judged=judged)
-        self._reports = judged and any(gathered(bool(self._faults)))
+            flags.here[0] = judged and bool(self._faults)
+        (self._reports,) = flags.anywhere
         warn_of_first(self._faults)
         run = data.exclude(IDS, SIZES)  # a copy: what has been read need not be split, or moved to the device
         run[SAMPLE] = torch.arange(len(data))

@@ -122,6 +122,27 @@ def test_closing_lines_and_report_list_bad_rows_by_reason(tmp_path: Path) -> Non
     assert "too many bad rows ended the run at step 2" in page.lower()
 
 
+def test_the_end_of_a_run_leaves_what_the_last_step_has_counted(tmp_path: Path) -> None:
+    log = RunLog(MismatchConfig(), tmp_path, info=lambda: {}, step=lambda: 1, checks=Checks(True))
+    log.begin()
+    log.follow_versions()
+    bad = BadRows(8)
+    bad.add(5, "mask", "no mask.")
+    log.count_bad_rows("train", bad)
+    log.log(1, {"loss": 0.0})
+    log.end("completed")
+    (step,) = read_run(tmp_path).steps
+    assert step.metrics["mismatch/bad_rows/mask"] == 1
+
+    # What no log has taken yet is written at the end.
+    log = RunLog(MismatchConfig(), tmp_path / "unlogged", info=lambda: {}, step=lambda: 1, checks=Checks(True))
+    log.begin()
+    log.count_bad_rows("train", bad)
+    log.end("failed", "in the step")
+    (step,) = read_run(tmp_path / "unlogged").steps
+    assert step.metrics["mismatch/bad_rows/mask"] == 1
+
+
 def test_a_checkpoint_has_the_window(tmp_path: Path) -> None:
     def new(folder: str) -> RunLog:
         log = RunLog(MismatchConfig(), tmp_path / folder, info=lambda: {}, step=lambda: 0, checks=Checks(True))

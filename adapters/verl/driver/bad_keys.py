@@ -16,10 +16,12 @@ import torch
 import transfer_queue as tq
 from mismatch_ext.adapters.verl.bad_rows import BAD, marks
 from mismatch_ext.adapters.verl.loss import WEIGHTS
-from mismatch_ext.adapters.verl.measure import MASK, OLD, ROLLOUT, BadKeys
+from mismatch_ext.adapters.verl.measure import BEFORE, MASK, OLD, REFERENCE, ROLLOUT, BadKeys
 from tensordict import TensorDict
 from torch import Tensor
 
+SMALLEST_MEAN = 1e-8
+"""verl leaves weights alone whose mean is not above this."""
 SELECTING = ("clip_cov", "kl_cov")
 """verl's policy losses that choose tokens by comparing all those of a micro-batch: a mask would change which they choose."""
 
@@ -34,16 +36,39 @@ def mark(batch: Any, bad: BadKeys) -> None:
 def replace_non_finite(batch: Any, bad: BadKeys) -> None:
     """Replace log-probabilities of bad rows that are not finite, in the batch's queue: 0 times NaN would be NaN."""
     keys = [key for key in batch.keys if key in bad]
-    data = _get(batch, keys, [ROLLOUT, OLD])
+    data = _get(batch, keys, [ROLLOUT, OLD, REFERENCE])
     pairs = zip(data[ROLLOUT].unbind(), data[OLD].unbind(), strict=True)
     rollout, old = zip(*(finite(*pair) for pair in pairs), strict=True)
-    _put(batch, keys, {ROLLOUT: _nested(rollout), OLD: _nested(old)})
+    fields = {ROLLOUT: _nested(rollout), OLD: _nested(old)}
+    given = data.get(REFERENCE, None)
+    if given is not None:
+        rows = zip(given.unbind(), old, strict=True)
+        fields[REFERENCE] = _nested([torch.where(row.isfinite(), row, policy.to(row)) for row, policy in rows])
+    _put(batch, keys, fields)
 
 
 def finite(rollout: Tensor, old: Tensor) -> tuple[Tensor, Tensor]:
     """Return log-probabilities of a row `[T]` where each that is not finite is the other side's, or 0 if neither is finite."""
     of_rollout = torch.where(rollout.isfinite(), rollout, torch.where(old.isfinite(), old.to(rollout), 0.0))
     return of_rollout, torch.where(old.isfinite(), old, of_rollout.to(old))
+
+
+def renormalize(batch: Any, bad: BadKeys, level: str) -> None:
+    """Let the mean weight of good rows be 1, in the batch's queue: verl's own mean has counted the bad rows too.
+
+    `level` is verl's `rollout_is`: the mean is one of tokens, or of rows.
+    """
+    good = [key for key in batch.keys if key not in bad]
+    if not good:
+        return
+    data = _get(batch, good, [WEIGHTS, BEFORE])
+    weights, masks = data[WEIGHTS].unbind(), [mask.bool() for mask in data[BEFORE].unbind()]
+    sampled = [row[mask].double() for row, mask in zip(weights, masks, strict=True) if bool(mask.any())]
+    if level == "sequence":
+        sampled = [row.mean(0, keepdim=True) for row in sampled]
+    mean = float(torch.cat(sampled).mean()) if sampled else 0.0
+    if mean > SMALLEST_MEAN:
+        _put(batch, good, {WEIGHTS: _nested([row / mean for row in weights])})
 
 
 def take_out(batch: Any, bad: BadKeys, loss_mode: str) -> None:

@@ -18,7 +18,7 @@ import ray
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl.bad_rows import JUDGED
 from mismatch_ext.adapters.verl.block import block_of
-from mismatch_ext.adapters.verl.driver.bad_keys import mark, replace_non_finite, take_out
+from mismatch_ext.adapters.verl.driver.bad_keys import mark, renormalize, replace_non_finite, take_out
 from mismatch_ext.adapters.verl.driver.batch_checks import (
     ExpertLoads,
     check_routes,
@@ -38,6 +38,7 @@ from mismatch_ext.adapters.verl.measure import (
     BadKeys,
     Measured,
     Scoring,
+    judge_reference,
     left_by_correction,
     measure,
     sampled_rows,
@@ -98,6 +99,7 @@ class MismatchTrainer(_Host):
         self._draws = None if block.routing is None else MeasuredPasses(block.routing, actor_seed(config))
         self._measured: Measured | None = None  # of the batch that the next update learns from
         self._bad: BadKeys | None = None  # the bad rows of that batch
+        self._judged_batch: StoredBatch | None = None  # that batch, as evidence
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
@@ -153,8 +155,9 @@ class MismatchTrainer(_Host):
         self._collect_findings()
 
     def _replicas(self) -> list[Any]:
-        """Return the rollout replicas that verl has now."""
-        return [one for manager in self._rollout_server_managers() for one in manager.get_replicas()]
+        """Return the rollout replicas that verl sends weights to now: its managers may get more, or lose some."""
+        managers = [self.checkpoint_manager, getattr(self, "standalone_checkpoint_manager", None)]
+        return [replica for manager in managers if manager is not None for replica in manager.replicas]
 
     def on_step_end(self, *args: Any, **kwargs: Any) -> None:
         """Send the new weights, and check that the rollout server computes with them."""
@@ -213,7 +216,8 @@ class MismatchTrainer(_Host):
         held = self._held(batch)
         with self._checks.checking("rollouts"):
             self._processes.check_refused("rollouts", self.global_steps)
-        self._bad = bad = BadKeys(batch)
+        self._bad, self._judged_batch = BadKeys(batch), held
+        bad = self._bad
         self._check_rows(batch, held, bad, metrics)
         if bad and self._checks.acts:
             mark(batch, bad)
@@ -226,9 +230,7 @@ class MismatchTrainer(_Host):
         self._measured = None
         with self._checks.checking("gap"), self._log.holding("train", held):
             self._measure_gap(scored, bad)
-        self._log.count_bad_rows("train", bad.rows, held)
         if bad and self._checks.acts:
-            replace_non_finite(scored, bad)
             mark(scored, bad)
         # A further pass would score with weights that an update has changed.
         if self._first_update and not bypasses(self.config):
@@ -306,9 +308,14 @@ class MismatchTrainer(_Host):
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._block.routing is not None and self._block.routing.reference:
-            return super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
-        with without_routes(batch, self._block.routing):
-            return super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
+            batch = super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
+        else:
+            with without_routes(batch, self._block.routing):
+                batch = super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
+        assert self._bad is not None
+        with self._checks.checking("gap"):
+            judge_reference(batch, self.global_steps, self._bad)
+        return batch
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with without_routes(batch, self._block.routing):
@@ -321,6 +328,11 @@ class MismatchTrainer(_Host):
         """
         bad = self._bad
         assert bad is not None
+        # All passes are over: nothing more can make a row bad.
+        self._log.count_bad_rows("train", bad.rows, self._judged_batch)
+        if bad and self._checks.acts:
+            mark(batch, bad)
+            replace_non_finite(batch, bad)
         if self._kl is not None:
             metrics.update(self._kl.prepare(batch, self.global_steps, bad))
         batch = super()._compute_advantage(batch, metrics, *args, **kwargs)
@@ -333,8 +345,16 @@ class MismatchTrainer(_Host):
                     for kept, sampled in left_by_correction(batch, bad):
                         self._log.mask("train", kept, sampled)
         if bad and self._checks.acts:
+            if self._normalizes(correction):
+                renormalize(batch, bad, str(correction.rollout_is))
             take_out(batch, bad, str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode))
         return batch
+
+    def _normalizes(self, correction: Any) -> bool:
+        """Return whether verl has divided the weights of a batch by their mean."""
+        if correction is None or bypasses(self.config):
+            return False
+        return bool(correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"))
 
     def _update_critic(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         with without_routes(batch, self._block.routing):

@@ -8,10 +8,10 @@ sleeps, and the engines are asked after it.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from mismatch_ext.adapters.verl.driver.servers import (
@@ -40,8 +40,6 @@ from mismatch_ext.weights import (
     compare_sums,
     unanswered,
 )
-
-Value = TypeVar("Value")
 
 ANSWER_TIMEOUT = 120.0
 """Seconds that a rollout server may take to answer a question."""
@@ -98,48 +96,50 @@ class Answers:
 
 
 class Question:
-    """What all replicas are asked after one update; `wait` returns their answers in the order of the replicas.
+    """What one replica is asked after an update; a thread waits for its answers, so that no other replica waits with it.
 
-    An answer that comes after the next update stays in its question, and is never taken for one of that update.
+    Answers that come after the next update stay in their question, and are never taken for those of that update.
+
+    Attributes:
+        answers: What the replica answered, or why it gave no answer; None so far.
+        bug: An error that is not the server's.
     """
 
-    def __init__(
-        self, replicas: Sequence[Any], probes: Tensor, prompts: Tensor, count: int, shapes: Mapping[str, Shape]
-    ) -> None:
-        self._replicas, self._probes, self._shapes = replicas, probes, shapes
+    def __init__(self, replica: Any, probes: Tensor, prompts: Tensor, count: int, shapes: Mapping[str, Shape]) -> None:
+        self.answers: Answers | EngineError | None = None
+        self.bug: BaseException | None = None
+        self._replica, self._probes = replica, probes
         self._prompts = prompts.tolist()
-        # All are asked before any is waited for, so that they compute at once.
-        self._decoding = [ask_decode(replica, self._prompts, count) for replica in replicas]
+        self._decoding = ask_decode(replica, self._prompts, count)
+        # Asked at once, while the server is awake: later verl may have put its weights to sleep.
+        self._summing = ask_sums(replica, shapes, ANSWER_TIMEOUT)
+        self._thread = threading.Thread(target=self._wait, name="mismatch-probes", daemon=True)
 
-    def wait(self) -> list[Answers | EngineError]:
-        """Ask what remains to be asked, and return each replica's answers, or why it gave none."""
-        decoded = [_or_error(partial(self._decoded, pending)) for pending in self._decoding]
-        scoring = [self._ask_scores(*pair) for pair in zip(self._replicas, decoded, strict=True)]
-        return [
-            one if isinstance(one, EngineError) else _or_error(partial(self._answers, one, asked))
-            for one, asked in zip(decoded, scoring, strict=True)
-        ]
+    def start(self) -> None:
+        """Wait for the answers in a thread, which ends with the process."""
+        self._thread.start()
 
-    def _decoded(self, pending: Any) -> Decoded:
-        return answered_decode(pending, self._prompts, ANSWER_TIMEOUT)
+    def join(self, seconds: float | None = None) -> None:
+        """Wait until the replica has answered, or is known to be silent, for so long at most."""
+        self._thread.join(seconds)
 
-    def _ask_scores(self, replica: Any, decoded: Decoded | EngineError) -> tuple[Any, Any]:
-        if isinstance(decoded, EngineError):
-            return (), ()
+    def _wait(self) -> None:
+        try:
+            self.answers = self._answers()
+        except EngineError as error:
+            self.answers = error
+        except BaseException as error:  # noqa: BLE001 - the thread's end must not be silent: the driver says so
+            self.bug = error
+            self.answers = EngineError(
+                f"the rollout server's answer could not be read: {type(error).__name__}: {error}"
+            )
+
+    def _answers(self) -> Answers:
+        decoded = answered_decode(self._decoding, self._prompts, ANSWER_TIMEOUT)
         tokens = [*self._probes.tolist(), *decoded.tokens.tolist()]
-        return ask_probes(replica, tokens), ask_sums(replica, self._shapes, ANSWER_TIMEOUT)
-
-    def _answers(self, decoded: Decoded, asked: tuple[Any, Any]) -> Answers:
-        probes, sums = asked
-        scores = answered(probes, ANSWER_TIMEOUT)
-        return Answers(decoded=decoded, scores=scores, sums=added(answered_sums(sums, ANSWER_TIMEOUT)))
-
-
-def _or_error(answer: Callable[[], Value]) -> Value | EngineError:
-    try:
-        return answer()
-    except EngineError as error:
-        return error
+        scores = answered(ask_probes(self._replica, tokens), ANSWER_TIMEOUT)
+        sums = answered_sums(self._summing, ANSWER_TIMEOUT)
+        return Answers(decoded=decoded, scores=scores, sums=added(sums))
 
 
 class RolloutWeights:
@@ -249,13 +249,17 @@ class RolloutWeights:
         if not self._verifiers:
             return
         first = self._verifiers[0]
-        question = Question(self._replicas, self._probes, first.prompts, first.decoded, self._shapes)
-        self._pending = _Pending(question=question, look=look, sums=self._sums, shapes=self._shapes, stepped=stepped)
+        # All are asked before any is waited for, so that they compute at once.
+        questions = [
+            Question(replica, self._probes, first.prompts, first.decoded, self._shapes) for replica in self._replicas
+        ]
+        for question in questions:
+            question.start()
+        self._pending = _Pending(questions=questions, look=look, sums=self._sums, shapes=self._shapes, stepped=stepped)
         if self._in_flight and not all(has_priorities(replica) for replica in self._replicas):
-            self._pending.start()
-        else:
-            self._pending.run()
-            self.settle()
+            return
+        self._pending.wait()
+        self.settle()
 
     def settle(self, *, wait: float = 0.0) -> None:
         """Judge what the engines said of the last update; those without an answer after `wait` seconds are unknown."""
@@ -264,7 +268,7 @@ class RolloutWeights:
             return
         pending.join(wait)
         wrong: list[WeightSyncError] = []
-        for verifier, answer in zip(self._verifiers, pending.taken(len(self._verifiers)), strict=True):
+        for verifier, answer in zip(self._verifiers, pending.answers(), strict=True):
             if isinstance(answer, EngineError):
                 verifier.leave_unknown(pending.sums, pending.look)
                 self._event("warning", SYNC_UNANSWERED, unanswered(answer))
@@ -297,44 +301,31 @@ class RolloutWeights:
         return next(filter(None, said), None)
 
 
-@dataclass(kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class _Pending:
-    """A question that was asked after an update, with what the actor had then."""
+    """What the replicas were asked after an update, with what the actor had then."""
 
-    question: Question
+    questions: Sequence[Question]
     look: TrainerLook
     sums: Mapping[str, BitSums]
     shapes: Mapping[str, Shape]
     stepped: bool
-    answers: Sequence[Answers | EngineError] | None = None
-    failure: BaseException | None = None
-    thread: threading.Thread | None = None
 
-    def run(self) -> None:
-        """Wait for the answers here."""
-        self.answers = self.question.wait()
-
-    def start(self) -> None:
-        """Wait for the answers in a thread, which ends with the process."""
-        self.thread = threading.Thread(target=self._run_and_note, name="mismatch-probes", daemon=True)
-        self.thread.start()
+    def wait(self) -> None:
+        """Wait until each replica has answered or is known to be silent; raises a bug of ours as it is."""
+        for question in self.questions:
+            question.join()
+        for question in self.questions:
+            if question.bug is not None:
+                raise question.bug
 
     def join(self, seconds: float) -> None:
-        """Wait for the thread, if there is one and it has not ended."""
-        if self.thread is not None and seconds:
-            self.thread.join(seconds)
+        """Wait for all replicas, together for so long at most."""
+        end = time.monotonic() + seconds
+        for question in self.questions:
+            question.join(max(0.0, end - time.monotonic()))
 
-    def _run_and_note(self) -> None:
-        try:
-            self.run()
-        except BaseException as error:  # noqa: BLE001 - the thread's end must not be silent: `taken` says so
-            self.failure = error
-
-    def taken(self, engines: int) -> Sequence[Answers | EngineError]:
-        """Return each engine's answers, or that it gave none so far."""
-        if self.failure is not None:
-            reason = f"{type(self.failure).__name__}: {self.failure}"
-            return [EngineError(f"the rollout server's answer could not be read: {reason}")] * engines
-        if self.answers is None:
-            return [EngineError("the rollout server has not answered in time")] * engines
-        return self.answers
+    def answers(self) -> list[Answers | EngineError]:
+        """Return each replica's answers, or that it gave none so far."""
+        late = EngineError("the rollout server has not answered in time")
+        return [late if question.answers is None else question.answers for question in self.questions]

@@ -28,10 +28,17 @@ def test_other_rows_keep_their_gradients_in_each_of_verls_losses(run: Run) -> No
 
 def test_other_rows_keep_their_gradients_of_kl_and_entropy(run: Run) -> None:
     found = run(scenarios.terms).expect()
-    assert len(found) == 10
+    assert len(found) == 5 * 2 * 2
     for case, seen in found.items():
         assert seen["finite"] and seen["others"], case
         assert (seen["row"], seen["entropy"]) == (0, 0), case
+
+
+def test_the_mean_of_normalized_weights_is_that_of_good_rows(run: Run) -> None:
+    for level, found in run(scenarios.normalized).expect().items():
+        for weights, without, verls in zip(found["found"], found["without"], found["verl's"], strict=True):
+            assert weights == pytest.approx(without, rel=1e-6), level
+            assert weights != pytest.approx(verls, rel=1e-2), level
 
 
 def test_driver_and_workers_tell_each_other_which_rows_are_bad(run: Run) -> None:

@@ -206,6 +206,12 @@ def test_a_scoring_pass_that_is_asked_to_calls_samples_with_other_masks_bad(run:
     assert found["marked"] and found["unmarked"].startswith("RecordError: mismatch.sampling_mask: rollout 0")
 
 
+def test_ranks_share_one_number_for_the_masks_of_a_pass(run: Run) -> None:
+    found = run(masking.collectives).expect()
+    for name, bad in (("clean", False), ("bad", True)):
+        assert found[name] == {"used": ["all_reduce"], "reports": bad}
+
+
 def test_refused_routes_change_no_weight(faulty: Result) -> None:
     assert faulty["untouched"] is True
 

@@ -64,9 +64,7 @@ def test_what_is_claimed_is_in_verl(claim: Claim) -> None:
     assert f"class {kind}" in source and f"def {name}(" in source
 
 
-@pytest.mark.parametrize(
-    "name", ["_compute_old_log_prob", "_update_actor", "_load_checkpoint", "_rollout_server_managers"]
-)
+@pytest.mark.parametrize("name", ["_compute_old_log_prob", "_update_actor", "_load_checkpoint"])
 def test_a_verl_without_a_method_that_we_override_is_refused_by_name(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

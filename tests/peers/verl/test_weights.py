@@ -42,6 +42,28 @@ def test_engines_without_priorities_are_judged_before_the_next_update(run: Run) 
     assert last.startswith("WeightSyncError: ")
 
 
+def test_a_server_that_is_silent_in_the_background_leaves_no_other_one_unknown(run: Run) -> None:
+    found = run(scenarios.one_silent).expect()
+    assert found["gaps"][0] is None and found["gaps"][1] < 1e-9
+    *fine, last = found["raised"]
+    assert fine == [NOTHING] * 5 and last.startswith("WeightSyncError: weight update 4: garbled.")
+    said = [tuple(event[:2]) for event in found["said"]]
+    assert said == [UNKNOWN, UNKNOWN, UNKNOWN, ("error", "weight_sync")]
+
+
+def test_a_servers_weights_are_read_before_it_sleeps(run: Run) -> None:
+    assert run(scenarios.asleep).expect() == {"read asleep": [False]}
+
+
+def test_the_driver_follows_verls_own_list_of_servers(run: Run) -> None:
+    found = run(scenarios.managed).expect()
+    assert found == {
+        "start": ["first", "second"],
+        "added": ["first", "second", "third"],
+        "removed": ["second", "third"],
+    }
+
+
 def test_a_server_that_verl_stops_has_not_answered(run: Run) -> None:
     found = run(scenarios.stopped).expect()
     assert found["aborted"] == "EngineError: the rollout server was stopped before it could decode after probe tokens"

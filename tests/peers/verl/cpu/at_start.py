@@ -101,3 +101,7 @@ if name := os.environ.get(LEFT):
     look_for_leftovers(Path(name))
 if os.environ.get("VERL_CPU_FAULT"):
     import tests.peers.verl.cpu.faults  # noqa: F401
+if os.environ.get("VERL_CPU_TWICE"):
+    from tests.peers.verl.cpu.twice import take_twice
+
+    take_twice()

@@ -10,10 +10,11 @@ import torch
 from mismatch_ext.adapters.verl import measure
 from mismatch_ext.adapters.verl.bad_rows import FAULT, bad_rows, number_of
 from mismatch_ext.adapters.verl.driver import bad_keys, batch_checks
-from mismatch_ext.adapters.verl.loss import BASELINE, make_loss
-from mismatch_ext.adapters.verl.measure import OLD, ROLLOUT, BadKeys, Scoring
+from mismatch_ext.adapters.verl.loss import BASELINE, WEIGHTS, make_loss
+from mismatch_ext.adapters.verl.measure import BEFORE, OLD, REFERENCE, ROLLOUT, BadKeys, Scoring
 from tensordict import TensorDict
 from torch import Tensor
+from verl.trainer.ppo.rollout_corr_helper import compute_rollout_correction_weights
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.losses import ppo_loss
 
@@ -71,6 +72,7 @@ def judged(given: Queue) -> tuple[Any, BadKeys]:
     keys = keys_of(given)
     bad = BadKeys(keys)
     measure.measure(keys, 1, Scoring(), bad, longest=99)
+    measure.judge_reference(keys, 1, bad)
     return keys, bad
 
 
@@ -145,9 +147,42 @@ def terms() -> dict[str, Any]:
     assert block is not None
     for aggregation in AGGREGATIONS:
         config = actor_config(loss_agg_mode=aggregation, use_kl_loss=True, kl_loss_coef=0.1, entropy_coeff=0.1)
-        found[f"verl's {aggregation}"] = seen(partial(ppo_loss, config=config), "vanilla", (OLD,))
-        found[f"ours {aggregation}"] = seen(make_loss(config, block), "vanilla", (OLD,))
+        for poison in (OLD, REFERENCE):
+            found[f"verl's {aggregation} {poison}"] = seen(partial(ppo_loss, config=config), "vanilla", (poison,))
+            found[f"ours {aggregation} {poison}"] = seen(make_loss(config, block), "vanilla", (poison,))
     return found
+
+
+def normalized() -> dict[str, Any]:
+    """Let verl normalize weights of a batch with a bad row; return those of good rows, and what they are without that row."""
+    found = {}
+    for level in ("token", "sequence"):
+        rows = rows_of()
+        rows[ROLLOUT][BAD] = rows[OLD][BAD] - 0.9  # heavier than the others
+        weights = weights_of_verl(rows, level)
+        without = weights_of_verl({name: values[:BAD] + values[BAD + 1 :] for name, values in rows.items()}, level)
+        given = Queue(rows | {WEIGHTS: weights, BEFORE: [torch.ones(length) for length in LENGTHS]})
+        bad_keys.tq = given  # type: ignore[assignment]
+        keys = keys_of(given)
+        bad = BadKeys(keys)
+        bad.add(key_of(BAD), "tokens", "")
+        bad_keys.renormalize(keys, bad, level)
+        found[level] = {
+            "verl's": [row.tolist() for number, row in enumerate(weights) if number != BAD],
+            "found": [row.tolist() for number, row in enumerate(given.rows[WEIGHTS]) if number != BAD],
+            "without": [row.tolist() for row in without],
+        }
+    return found
+
+
+def weights_of_verl(rows: dict[str, list[Tensor]], level: str) -> list[Tensor]:
+    """Return verl's own normalized weights of rows."""
+    ratio = nested([old - rollout for old, rollout in zip(rows[OLD], rows[ROLLOUT], strict=True)])
+    mask = nested([torch.ones(len(row)) for row in rows[OLD]]).to_padded_tensor(0.0)
+    weights, _ = compute_rollout_correction_weights(
+        ratio.to_padded_tensor(0.0), mask, level, rollout_is_threshold=50.0, rollout_is_batch_normalize=True
+    )
+    return [row[: len(old)] for row, old in zip(weights, rows[OLD], strict=True)]
 
 
 def marked() -> dict[str, Any]:

@@ -10,7 +10,7 @@ from unittest import mock
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl.bad_rows import BAD, FAULT, JUDGED, marks
-from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, fields_of, read
+from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, EngineMasks, fields_of, read
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs
 from tensordict import TensorDict
 from torch import Tensor
@@ -112,6 +112,47 @@ def judged(model: str) -> dict[str, Any]:
         "marked": logprobs(built, marked)[2:] == logprobs(built, data)[2:],
         "unmarked": refused(built.infer_batch, moved),
     }
+
+
+class Collectives:
+    """torch.distributed of two ranks that do the same, which notes what they share."""
+
+    def __init__(self) -> None:
+        self.used: list[str] = []
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def get_world_size(self) -> int:
+        return 2
+
+    def get_rank(self) -> int:
+        return 0
+
+    def get_backend(self) -> str:
+        return "gloo"
+
+    def all_reduce(self, values: Tensor) -> None:
+        self.used.append("all_reduce")
+        values *= 2
+
+    def all_gather_object(self, values: list[Any], value: Any) -> None:
+        self.used.append("all_gather_object")
+        values[:] = [value] * 2
+
+
+def collectives() -> dict[str, Any]:
+    """Return what ranks share for the masks of a pass that is judged, with and without bad samples."""
+    plain = batch()
+    supported = supports(plain, 16)
+    found = {}
+    for name, masks in (("clean", supported), ("bad", [supported[1], supported[0], *supported[2:]])):
+        data = tu.assign_non_tensor(with_fields(plain, masks), **{JUDGED: True})
+        engine_masks, ranks = EngineMasks(16), Collectives()
+        with mock.patch("mismatch_ext.ranks.dist", ranks), engine_masks.batch(data, rank=0, forward_only=True):
+            engine_masks._scored.update(range(len(data)))
+        found[name] = {"used": ranks.used, "reports": engine_masks._reports}
+    return found
 
 
 def _unmasked(built: Any, model: str) -> Any:

@@ -101,12 +101,10 @@ class StandIn:
         self.actor_rollout_wg, self.tokenizer, self.global_steps = Workers(), range(16), 0
         self.extra: list[dict[str, Any]] = []
         self.sent = 0  # version that the rollout servers have
+        self.checkpoint_manager = SimpleNamespace(replicas=[self])
 
     def init(self) -> None:
         self.on_init_end()
-
-    def _rollout_server_managers(self) -> list[Any]:
-        return [SimpleNamespace(get_replicas=lambda: [self])]
 
     def on_init_end(self) -> None:
         self.sent = self.global_steps

@@ -31,6 +31,7 @@ class Server:
 
     def __init__(self, held: float = 0.0, policy: str = "fcfs") -> None:
         self.held, self.slow = held, False
+        self.asleep, self.read = False, list[bool]()  # whether it was asleep each time its weights were read
         self.config = SimpleNamespace(name="vllm", scheduling_policy=policy)
         self.gate = threading.Event()
         self.gate.set()
@@ -73,6 +74,11 @@ def _scored(pending: Any, timeout: float) -> Tensor:
     return server.scores(torch.tensor(tokens))
 
 
+def _asked_sums(server: Server, *_: Any) -> list[Any]:
+    server.read.append(server.asleep)
+    return []
+
+
 @contextmanager
 def verifying(found: Callable[[], list[Server]], workers: Workers, **given: Any) -> Iterator[tuple[Any, list[Any]]]:
     """Give the check of weight updates of these servers, and what it says."""
@@ -83,7 +89,7 @@ def verifying(found: Callable[[], list[Server]], workers: Workers, **given: Any)
         answered_decode=_decoded,
         ask_probes=lambda server, tokens: (server, tokens),
         answered=_scored,
-        ask_sums=lambda *asked: [],
+        ask_sums=_asked_sums,
         answered_sums=lambda *asked: [],
     ):
         checked = weights.RolloutWeights(
@@ -181,7 +187,60 @@ def _until_answered(checked: Any) -> None:
     for thread in threading.enumerate():
         if thread.name == "mismatch-probes":
             thread.join(30)
-    assert checked._pending.answers is not None
+
+
+def one_silent() -> dict[str, Any]:
+    """Verify updates by two servers that answer in the background, of which the first one has stopped answering."""
+    silent, fast = Server(), Server()
+    workers = Workers()
+    with verifying(lambda: [silent, fast], workers, in_flight=True) as (checked, said):
+        raised = [updated(checked, workers, 0.1, silent, fast)]
+        _until_answered(checked)
+        silent.gate.clear()
+        for held in (0.2, 0.3):
+            raised.append(updated(checked, workers, held, silent, fast))
+            checked._pending.questions[1].join(30)
+        raised.append(refused(checked.settle))
+        gaps = [None if one.verdict is None else one.verdict.gap_mean for one in checked._verifiers]
+        raised.append(updated(checked, workers, 0.31, silent, fast, sent=50.0))
+        checked._pending.questions[1].join(30)
+        raised.append(refused(checked.look))
+        silent.gate.set()
+    return {"raised": raised, "said": said, "gaps": gaps}
+
+
+def asleep() -> dict[str, Any]:
+    """Update a server that has not answered and is asleep by now, then let it answer; return when its weights were read."""
+    server, workers = Server(), Workers()
+    with verifying(lambda: [server], workers, in_flight=True) as (checked, said):
+        server.gate.clear()
+        updated(checked, workers, 0.1, server)
+        server.asleep = True
+        server.gate.set()
+        _until_answered(checked)
+    return {"read asleep": server.read}
+
+
+def managed() -> dict[str, list[str]]:
+    """Return the replicas that the driver finds while verl's own manager of updates is given one more and loses one."""
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer
+    from verl.checkpoint_engine.base import CheckpointEngineManager
+    from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+    from verl.workers.config import CheckpointEngineConfig
+    from verl.workers.rollout.llm_server import LLMServerManager
+
+    trainer_class: Any = type("Trainer", (MismatchTrainer, PPOTrainerSync), {})
+    driver = object.__new__(trainer_class)
+    servers_of_verl: Any = object.__new__(LLMServerManager)
+    servers_of_verl.rollout_replicas = ["first", "second"]
+    manager: Any = CheckpointEngineManager(CheckpointEngineConfig(), None, servers_of_verl.get_replicas())
+    driver.llm_server_manager, driver.checkpoint_manager = servers_of_verl, manager
+    found = {"start": list(driver._replicas())}
+    manager.add_replicas(["third"])
+    found["added"] = list(driver._replicas())
+    manager.remove_replicas(["first"])
+    found["removed"] = list(driver._replicas())
+    return found
 
 
 def elastic() -> dict[str, Any]:
