@@ -449,7 +449,8 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
         "created": 1,
         "growth": {"points": [[step, gap]]},
         "sync_growth": {"points": []},
-        "bad_rows": {"logs": []},
+        "bad_rows": {"logs": [], "since": 0},
+        "reasons_seen": {},
     }
     assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 
