@@ -149,6 +149,28 @@ def not_finite(model: str, out: str, block: Any, spoiled: int = 2, **overrides: 
     }
 
 
+def not_finite_in_loss(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train while a weight is NaN for the loss of the second step; return how it ended, and each step's weights."""
+    trainer = built(model, out, block, max_steps=3, **overrides)
+    plain, weight = trainer.compute_loss, trainer.model.model.norm.weight
+
+    def compute_loss(*args: Any, **kwargs: Any) -> Any:
+        if trainer.state.global_step != 1:
+            return plain(*args, **kwargs)
+        handle = trainer.model.model.norm.register_forward_hook(lambda module, given, result: result * torch.nan)
+        try:
+            return plain(*args, **kwargs)
+        finally:
+            handle.remove()
+
+    assert weight.isfinite().all()
+    trainer.compute_loss = compute_loss
+    digests = list[str]()
+    trainer.add_callback(Digests(digests))
+    trainer.train()
+    return {"parameters": digests, "skipped": trainer.accelerator.scaler.metrics()["overflow_steps"]}
+
+
 def carried_over(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Train twice on a batch with a bad row, the second time in place of the next batch, as a replay buffer does."""
 

@@ -149,6 +149,21 @@ def test_a_scaler_skips_the_step_on_a_batch_that_is_nowhere_finite(run: Run, den
 
 
 @pytest.mark.numeric
+@pytest.mark.parametrize(
+    "section",
+    [{"kl": {"coef": 0.1}}, {"sampling_mask": {}}, {"correction": {"preset": "bypass_pg_is"}}],
+    ids=["kl", "mask", "reinforce"],
+)
+def test_a_scaler_skips_a_step_whose_loss_a_section_finds_not_finite(
+    run: Run, dense: Path, tmp_path: Path, section: dict[str, Any]
+) -> None:
+    block = ALL | section | {"precision": {"dtype": "float16", "init_scale": 1024.0}}
+    found = run(runs.not_finite_in_loss, model=dense, out=tmp_path, block=block, top_k=6).expect()
+    first, second, third = found["parameters"]
+    assert found["skipped"] == 1 and first == second and second != third
+
+
+@pytest.mark.numeric
 def test_a_row_that_is_trained_on_with_a_later_batch_stays_bad(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(runs.carried_over, model=dense, out=tmp_path, block=ALL | {"kl": {"coef": 0.1}}).expect()
     assert found["nan"]["parameters"] == found["None"]["parameters"] and len(set(found["nan"]["parameters"])) == 3
