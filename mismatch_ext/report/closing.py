@@ -15,7 +15,7 @@ from mismatch_ext.evidence import EVENT as EVIDENCE
 from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.report.summary import ABS_DIFF_MEAN, NUMERICS, quantity, replay_k3
-from mismatch_ext.weights import STILL_EVENT, UNTRAINED_EVENT
+from mismatch_ext.weights import STILL_EVENT, UNANSWERED_EVENT, UNTRAINED_EVENT
 
 STATUS = {"completed": "completed", "failed": "failed", "interrupted": "was interrupted", "open": "did not end"}
 
@@ -230,6 +230,9 @@ def _parts(run: RunData) -> list[tuple[str, str]]:
         parts = [f"{_count(verified, 'weight update')} verified"] if verified else []
         parts += [f"gap of the probes at most {quantity(max(gaps))}"] if gaps else []
         parts.append(f"{len(failed)} failed, {_first_and_last(failed)}" if failed else "no weight update failed")
+        unknown = [event.step for event in kept_events(run, UNANSWERED_EVENT)]
+        if unknown:
+            parts.append(f"{len(unknown)} unknown, {_first_and_last(unknown)}")
         rows.append(("sync", ", ".join(parts)))
     if flips := values("routing/set_mismatch_frac"):
         share = f"{flips[-1]:.2%} of (token, layer) pairs at the end, at most {max(flips):.2%}"
