@@ -265,13 +265,13 @@ class RemoteEngine:
         """The name of the last weight update; "default" before the first."""
         return self.name_of_weights()
 
-    def name_of_weights(self, timeout: float | None = None) -> str:
-        """Return `weight_version`; `timeout` is as for `score`."""
-        return str(self.http.json("GET", ALIVE, timeout=timeout)["weight_version"])
-
     @weight_version.setter
     def weight_version(self, name: str) -> None:
         self.http.post("/update_weight_version", {"new_version": name})
+
+    def name_of_weights(self, timeout: float | None = None) -> str:
+        """Return `weight_version`; `timeout` is as for `score`."""
+        return str(self.http.json("GET", ALIVE, timeout=timeout)["weight_version"])
 
 
 def _base64(values: Tensor) -> str:
