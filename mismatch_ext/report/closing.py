@@ -230,7 +230,8 @@ def _parts(run: RunData) -> list[tuple[str, str]]:
         parts = [f"{_count(verified, 'weight update')} verified"] if verified else []
         parts += [f"gap of the probes at most {quantity(max(gaps))}"] if gaps else []
         parts.append(f"{len(failed)} failed, {_first_and_last(failed)}" if failed else "no weight update failed")
-        unknown = [event.step for event in kept_events(run, UNANSWERED_EVENT)]
+        # Each rank and each server says so of one update.
+        unknown = sorted({event.step for event in kept_events(run, UNANSWERED_EVENT)})
         if unknown:
             parts.append(f"{len(unknown)} unknown, {_first_and_last(unknown)}")
         rows.append(("sync", ", ".join(parts)))

@@ -25,7 +25,9 @@ from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
+from mismatch_ext.report import closing_lines
 from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.weights import UNANSWERED_EVENT
 
 STOP = {"above": 1.0, "patience": 1, "action": "stop"}
 TRAINER = TrainerReading(
@@ -480,3 +482,16 @@ def test_a_run_that_never_began_ends_without_a_file(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.log.end("failed", "before the first step")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_lines_count_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.log.begin(None)
+    for step, engines in ((1, 2), (2, 1)):
+        for engine in range(engines):
+            run.log.event("warning", UNANSWERED_EVENT, f"rank {engine}: nothing is known of this update", step=step)
+        run.log.log(step, {"loss": 0.5, "mismatch/weight_sync_gap": 1e-3})
+    run.at = 2
+    run.log.end("completed")
+    (line,) = [line for line in closing_lines(read_run(tmp_path)) if line.startswith("  sync")]
+    assert line.endswith("no weight update failed, 2 unknown, first at step 1, last at step 2")
