@@ -61,7 +61,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, ReplayError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
-from mismatch_ext.lr import gap_statistics, leading_sums
+from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
@@ -70,7 +70,7 @@ from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.sums import over_ranks
+from mismatch_ext.sums import Sums, over_ranks
 
 
 class TrlRun(MeasuredRun):
@@ -334,7 +334,7 @@ class TrlRun(MeasuredRun):
             clips = clips_engine_ratio(settings, self.trainer.loss_type)
             self.note(**phantom(self.trainer, output, gap, clips, self.ranks))
         if training:
-            self.steer(self.trainer._metrics["train"], gap)
+            self.steer(self.trainer._metrics["train"], gap, records, bad)
         self.objective.follow_batch(output, mask, batch, gap)
         return output
 
@@ -447,8 +447,14 @@ class TrlRun(MeasuredRun):
 
     # The learning rate.
 
-    def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
-        """Let a fresh batch of completions lead the rate of the step that learns from it."""
+    def steer(
+        self,
+        metrics: Mapping[str, list[float]],
+        gap: Gap | None,
+        records: Sequence[RolloutRecord | None] | None,
+        bad: BadRows,
+    ) -> None:
+        """Let a fresh batch of completions lead the rate of the step that learns from it; its bad rows do not count."""
         if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
             return
         trigger = self.lr.config.trigger
@@ -460,10 +466,23 @@ class TrlRun(MeasuredRun):
                 )
             # TRL's values are over all ranks, and each batch has the same number of completions.
             lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
+            if records is not None:
+                sums = over_ranks(self._lengths_of_good(records, bad), self.ranks)
+                if float(sums["bad"]):
+                    lengths = length_statistics(sums)
             self.lr.rate.collect(lengths)
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
             sums = over_ranks(leading_sums(*gap), self.ranks)
             self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
+
+    def _lengths_of_good(self, records: Sequence[RolloutRecord | None], bad: BadRows) -> Sums:
+        """Return the sums of the lengths of completions that are not bad, and the number of bad rows."""
+        tokenizer = self.trainer._tokenizer
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *getattr(self.trainer, "eos_token_ids", ())}
+        good = [record for row, record in enumerate(records) if record is not None and row not in bad.faults]
+        lengths = torch.tensor([sum(record.response_mask) for record in good], dtype=torch.float64)
+        truncated = torch.tensor([record.response_ids[-1] not in ends for record in good], dtype=torch.bool)
+        return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
     def grad_norm(self, norm: Any) -> None:
         """Let the gradient norm lead the rate of the step that is about to be taken.

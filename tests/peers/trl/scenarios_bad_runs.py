@@ -232,6 +232,36 @@ def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, A
     return seen
 
 
+def lengths(model: str, out: str, block: Any) -> dict[str, Any]:
+    """Let a row of the second batch be bad; return what leads the rate, and the lengths of all completions of each batch."""
+    trainer = built(model, out, block)
+    led, sampled = list[Any](), list[list[int]]()
+    generate = trainer._generate
+
+    def generated(*args: Any, **kwargs: Any) -> Any:
+        output = generate(*args, **kwargs)
+        sampled.append([len(ids) for ids in output[1]])
+        return output
+
+    class Listen(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            rate = trainer.mm.lr.rate
+            collect = rate.collect
+
+            def collected(statistics: Any, *weight: Any) -> None:
+                led.append(dict(statistics))
+                collect(statistics, *weight)
+
+            rate.collect = collected
+
+    trainer._generate = generated
+    trainer.add_callback(Listen())
+    with spoiling(trainer, "nan", [ROW], [2]):
+        trainer.train()
+    ends = [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
+    return {"led": led, "sampled": sampled, "ends": ends, "limit": trainer.max_completion_length}
+
+
 class Full(TrainerCallback):
     """Fills the disk after one step, and empties it after another: no file of the run or of its checkpoints can be written."""
 

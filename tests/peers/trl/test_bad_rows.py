@@ -189,3 +189,13 @@ def test_a_full_disk_ends_no_run_and_its_checkpoints_are_whole(run: Run, dense: 
     assert found["counted"] == [None, None, 1.0, 0.0, 0.0] and found["evidence"] == []
     assert found["states"] == [True, False, False, True, True]
     assert found["saved"] == 3 and found["resumed"] == 5 and found["resumed status"] == "in_sync"
+
+
+@pytest.mark.numeric
+def test_the_length_that_leads_the_rate_is_that_of_rows_that_are_not_bad(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(runs.lengths, model=dense, out=tmp_path, block=ALL | {"lr": {"trigger": "response_length"}}).expect()
+    whole, others, _ = found["sampled"]
+    first, second, _ = (led["response_length"] for led in found["led"])
+    bad = others.pop(5)
+    assert bad != sum(others) / len(others)  # so that it would show
+    assert first == pytest.approx(sum(whole) / len(whole)) and second == pytest.approx(sum(others) / len(others))
