@@ -58,6 +58,10 @@ class Refused(EngineError):
         self.status, self.reply = status, reply
 
 
+class Silent(EngineError):
+    """The server did not answer in time."""
+
+
 class NoJson(EngineError):
     """The server answered, but not with JSON."""
 
@@ -136,7 +140,8 @@ class HttpClient:
             **sent: `json` or `params`, as for `requests`.
 
         Raises:
-            EngineError: The server cannot be reached, or is silent.
+            EngineError: The server cannot be reached.
+            Silent: It does not answer in time.
             Refused: It answers with another status.
         """
         from requests import RequestException, Timeout
@@ -154,7 +159,7 @@ class HttpClient:
                 **sent,
             )
         except Timeout as error:
-            raise EngineError(f"{self} did not answer {path} within {seconds:g} s; {self._when_silent}") from error
+            raise Silent(f"{self} did not answer {path} within {seconds:g} s; {self._when_silent}") from error
         except RequestException as error:
             raise EngineError(
                 f"{self} cannot be reached at {path} ({type(error).__name__}: {_reason(error)}); {self._when_down}"

@@ -95,7 +95,7 @@ def replayed(logs: Sequence[Log]) -> tuple[Counter[str], int]:
     for step, log in enumerate(logs, 1):
         bad = int(sum(value for name, value in log.items() if name.startswith(PREFIX + METRIC)))
         window = window.after(step, bad, ROWS)
-        ends += window.too_many(MonitorConfig().max_bad_rows) is not None
+        ends += window.too_many(MonitorConfig().share_of_bad_rows) is not None
         gaps = (*gaps, max(log[PREFIX + "k3_kl"], GROWTH_FLOOR))[-GROWTH_WINDOW:]
         metrics = dict(log) | growth_of(gaps)
         state, alarms = watch(state, metrics, rules, step)

@@ -106,14 +106,21 @@ class BadRows:
 
 @state
 class BadRowWindow:
-    """The last `WINDOW` steps: of each log the step, the rows that are bad, and all rows."""
+    """The last `WINDOW` steps: of each log the step, the rows that are bad, and all rows.
+
+    Until a run has taken so many steps, the window holds those that it has taken: three bad rows of the first step are enough.
+    """
 
     logs: tuple[tuple[int, int, int], ...] = ()
+    since: int = 0
+    """The last step before the window."""
 
     def after(self, step: int, bad: int, rows: int) -> BadRowWindow:
         """Return the window after a log of a step."""
         kept = [log for log in self.logs if log[0] > step - WINDOW]
-        return BadRowWindow(logs=(*kept, (step, bad, rows)))
+        forgotten = [log[0] for log in self.logs if log[0] <= step - WINDOW]
+        since = max(forgotten, default=self.since)
+        return BadRowWindow(logs=(*kept, (step, bad, rows)), since=since)
 
     @property
     def bad(self) -> int:
@@ -131,6 +138,7 @@ class BadRowWindow:
         if bad < least or bad <= share * rows:
             return None
         return (
-            f"{bad} of the {rows} rows of the last {WINDOW} steps were bad, which is more than mismatch.monitor.max_bad_rows="
-            f"{share:g} allows. {BAD_ROWS!r} in metrics.jsonl says why each was; repair the cause, or set another share."
+            f"{bad} of the {rows} rows of steps {self.since + 1} to {self.logs[-1][0]} were bad, which is more than "
+            f"mismatch.monitor.max_bad_rows={share:g} allows. {BAD_ROWS!r} in metrics.jsonl says why each was; repair the cause, "
+            "or set another share."
         )

@@ -14,6 +14,7 @@ from mismatch_ext.events import (
     CHECK_FAILED,
     EVIDENCE,
     NOTHING_TRAINED,
+    SYNC_UNANSWERED,
     WEIGHT_SYNC,
     WEIGHTS_STILL,
     WEIGHTS_UNVERIFIED,
@@ -297,6 +298,10 @@ def _weight_sync(run: RunData) -> list[str]:
     if gaps:
         facts.append(f"gap of the probes at most {quantity(max(gaps))}")
     facts.append(f"{len(failed)} failed, {_first_and_last(failed)}" if failed else "no weight update failed")
+    # Each rank and each server says so of one update.
+    unknown = sorted({event.step for event in kept_events(run, SYNC_UNANSWERED)})
+    if unknown:
+        facts.append(f"{len(unknown)} unknown, {_first_and_last(unknown)}")
     return [", ".join(facts)]
 
 

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 LEVELS = ("enforce", "observe")
 """Values of `level`: the sections are applied, or are checked and then left out, so that the run is only measured."""
+MAX_BAD_ROWS = 0.01
+"""Share of bad rows that a config that acts allows, unless it says otherwise. A choice."""
 Trigger = Literal["response_length", "mismatch_kl", "grad_norm", "f_tau"]
 _OFF = BeforeValidator(lambda value: "off" if value is False else value)  # YAML 1.1 reads a bare `off` as False
 Action = Annotated[Literal["error", "warn", "off"], _OFF]
@@ -347,9 +349,10 @@ class MonitorConfig:
     """Whether an alarm, a failed weight check or a refused row keeps rows of the batch in the run folder, for the
     doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
     token ids. There are at most three files a run, of which bad rows alone make at most two."""
-    max_bad_rows: Annotated[Number, Field(ge=0, le=1)] = 0.01
-    """Share of bad rows in the last 20 steps, above which a run whose config acts ends after the step, with a checkpoint.
-    Fewer than three rows end it only if this is 0, which allows none; 1 allows any number."""
+    max_bad_rows: Annotated[Number, Field(ge=0, le=1)] | None = None
+    """Share of bad rows in the last 20 steps, or in all steps so far if there are fewer, above which the run ends after the
+    step, with a checkpoint. Fewer than three rows end it only if this is 0, which allows none; 1 allows any number. None is
+    0.01 in a config that acts, and 1 in others. A share below 1 by itself makes a config act."""
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and not self.run_dir.strip():
@@ -361,6 +364,11 @@ class MonitorConfig:
             from mismatch_ext.alarms import rules_of
 
             rules_of(self)  # raises ConfigError for an alarm without a bound
+
+    @property
+    def share_of_bad_rows(self) -> float:
+        """Share of bad rows above which a run ends if its config acts."""
+        return MAX_BAD_ROWS if self.max_bad_rows is None else self.max_bad_rows
 
 
 @_section("mismatch")
@@ -412,12 +420,14 @@ class MismatchConfig:
     def acts(self) -> bool:
         """Whether the config changes training or may end it; one that does neither measures and warns.
 
-        It acts with any section but `monitor`, with an alarm whose action is `stop`, and with `monitor.weight_sync: error`.
+        It acts with any section but `monitor`, with an alarm whose action is `stop`, with `monitor.weight_sync: error`, and
+        with a `monitor.max_bad_rows` below 1.
         """
         sections = (self.precision, self.correction, self.kl, self.routing, self.sampling_mask, self.lr)
         changes_training = any(section is not None for section in sections)
         stops = any(alarm.action == "stop" for alarm in self.monitor.alarms.values())
-        return changes_training or stops or self.monitor.weight_sync == "error"
+        counts = self.monitor.share_of_bad_rows < 1 and self.monitor.max_bad_rows is not None
+        return changes_training or stops or counts or self.monitor.weight_sync == "error"
 
     def only_measuring(self) -> MismatchConfig:
         """Return the config that measures as this one does, and neither changes training nor ends it."""
@@ -427,7 +437,7 @@ class MismatchConfig:
             for metric, alarm in monitor.alarms.items()
         }
         weight_sync = None if monitor.weight_sync == "error" else monitor.weight_sync
-        return MismatchConfig(monitor=replace(monitor, alarms=alarms, weight_sync=weight_sync))
+        return MismatchConfig(monitor=replace(monitor, alarms=alarms, weight_sync=weight_sync, max_bad_rows=None))
 
     @classmethod
     def parse(cls, value: Any, source: str = "the mismatch block") -> MismatchConfig | None:

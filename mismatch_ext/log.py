@@ -313,9 +313,10 @@ def section_lines(block: MismatchConfig) -> list[str]:
     monitor = sections.get("monitor", {})
     for name in ("alarms", "default_alarms"):
         monitor.pop(name, None)
-    # What happens after a failed check is worth a line also where the key is left out.
+    # What happens after a failed check, or with bad rows, is worth a line also where the key is left out.
     weight_sync = block.monitor.weight_sync or ("error" if block.acts else "warn")
-    sections["monitor"] = {**monitor, "weight_sync": weight_sync}
+    ends = {"max_bad_rows": block.monitor.share_of_bad_rows} if block.acts else {}
+    sections["monitor"] = {**monitor, "weight_sync": weight_sync, **ends}
     return [_line(name, keys) for name, keys in sections.items()]
 
 
@@ -368,6 +369,7 @@ class LogState:
     growth: Growth
     sync_growth: Growth = field(default_factory=Growth)
     bad_rows: BadRowWindow = field(default_factory=BadRowWindow)
+    reasons_seen: dict[str, int] = field(default_factory=dict)
 
 
 class RunLog:
@@ -609,7 +611,7 @@ class RunLog:
         if split == "train" and int(sums[ALL]):
             self._bad_row_window = self._bad_row_window.after(step, bad, int(sums[ALL]))
             if self.checks.acts:
-                self._too_many = self._bad_row_window.too_many(self.block.monitor.max_bad_rows)
+                self._too_many = self._bad_row_window.too_many(self.block.monitor.share_of_bad_rows)
         # A reason is logged from its first row on, so that a clean run has no such metrics.
         return {
             BAD_ROWS_METRIC + reason: float(counts[reason]) for reason in BAD_ROW_REASONS if self._reasons_seen[reason]
@@ -772,7 +774,8 @@ class RunLog:
             stop = self.ranks.gather(stop)[0]
         if self._too_many is not None:  # which every rank knows
             stop = stop or self._too_many
-            self._bad_row_window, self._too_many = BadRowWindow(), None  # a resumed run counts anew
+            last, *_ = self._bad_row_window.logs[-1]
+            self._bad_row_window, self._too_many = BadRowWindow(since=last), None  # a resumed run counts anew
         self.stopped = self.stopped if stop is None else stop
         return stop
 
@@ -834,6 +837,7 @@ class RunLog:
         self.alarms = AlarmState()
         self.stopped, self._looked = None, False
         self._bad_row_window, self._too_many = BadRowWindow(), None
+        self._reasons_seen.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of alarms and log as JSON-able data, under the keys of a checkpoint."""
@@ -843,6 +847,7 @@ class RunLog:
             growth=self._growth,
             sync_growth=self._sync_growth,
             bad_rows=self._bad_row_window,
+            reasons_seen=dict(self._reasons_seen),
         )
         return {"monitor": to_json(self.alarms), "log": to_json(log)}
 
@@ -854,6 +859,7 @@ class RunLog:
             self._flushes, self._created = dict(log.flushes), log.created
             self._growth, self._sync_growth = log.growth, log.sync_growth
             self._bad_row_window = log.bad_rows
+            self._reasons_seen.update(log.reasons_seen)
         if state.get("monitor") is not None:
             self.alarms, notes = resumed(state["monitor"], self.rules)
             for message, metrics in notes:

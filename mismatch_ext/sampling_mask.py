@@ -305,11 +305,13 @@ def head_logprobs(
     temperature: float = 1.0,
     scale: float = 1.0,
     softcap: float | None = None,
+    expect_finite: bool = True,
 ) -> Tensor:
     """Return log pi_S of sampled tokens `[N]` from hidden states `[N, H]` and the output projection `[V, H]`, with gradient.
 
     Only the logits of S are computed: scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature. Under
-    autocast, the products are computed in its dtype, everything after them in float32. Errors are those of `support_logprobs`.
+    autocast, the products are computed in its dtype, everything after them in float32. Errors are those of `support_logprobs`;
+    without `expect_finite`, values that are not finite are returned.
     """
     _check_inside(tokens, support)
     kind = hidden.device.type
@@ -317,7 +319,7 @@ def head_logprobs(
     logprobs: Tensor = _FromHead.apply(
         hidden, weight, bias, tokens, support, (float(scale), softcap, float(temperature)), dtype
     )
-    return _finite(logprobs)
+    return _finite(logprobs) if expect_finite else logprobs
 
 
 class _FromLogits(torch.autograd.Function):

@@ -7,11 +7,13 @@ Constants and the batch's other numbers are equal, so that each ratio is 1 and e
 finite.
 
 TRL shuffles rows and cuts them into micro-batches, so that the scoring pass knows a row by its tokens alone. If two rows of a
-batch have the same prompt and completion and one of them is bad, nothing tells them apart there: both are bad.
+batch have the same prompt and completion and one of them is bad, nothing tells them apart there: both are bad. A row that is
+trained on together with a later batch is still known, for one batch.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,7 +21,7 @@ import torch
 from mismatch_ext.adapters.trl.replay import RowKey, Scores
 from torch import Tensor
 
-from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.bad_rows import FEW, BadRows
 from mismatch_ext.rollout import RolloutRecord
 
 NEUTRAL = {
@@ -31,6 +33,36 @@ NEUTRAL = {
     "importance_sampling_ratio": 1.0,
 }
 """What a bad row has instead, by TRL's keys of its batches; 0 is also the constant of `as_constants`."""
+KEPT = 2
+"""Batches whose rows are remembered: a user's replay buffer may train on rows of the batch before."""
+
+
+class MarkedRows:
+    """The rows of the last batches, and which of them are bad; of a row in several batches, the newest one decides."""
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[set[RowKey], set[RowKey]]] = deque(maxlen=KEPT)
+
+    @property
+    def has_bad(self) -> bool:
+        """Whether a row of these batches is bad."""
+        return any(bad for _, bad in self._batches)
+
+    def add(self, rows: set[RowKey], bad: set[RowKey]) -> None:
+        """Add a batch, and forget the oldest one."""
+        self._batches.append((rows, bad))
+
+    def flags_of(self, keys: Sequence[RowKey]) -> Tensor:
+        """Return which of some rows are bad `[B]`, bool; rows of no known batch are not."""
+        return torch.tensor([self._is_bad(key) for key in keys], dtype=torch.bool)
+
+    def _is_bad(self, key: RowKey) -> bool:
+        for rows, bad in reversed(self._batches):
+            if key in bad:
+                return True
+            if key in rows:
+                return False
+        return False
 
 
 def take_out(output: dict[str, Any], bad: Tensor) -> None:
@@ -80,9 +112,12 @@ def include_equal_rows(bad: BadRows, keys: Sequence[RowKey]) -> set[RowKey]:
     return set(found)
 
 
-def flags_of(keys: Sequence[RowKey], bad: set[RowKey]) -> Tensor:
-    """Return which rows are bad `[B]`, bool."""
-    return torch.tensor([key in bad for key in keys], dtype=torch.bool)
+def is_nowhere_finite(scores: Tensor, mask: Tensor) -> bool:
+    """Tell whether all rows with sampled tokens, at least `FEW`, have log-probabilities `[B, T]` that are not finite."""
+    sampled = mask.bool()
+    broken = ~scores.isfinite() & sampled
+    rows = int(sampled.any(1).sum())
+    return rows >= FEW and int(broken.any(1).sum()) == rows
 
 
 def mask_of(output: Mapping[str, Any], bad: BadRows) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import requests
 from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters import vllm as engine
+from mismatch_ext.adapters.http import Silent
 from mismatch_ext.adapters.trl.server_client import SILENCE, Check, CheckedClient
 from mismatch_ext.adapters.vllm.engine import is_cpu
 from mismatch_ext.adapters.vllm.http import ServerHttp
@@ -19,7 +21,7 @@ from mismatch_ext.adapters.vllm.server_checks import unchecked
 from mismatch_ext.adapters.vllm.stamps import is_fresh
 from torch import Tensor
 
-from mismatch_ext.errors import RoutingError, WeightSyncError
+from mismatch_ext.errors import EngineError, RoutingError, WeightSyncError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.ranks import Ranks, together
 from mismatch_ext.weights import Decoded, TensorComparison
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 Weights = Callable[[], Iterable[tuple[str, Tensor]]]
 """Returns what TRL sends to its engine."""
 Answer = TypeVar("Answer")
+PROBE_SECONDS = 60.0
+"""Longest time that a weight update waits for a server's answers to its probes, all together. A choice."""
 UNCOMPILED = {"enforce_eager": True}
 """Arguments of an engine on a CPU, where compiling costs far more at the start than it saves in a short run."""
 
@@ -72,6 +76,7 @@ class Served:
 
     def __init__(self, generation: Any, ranks: Ranks) -> None:
         self._ranks = ranks
+        self._probed_until: float | None = None  # when an update stops waiting for answers; None before the first
         self._client: Any = getattr(generation, "vllm_client", None)
         if isinstance(self._client, CheckedClient):
             self.remote = self._client.remote
@@ -105,17 +110,41 @@ class Served:
 
     def score(self, tokens: Tensor) -> Tensor:
         """Return prefill's log-probabilities of tokens."""
-        self._expect_own_weights()
-        return self._everywhere(lambda: self.remote.score(tokens))
+        self._probe(self._expect_named)
+        return self._probe(lambda seconds: self.remote.score(tokens, timeout=seconds))
 
     def decode(self, tokens: Tensor, count: int) -> Decoded:
         """Sample tokens after prompts."""
-        self._expect_own_weights()
-        return self._everywhere(lambda: self.remote.decode(tokens, count))
+        self._probe(self._expect_named)
+        return self._probe(lambda seconds: self.remote.decode(tokens, count, timeout=seconds))
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare tensors just sent, and those before, with what it holds."""
-        return self._everywhere(lambda: self.remote.compare(sent, before))
+        return self._probe(lambda seconds: self.remote.compare(sent, before, timeout=seconds))
+
+    def _probe(self, ask: Callable[[float | None], Answer]) -> Answer:
+        """Ask as `_everywhere` does, with the seconds that the last update may still wait; None before the first update."""
+
+        def bounded() -> Answer:
+            if self._probed_until is None:
+                return ask(None)
+            left = self._probed_until - time.monotonic()
+            if left <= 0:
+                raise self._late()
+            if left >= self.remote.http.timeout:
+                return ask(None)
+            try:
+                return ask(left)
+            except Silent as error:
+                raise self._late() from error
+
+        return self._everywhere(bounded)
+
+    def _late(self) -> EngineError:
+        return EngineError(
+            f"{self.remote.http} did not answer the probes within {PROBE_SECONDS:g} s. Give the trainer a server of its own, or "
+            "start it with --scheduling-policy priority."
+        )
 
     def record_routing(self) -> None:
         """Take the routes of rollouts from here on."""
@@ -126,6 +155,7 @@ class Served:
         """Send the trainer's weights in TRL's own way; only the main process sends."""
         before = None if self._unnamed else self._client.stamps.last
         plain()
+        self._probed_until = time.monotonic() + PROBE_SECONDS
         if not self._unnamed and self._client.stamps.last == before:
             raise WeightSyncError(
                 f"no weight update was finished on the vLLM server at {self.remote.http.url}: what stands in for "
@@ -139,7 +169,12 @@ class Served:
 
     def _expect_own_weights(self) -> None:
         """Refuse to go on, on every rank, where the server does not hold this trainer's last update."""
-        self._everywhere(lambda: None if self._unnamed else self._client.expect_own_weights())
+        self._everywhere(self._expect_named)
+
+    def _expect_named(self, seconds: float | None = None) -> None:
+        """Refuse to go on where the server, asked for as many seconds, does not hold this trainer's last update."""
+        if not self._unnamed:
+            self._client.expect_own_weights(seconds)
 
     @contextmanager
     def captured(self, version: Callable[[], int] | None) -> Iterator[list[Any]]:

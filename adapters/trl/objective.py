@@ -223,9 +223,17 @@ class Objective:
             # In the rewards alone it adds nothing to the loss, which may be of parts of the micro-batch: then it is not logged.
             reference = inputs["ref_per_token_logps"]
             known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
-            self._log_kl(kl, (known or [reference])[0], reference, good if known else torch.zeros_like(mask))
+            measured = (known or [reference])[0]
+            is_finite = bool((measured.isfinite() | ~good.bool()).all())
+            self._log_kl(kl, measured, reference, good if known and is_finite else torch.zeros_like(mask))
             return loss
         logps = self._scored_logps(passes, model, inputs)
+        if not bool((logps.isfinite() | ~mask.bool()).all()):
+            # Another rank may be finite and would wait for this one. The gradient is that of all ranks: their scaler skips the
+            # step, or all of them end before it.
+            if kl is not None:
+                self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], torch.zeros_like(mask))
+            return loss + (logps * torch.nan).sum()
         term = torch.zeros_like(logps)
         if kl is not None:
             term = term + kl_loss(kl, logps, inputs, mask)

@@ -84,6 +84,11 @@ class RolloutPass:
     others_with_gradients: bool = False  # whether the policy has scored other rows with gradients
     trl_loss_checked: bool = False  # whether each row that TRL's own loss was given is known to be replayed
 
+    def has_size_of(self, rows: int) -> bool:
+        """Tell whether a pass over so many rows may be over the whole batch that is being scored, of which some may be bad."""
+        # A user's own pass may be over a few rows of the batch, and others.
+        return self.fresh and rows >= len(self.generated) > 0
+
     def records_of(self, output: Mapping[str, Any], bad: BadRows) -> list[RolloutRecord | None]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.
 

@@ -53,6 +53,14 @@ def _normalizes_a_part(s: Any, b: Any) -> bool:
     return bool(ours and (settings.loss == "reinforce" or s.world_size > 1))
 
 
+def _keeps_kl_of_bad_rows(s: Any, b: Any) -> bool:
+    if not (b.acts and getattr(s, "loss_type", "") and s.use_liger_kernel and s.beta != 0.0):
+        return False
+    from trl import GRPOTrainer
+
+    return hasattr(GRPOTrainer, "compute_liger_loss")  # later, the option means kernels within the model
+
+
 _NO_GAP = "generation by transformers reports no rollout log-probabilities, so there is no gap to measure or correct"
 _WITH_ENGINE = "set use_vllm=True or remove it"
 _REWARDS = "mismatch.kl.reward_path='rewards' with "
@@ -70,6 +78,11 @@ SETTINGS = (
     Row(
         "monitor", "use_vllm=False with a mismatch block without kl, routing, lr or monitor.alarms",
         lambda s, b: not s.use_vllm and not (b.kl or b.routing or b.lr or b.monitor.alarms), _NO_GAP, _WITH_ENGINE,
+    ),
+    Row(
+        "monitor", "a config that acts, with use_liger_kernel=True and beta={s.beta:g}", _keeps_kl_of_bad_rows,
+        "Liger's loss does not score rows one by one, so that a row that cannot be trained on would keep its KL",
+        "set use_liger_kernel=False, or beta=0",
     ),
     Row(
         "routing.R3", "mismatch.routing.mode='R3' with use_vllm=False", lambda s, b: not s.use_vllm,

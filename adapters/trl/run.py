@@ -19,7 +19,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import include_equal_rows, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import include_equal_rows, is_nowhere_finite, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -61,7 +61,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, ReplayError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
-from mismatch_ext.lr import gap_statistics, leading_sums
+from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import EngineReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
@@ -70,7 +70,7 @@ from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.sums import over_ranks
+from mismatch_ext.sums import Sums, over_ranks
 
 
 class TrlRun(MeasuredRun):
@@ -79,6 +79,7 @@ class TrlRun(MeasuredRun):
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
     kl_reward: KlReward | None = None  # among TRL's rewards, if a part of the KL is there
+    _nowhere_finite = False  # whether the trainer's own pass is finite in no row of the batch
     readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
@@ -312,8 +313,7 @@ class TrlRun(MeasuredRun):
                 output[MASKS] = self.scoring.batch_masks(batch, output, records)
         if self.scoring.masking is not None:
             self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
-        old = self._judged_logprobs(output, records, bad)
-        held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
+        old = self._judged_logprobs(output, records, bad, held)
         self._take_out(output, bad, held)
         mask = mask_of(output, bad)
         gap = None
@@ -334,12 +334,12 @@ class TrlRun(MeasuredRun):
             clips = clips_engine_ratio(settings, self.trainer.loss_type)
             self.note(**phantom(self.trainer, output, gap, clips, self.ranks))
         if training:
-            self.steer(self.trainer._metrics["train"], gap)
+            self.steer(self.trainer._metrics["train"], gap, records, bad)
         self.objective.follow_batch(output, mask, batch, gap)
         return output
 
     def _judged_logprobs(
-        self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows
+        self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch
     ) -> Tensor | None:
         """Return the old log-probabilities `[B, T]`, and call rows bad of which they or the engine's are not finite.
 
@@ -347,6 +347,10 @@ class TrlRun(MeasuredRun):
             output: The batch, which gets the engine's log-probabilities where TRL drops them.
             records: The rollout of each row; None without an engine, where a batch may have no old log-probabilities.
             bad: Takes the bad rows.
+            held: Takes both sides' log-probabilities.
+
+        Raises:
+            NonFiniteLogprobError: The trainer's are finite in no row of a batch to train on, and nothing skips its steps.
         """
         mask = mask_of(output, bad)
         with together(self.ranks):
@@ -354,22 +358,54 @@ class TrlRun(MeasuredRun):
             old = output.get(OLD) if records is None else self.old_logprobs(output)
             if records is not None and ROLLOUT not in output:
                 output[ROLLOUT] = self.recorded_logprobs(records, mask)
+            held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
             if records is not None:
                 bad.add_non_finite("rollout_logprobs", output[ROLLOUT], mask)
+            self._nowhere_finite = False
             for scored in (old, output.get("ref_per_token_logps")):
-                if scored is not None:
-                    bad.add_non_finite("old_logprobs", scored, mask)
+                if scored is None:
+                    continue
+                bad.add_non_finite("old_logprobs", scored, mask)
+                if is_nowhere_finite(scored, mask) and self.split == "train":
+                    self._nowhere_finite = True
+            if self._nowhere_finite and not self.skips_steps:
+                with self.log.refusing(self.split, held):
+                    raise NonFiniteLogprobError(self._about_own_pass(mask, "the step would train on nothing"))
         return old
+
+    def _about_own_pass(self, mask: Tensor, follows: str) -> str:
+        rows = int(mask.bool().any(1).sum())
+        return (
+            f"none of the {rows} rows of this batch has finite log-probabilities of the trainer or its reference, so {follows}. "
+            "Go back to the last checkpoint and look at the model's weights and dtype."
+        )
+
+    @property
+    def skips_steps(self) -> bool:
+        """Whether something skips a step whose gradients are not finite."""
+        return self.trainer.accelerator.scaler is not None or bool(self.trainer.is_deepspeed_enabled)
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
+        if self._nowhere_finite:
+            self._leave_to_scaler(output, bad)
+            return
         found = set[RowKey]()
         if len(bad):
             found = include_equal_rows(bad, row_keys(*rows_of_batch(output)))
         self.log.count_bad_rows(self.split, bad, held)
-        self.scoring.bad_rows[self.mode] = found
+        self.scoring.mark(output, found)
         if len(bad):
             take_out(output, bad.flags(output["completion_ids"].device))
+
+    def _leave_to_scaler(self, output: dict[str, Any], bad: BadRows) -> None:
+        """Let a loss scaler skip the steps on a batch of which the trainer's own pass is finite in no row."""
+        # Constants would make a step without a gradient, which moves weights by momentum and weight decay.
+        take_out(output, bad.flags(output["completion_ids"].device))
+        output["advantages"] = torch.full_like(output["advantages"], torch.nan)
+        self.scoring.mark(output, set())
+        mask = output["completion_mask"]
+        self.warn("own_pass", self._about_own_pass(mask, "the loss scaler skips the step"))
 
     def _gap(
         self,
@@ -411,8 +447,14 @@ class TrlRun(MeasuredRun):
 
     # The learning rate.
 
-    def steer(self, metrics: Mapping[str, list[float]], gap: Gap | None) -> None:
-        """Let a fresh batch of completions lead the rate of the step that learns from it."""
+    def steer(
+        self,
+        metrics: Mapping[str, list[float]],
+        gap: Gap | None,
+        records: Sequence[RolloutRecord | None] | None,
+        bad: BadRows,
+    ) -> None:
+        """Let a fresh batch of completions lead the rate of the step that learns from it; its bad rows do not count."""
         if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
             return
         trigger = self.lr.config.trigger
@@ -424,10 +466,23 @@ class TrlRun(MeasuredRun):
                 )
             # TRL's values are over all ranks, and each batch has the same number of completions.
             lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
+            if records is not None:
+                sums = over_ranks(self._lengths_of_good(records, bad), self.ranks)
+                if float(sums["bad"]):
+                    lengths = length_statistics(sums)
             self.lr.rate.collect(lengths)
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
             sums = over_ranks(leading_sums(*gap), self.ranks)
             self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
+
+    def _lengths_of_good(self, records: Sequence[RolloutRecord | None], bad: BadRows) -> Sums:
+        """Return the sums of the lengths of completions that are not bad, and the number of bad rows."""
+        tokenizer = self.trainer._tokenizer
+        ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *getattr(self.trainer, "eos_token_ids", ())}
+        good = [record for row, record in enumerate(records) if record is not None and row not in bad.faults]
+        lengths = torch.tensor([sum(record.response_mask) for record in good], dtype=torch.float64)
+        truncated = torch.tensor([record.response_ids[-1] not in ends for record in good], dtype=torch.bool)
+        return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
     def grad_norm(self, norm: Any) -> None:
         """Let the gradient norm lead the rate of the step that is about to be taken.
@@ -436,8 +491,7 @@ class TrlRun(MeasuredRun):
             NonFiniteLogprobError: It is not finite, and nothing skips the step. The norm is that of all ranks, so that all
                 of them raise.
         """
-        skips = self.trainer.accelerator.scaler is not None or self.trainer.is_deepspeed_enabled
-        if not skips and norm is not None and not math.isfinite(float(norm)):
+        if not self.skips_steps and norm is not None and not math.isfinite(float(norm)):
             raise NonFiniteLogprobError(
                 f"the gradient norm of step {self.step + 1} is {float(norm)}: the trainer's own pass is not finite, and the step "
                 "would spoil every weight. Go back to the last checkpoint and look at the log-probabilities of the batch."

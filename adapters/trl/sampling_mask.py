@@ -205,6 +205,8 @@ class MaskedPass:
         if last == self._ends[-1] and (places is None or self._row == len(self._labels)):
             self._row = self._token = 0
             self.done += 1
+        # An error of one rank, in the middle of TRL's pass, would leave the others waiting: what is not finite is judged later.
+        scaling["expect_finite"] = False
         if places is None:
             return head_logprobs(hidden, weight, bias, labels, support, **scaling)
         found = head_logprobs(hidden[places], weight, bias, labels[places], support, **scaling)

@@ -14,7 +14,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.bad_rows import as_constants, flags_of
+from mismatch_ext.adapters.trl.bad_rows import MarkedRows, as_constants
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.replay import (
@@ -67,8 +67,8 @@ class Scoring:
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
-        # Bad rows of the last batch, by TRL's name of what runs: an evaluation comes between a batch and its last loss.
-        self.bad_rows: defaultdict[str, set[RowKey]] = defaultdict(set)
+        # By TRL's name of what runs, because an evaluation comes between a batch and its last loss.
+        self.marked_rows: defaultdict[str, MarkedRows] = defaultdict(MarkedRows)
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -96,16 +96,24 @@ class Scoring:
         """Score tokens as TRL does, under the routes and over the masks that were recorded for them, bad rows as constants."""
         rows = (input_ids, attention_mask, logits_to_keep)
         scores = self._score(host, model, rows, *args, **options)
-        known, generates = self.bad_rows[self.run.mode], self.rollouts is not None and self.rollouts.fresh
-        if not known or generates or self.ours or self.is_reference(model) or not self._is_trained(model):
+        marked, generates = self.marked_rows[self.run.mode], self.rollouts is not None and self.rollouts.fresh
+        if not marked.has_bad or generates or self.ours or self.is_reference(model) or not self._is_trained(model):
             return scores
-        return as_constants(scores, flags_of(row_keys(*rows), known))
+        return as_constants(scores, marked.flags_of(row_keys(*rows)))
+
+    def mark(self, output: Mapping[str, Any], bad: set[RowKey]) -> None:
+        """Note which rows of a batch that has been scored are bad."""
+        marked = self.marked_rows[self.run.mode]
+        # Without a bad row in the batches before, nobody asks which rows this one has.
+        rows = set(row_keys(*rows_of_batch(output))) if bad or marked.has_bad else set[RowKey]()
+        marked.add(rows, bad)
 
     def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return which rows of a micro-batch are bad `[B]`, bool."""
-        known = self.bad_rows[self.run.mode]
-        keys = row_keys(*rows_of_batch(inputs)) if known else [(b"", b"")] * len(inputs["completion_ids"])
-        return flags_of(keys, known).to(inputs["completion_ids"].device)
+        completions, marked = inputs["completion_ids"], self.marked_rows[self.run.mode]
+        if not marked.has_bad:
+            return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
+        return marked.flags_of(row_keys(*rows_of_batch(inputs))).to(completions.device)
 
     def _score(self, host: Host, model: Any, rows: Rows, *args: Any, **options: Any) -> Scores:
         batch = self.rollouts
@@ -150,7 +158,7 @@ class Scoring:
             return cast("Scores", host(model, *rows, **options)), routing is None
         self._take_engines_routes(batch)
         routes = batch.routes_of(*rows)
-        if routes is None and batch.fresh and routing.config.mode == "R3":
+        if routes is None and batch.has_size_of(len(rows[0])) and routing.config.mode == "R3":
             routes = self._partly_known_routes(batch, rows)
         if routes is None and batch.fresh and routing.config.mode == "R2":
             if not reference:
@@ -318,7 +326,8 @@ class Scoring:
     def _masks_of(self, batch: RolloutPass, keys: Sequence[RowKey]) -> list[RowMask] | None:
         """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows.
 
-        In a batch that is being scored, rows of other tokens are bad if some rows are known, and get empty masks.
+        In a pass over a whole batch that is being scored, rows of other tokens are bad if some rows are known, and get empty
+        masks.
         """
         if batch.joining:
             return None
@@ -328,7 +337,7 @@ class Scoring:
         vocabulary = self.run.checked.masks.vocabulary
         of_batch = masks_of(batch.records, vocabulary)
         masks = masks_of_rows(of_batch, keys)
-        if masks is None and batch.fresh:
+        if masks is None and batch.has_size_of(len(keys)):
             masks = masks_of_rows(of_batch, keys, vocabulary)
         return masks
 

@@ -116,9 +116,9 @@ class CheckedClient(_Base):
         """Forget all cached prefixes."""
         self.http.reset_prefix_cache("after")
 
-    def expect_own_weights(self) -> None:
-        """Refuse to go on where the server does not hold this trainer's last update."""
-        self.stamps.expect_on(self.remote)
+    def expect_own_weights(self, timeout: float | None = None) -> None:
+        """Refuse to go on where the server does not hold this trainer's last update; `timeout` in seconds, or the client's."""
+        self.stamps.expect_on(self.remote, timeout)
 
 
 def client_of(check: Check) -> Callable[[type], type]:

@@ -89,10 +89,10 @@ class ServerHttp(HttpClient):
             raise answers[0]
         return answers[0]
 
-    def rpc(self, method: str, **arguments: Any) -> list[dict[str, Any]]:
-        """Call a method of each of the server's workers, and return their answers."""
-        body = {"method": method, "kwargs": arguments, "timeout": self.timeout}
-        answers: list[dict[str, Any]] = self.post("/collective_rpc", body)["results"]
+    def rpc(self, method: str, seconds: float | None = None, /, **arguments: Any) -> list[dict[str, Any]]:
+        """Call a method of each of the server's workers, and return their answers; `seconds` is None for the client's timeout."""
+        body = {"method": method, "kwargs": arguments, "timeout": self.timeout if seconds is None else seconds}
+        answers: list[dict[str, Any]] = self.post("/collective_rpc", body, timeout=seconds)["results"]
         return answers
 
     def reset_prefix_cache(self, when: str) -> None:

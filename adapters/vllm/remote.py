@@ -29,6 +29,9 @@ NEUTRAL = {
 }  # fmt: skip
 """Settings that sample from the model's own distribution, with the same random numbers each time, beyond the end of a text."""
 
+FIRST = -(1 << 20)
+"""Priority of probes, where the server orders requests by it: the lowest number comes first, and other requests have 0."""
+
 PREFILL = {"max_tokens": 1, "temperature": 0.0, "seed": 0, "prompt_logprobs": 0}
 """Settings that score a prompt. The seed keeps vLLM from drawing one out of the numbers that seed other requests."""
 
@@ -146,15 +149,21 @@ class RemoteEngine:
         fields = {name: value for name, value in first.items() if name != "mismatch"}
         return EngineReading(**fields | {"parameter_dtypes": counts})
 
-    def score(self, tokens: Tensor) -> Tensor:
+    @property
+    def urgency(self) -> dict[str, int]:
+        """What lets a request be answered before others; nothing where the server answers in their order."""
+        scheduler = self.config.get("scheduler_config") or {}
+        return {"priority": FIRST} if scheduler.get("policy") == "priority" else {}
+
+    def score(self, tokens: Tensor, *, timeout: float | None = None) -> Tensor:
         """Return prefill's log-probabilities `[N, T-1]`, float64, of tokens `[N, T]` after the first.
 
-        All are NaN if the server says that one of them is not finite.
+        All are NaN if the server says that one of them is not finite. `timeout` is in seconds; None is the client's own.
         """
         rows = tokens.tolist()
-        body = {"model": self.model, "prompt": rows, **PREFILL}
+        body = {"model": self.model, "prompt": rows, **PREFILL, **self.urgency}
         try:
-            choices = sorted(self.http.post(COMPLETIONS, body)["choices"], key=lambda choice: int(choice["index"]))
+            choices = self._choices(body, timeout)
         except NonFiniteLogprobError:
             # vLLM does not say which tokens have them.
             return torch.full((len(rows), len(rows[0]) - 1), torch.nan, dtype=torch.float64)
@@ -164,11 +173,16 @@ class RemoteEngine:
         ]
         return torch.tensor(logprobs, dtype=torch.float64)
 
-    def decode(self, tokens: Tensor, count: int) -> Decoded:
+    def _choices(self, body: Mapping[str, Any], timeout: float | None) -> list[dict[str, Any]]:
+        """Return the server's completions in the order of their prompts."""
+        answer = self.http.post(COMPLETIONS, body, timeout=timeout)
+        return sorted(answer["choices"], key=lambda choice: int(choice["index"]))
+
+    def decode(self, tokens: Tensor, count: int, *, timeout: float | None = None) -> Decoded:
         """Sample `count` tokens after each prompt of `[N, P]`; all log-probabilities are NaN if one of them is not finite.
 
-        Sampling has a seed. On a CPU the likeliest tokens are taken instead, because its sampler draws from the random numbers
-        of all requests even if there is a seed.
+        `timeout` is as for `score`. Sampling has a seed. On a CPU the likeliest tokens are taken instead, because its sampler
+        draws from the random numbers of all requests even if there is a seed.
         """
         rows = tokens.tolist()
         body = {
@@ -178,10 +192,11 @@ class RemoteEngine:
             "logprobs": 0,
             "return_token_ids": True,
             **NEUTRAL,
+            **self.urgency,
             "temperature": 0.0 if self.on_cpu else 1.0,
         }
         try:
-            choices = sorted(self.http.post(COMPLETIONS, body)["choices"], key=lambda choice: int(choice["index"]))
+            choices = self._choices(body, timeout)
         except NonFiniteLogprobError:
             nothing = torch.full((len(rows), count), torch.nan, dtype=torch.float64)
             return Decoded(
@@ -191,7 +206,9 @@ class RemoteEngine:
         logprobs = torch.tensor([choice["logprobs"]["token_logprobs"] for choice in choices], dtype=torch.float64)
         return Decoded(tokens=torch.cat([tokens.cpu(), sampled], 1), logprobs=logprobs)
 
-    def compare(self, sent: Mapping[str, SentTensor], before: Mapping[str, SentTensor]) -> Sequence[TensorComparison]:
+    def compare(
+        self, sent: Mapping[str, SentTensor], before: Mapping[str, SentTensor], *, timeout: float | None = None
+    ) -> Sequence[TensorComparison]:
         """Compare embeddings and norms of every worker with what was sent, by digests after rounding to the worker's dtype.
 
         An embedding of which a worker holds only a part is not compared there; the probe tokens check it.
@@ -199,6 +216,7 @@ class RemoteEngine:
         Args:
             sent: By checkpoint name, what the last weight update sent.
             before: By checkpoint name, what the update before sent.
+            timeout: As for `score`.
 
         Returns:
             One comparison for each tensor that a worker holds whole; none if this package does not run in the server.
@@ -207,7 +225,7 @@ class RemoteEngine:
             return []
         wanted = {name: [tensor.rows, tensor.stride] for name, tensor in sent.items()}
         comparisons = []
-        for rank, held in enumerate(workers := self.http.rpc(DIGESTS, wanted=wanted)):
+        for rank, held in enumerate(workers := self.http.rpc(DIGESTS, timeout, wanted=wanted)):
             for name, entry in held.items():
                 now, old = sent[name].values, before.get(name)
                 if entry["shape"] != list(now.shape):
@@ -245,11 +263,15 @@ class RemoteEngine:
     @property
     def weight_version(self) -> str:
         """The name of the last weight update; "default" before the first."""
-        return str(self.http.get("/weight_info")["weight_version"])
+        return self.name_of_weights()
 
     @weight_version.setter
     def weight_version(self, name: str) -> None:
         self.http.post("/update_weight_version", {"new_version": name})
+
+    def name_of_weights(self, timeout: float | None = None) -> str:
+        """Return `weight_version`; `timeout` is as for `score`."""
+        return str(self.http.json("GET", ALIVE, timeout=timeout)["weight_version"])
 
 
 def _base64(values: Tensor) -> str:

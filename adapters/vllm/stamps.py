@@ -65,15 +65,19 @@ class Stamps:
             return f"another trainer, {owner}, has sent weights to it ({both_names}); give each trainer a server of its own."
         return f"somebody else has named or sent its weights ({both_names}); give each trainer a server of its own."
 
-    def expect_on(self, remote: RemoteEngine) -> None:
+    def expect_on(self, remote: RemoteEngine, timeout: float | None = None) -> None:
         """Refuse to go on if a server does not hold this trainer's last update.
+
+        Args:
+            remote: The server.
+            timeout: Seconds that it may be silent; None for the client's.
 
         Raises:
             EngineError: It was restarted, somebody else has updated it, or an update failed; says which.
         """
         if self.last is None:
             return
-        why = self.contradiction(remote.weight_version)
+        why = self.contradiction(remote.name_of_weights(timeout))
         if why is not None:
             raise EngineError(f"the vLLM server at {remote.http.url} does not hold this trainer's weights: {why}")
 

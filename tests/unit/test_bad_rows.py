@@ -161,6 +161,47 @@ def test_a_checkpoint_has_the_window(tmp_path: Path) -> None:
     assert count(second, 3) is not None
 
 
+def test_a_checkpoint_knows_which_reasons_there_were(tmp_path: Path) -> None:
+    told: list[str] = []
+
+    def new(folder: str) -> RunLog:
+        log = RunLog(
+            MismatchConfig(), tmp_path / folder, info=lambda: {}, step=lambda: 0, checks=Checks(True), tell=told.append
+        )
+        log.begin()
+        return log
+
+    def count(log: RunLog, step: int, rows: int) -> dict[str, float]:
+        bad = BadRows(320)
+        for row in range(rows):
+            bad.add(row, "mask", "no mask.")
+        log.count_bad_rows("train", bad)
+        return {name: value for name, value in log.log(step, {"loss": 0.0}).metrics.items() if "bad_rows" in name}
+
+    first, second = new("first"), new("second")
+    assert count(first, 1, rows=1) == {"mismatch/bad_rows/mask": 1.0}
+    second.load_state_dict(first.state_dict(), step=1)
+    # The series goes on, and what was said once is not said again.
+    assert count(second, 2, rows=0) == {"mismatch/bad_rows/mask": 0.0}
+    assert count(second, 3, rows=1) == {"mismatch/bad_rows/mask": 1.0}
+    assert len([message for message in told if "(mask)" in message]) == 1
+    # A training that does not resume begins without them.
+    second.begin_anew()
+    assert count(second, 1, rows=0) == {}
+
+
+def test_a_window_that_is_not_full_says_which_steps_it_holds() -> None:
+    window = BadRowWindow()
+    for step in (2, 4):
+        window = window.after(step, 2, 16)
+    assert "4 of the 32 rows of steps 1 to 4 were bad" in (window.too_many(0.01) or "")
+    for step in range(6, 32, 2):
+        window = window.after(step, 2, 16)
+    assert "20 of the 160 rows of steps 11 to 30 were bad" in (window.too_many(0.01) or "")
+    # After a run was ended by its window, the next one begins.
+    assert "3 of the 8 rows of steps 31 to 31" in (BadRowWindow(since=30).after(31, 3, 8).too_many(0.01) or "")
+
+
 TOO_SHORT = RoutingTrace(parts=(torch.zeros(2, 1, 1, dtype=torch.uint8),), layers=(0,), num_experts=4)
 
 

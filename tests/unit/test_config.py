@@ -357,3 +357,11 @@ def test_anything_else_is_a_config_error_or_a_config(data: object) -> None:
     except ConfigError:
         return
     assert block is None or isinstance(block, MismatchConfig)
+
+
+@pytest.mark.parametrize(("share", "acts"), [(None, False), (0.0, True), (0.01, True), (0.5, True), (1.0, False)])
+def test_a_config_that_bad_rows_can_end_acts(share: float | None, acts: bool) -> None:
+    monitor = {} if share is None else {"max_bad_rows": share}
+    block = MismatchConfig.parse({"monitor": monitor})
+    assert block.acts == acts
+    assert not block.only_measuring().acts

@@ -18,8 +18,10 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.checks import Checks
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.events import SYNC_UNANSWERED
 from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
 from mismatch_ext.log_reading import EventRecord, read_run
 from mismatch_ext.names import TRL, VERL, HostNames
@@ -449,7 +451,8 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
         "created": 1,
         "growth": {"points": [[step, gap]]},
         "sync_growth": {"points": []},
-        "bad_rows": {"logs": []},
+        "bad_rows": {"logs": [], "since": 0},
+        "reasons_seen": {},
     }
     assert saved["log"] == counted and set(saved) == {"monitor", "log"}
 
@@ -479,3 +482,16 @@ def test_a_run_that_never_began_ends_without_a_file(tmp_path: Path) -> None:
     run = Run(tmp_path)
     run.log.end("failed", "before the first step")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_closing_lines_count_updates_of_which_nothing_is_known(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.log.begin(None)
+    for step, engines in ((1, 2), (2, 1)):
+        for engine in range(engines):
+            run.log.event("warning", SYNC_UNANSWERED, f"rank {engine}: nothing is known of this update", step=step)
+        run.log.log(step, {"loss": 0.5, "mismatch/weight_sync_gap": 1e-3})
+    run.at = 2
+    run.log.end("completed")
+    (line,) = [line for line in closing_lines(read_run(tmp_path)) if line.startswith("  sync")]
+    assert line.endswith("no weight update failed, 2 unknown, first at step 1, last at step 2")

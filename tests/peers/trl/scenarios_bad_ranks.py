@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
+
 from mismatch_ext.errors import MismatchError
 from tests.peers.trl.scenarios_attach import FLOAT32, eager
 from tests.peers.trl.scenarios_bad_rows import spoiling, weigh_nothing
@@ -15,10 +17,11 @@ SPOILED, ROW, BATCH = 1, 3, 2
 """Rank, row and batch of the fault."""
 
 
-def built(model: str, out: str) -> Any:
+def built(model: str, out: str, **sections: Any) -> Any:
     """Build a trainer with an engine on each rank."""
+    given = {} if "kl" in sections else {"beta": 0.1}
     with eager():
-        return build(model, out, ACTS, use_vllm=True, max_steps=3, beta=0.1, **FLOAT32)
+        return build(model, out, ACTS | sections, use_vllm=True, max_steps=3, **given, **FLOAT32)
 
 
 def one_bad_row(model: str, out: str) -> dict[str, Any]:
@@ -34,17 +37,28 @@ def one_bad_row(model: str, out: str) -> dict[str, Any]:
     return found | {"own pass": not_finite(model, f"{out}/own")}
 
 
-def not_finite(model: str, out: str) -> dict[str, Any]:
+def own_pass_with_kl(model: str, out: str) -> dict[str, Any]:
+    """Train as `not_finite` does, with this package's KL term, whose loss looks at the log-probabilities."""
+    return not_finite(model, out, kl={"coef": 0.1})
+
+
+def not_finite(model: str, out: str, **sections: Any) -> dict[str, Any]:
     """Train until one rank's own pass is not finite in the second step; return how each rank ended, and its weights around it."""
-    trainer = built(model, out)
+    trainer = built(model, out, **sections)
     plain, digests = trainer.compute_loss, list[str]()
+    score = trainer._get_per_token_logps_and_entropies
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        logps, *rest = score(*args, **kwargs)
+        in_loss = torch.is_grad_enabled() and trainer.mm.rollouts is None
+        spoils = trainer.accelerator.process_index == SPOILED and trainer.state.global_step == BATCH - 1
+        return (logps * torch.nan if in_loss and spoils else logps, *rest)
 
     def compute_loss(*args: Any, **kwargs: Any) -> Any:
         digests.append(digest_of(trainer.model))
-        loss = plain(*args, **kwargs)
-        spoils = trainer.accelerator.process_index == SPOILED and trainer.state.global_step == BATCH - 1
-        return loss * float("nan") if spoils else loss
+        return plain(*args, **kwargs)
 
+    trainer._get_per_token_logps_and_entropies = scored
     trainer.compute_loss = compute_loss
     error = ""
     try:

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import trl.generation.vllm_generation as generation
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, attach, engines
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.vllm.remote import RemoteEngine
 from transformers import AutoModelForCausalLM, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from mismatch_ext.closing import closing_lines
 from mismatch_ext.log_reading import read_run
 from tests.oracle import watch_float32_error
 from tests.peers.engines.vllm_server import processes, serving
@@ -232,6 +234,88 @@ def faults(model: str, out: str, url: str) -> dict[str, str]:
     with _planted(after_the_first(lambda sent: [(name, values * torch.nan) for name, values in sent])):
         found["nan"] = outcome(run)
     found["after nan"] = outcome(run)
+    return found
+
+
+@contextmanager
+def _stopped(engine: list[int]) -> Iterator[None]:
+    """Stop the engine's processes for a while; the server in front of them goes on."""
+    for process in engine:
+        os.kill(process, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for process in engine:
+            os.kill(process, signal.SIGCONT)
+
+
+def unanswered(model: str, out: str, url: str, seconds: float) -> dict[str, Any]:
+    """Train on a server whose engine is busy when the probes of three updates in a row come."""
+    trainer = _build(model, out, url, {"precision": {"dtype": "float32"}}, max_steps=6)
+    checked, engine = trainer.mm.checked, processes(url)[1:]
+    decode, post, verify = checked.engine.remote.decode, checked.engine.remote.http.post, checked.verifier.verify
+    verdicts, priorities = list[Any](), list[Any]()
+
+    def decoded(*args: Any, **kwargs: Any) -> Any:
+        busy = 2 <= checked.weight_version <= 4
+        with _stopped(engine) if busy else nullcontext():
+            return decode(*args, **kwargs)
+
+    def posted(path: str, body: Any = None, **options: Any) -> Any:
+        if path == "/v1/completions":
+            priorities.append(body.get("priority"))
+        return post(path, body, **options)
+
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        verdict = verify(*args, **kwargs)
+        verdicts.append(None if verdict is None else verdict.status)
+        return verdict
+
+    checked.engine.remote.decode, checked.engine.remote.http.post = decoded, posted
+    checked.verifier.verify = noted
+    with mock.patch.object(engines, "PROBE_SECONDS", seconds):
+        trainer.train()
+    run = read_run(Path(out, "mismatch"))
+    return {
+        "steps": trainer.state.global_step,
+        "verdicts": verdicts,
+        "said": [event.message for event in run.events if event.name == "weight_sync_unanswered"],
+        "closing": closing_lines(run),
+        "priorities": sorted(set(priorities), key=str),
+    }
+
+
+def garbled(model: str, out: str, url: str) -> dict[str, Any]:
+    """Send a tensor wrong in one update, and in two updates in a row; return how the runs ended, and what they said."""
+    found: dict[str, Any] = {}
+    for name, wrong in (("one", (2,)), ("two", (2, 3))):
+        count = 0
+
+        def fault(plain: Any, wrong: tuple[int, ...] = wrong) -> Any:
+            def send(self: Any, parameters: Any) -> None:
+                nonlocal count
+                count += 1
+                sent = [
+                    (key, values * 1.05 if count in wrong and key.endswith("0.self_attn.o_proj.weight") else values)
+                    for key, values in parameters
+                ]
+                plain(self, sent)
+
+            return send
+
+        folder = f"{out}/{name}"
+        trainer = _build(
+            model, folder, url, {"precision": {"dtype": "float32"}}, max_steps=4, learning_rate=1e-2, warmup_steps=0
+        )
+        with _planted(fault):
+            ended = outcome(trainer.train)
+        run = read_run(Path(folder, "mismatch"))
+        found[name] = {
+            "ended": ended,
+            "steps": trainer.state.global_step,
+            "said": [event.level for event in run.events if event.name == "weight_sync"],
+            "status": trainer.mm.verdict.status,
+        }
     return found
 
 

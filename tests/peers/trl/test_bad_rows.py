@@ -12,7 +12,9 @@ from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
     from tests.peers.trl import scenarios_bad_rows as scenarios
+    from tests.peers.trl import scenarios_bad_runs as runs
 else:
+    runs = named("tests.peers.trl.scenarios_bad_runs")
     scenarios = named("tests.peers.trl.scenarios_bad_rows")
 
 pytestmark = pytest.mark.engine
@@ -107,5 +109,93 @@ def test_too_many_end_an_acting_run_with_a_checkpoint(run: Run, dense: Path, tmp
     ).expect()  # fmt: skip
     assert found["steps"] == 3 and found["checkpoints"] == ["checkpoint-3"]
     assert [level for level, _ in found["events"]] == ["warning", "warning", "error"]
-    assert "4 of the 24 rows of the last 20 steps were bad" in found["events"][-1][1]
+    assert "4 of the 24 rows of steps 1 to 3 were bad" in found["events"][-1][1]
     assert found["kept"] == ["evidence-2.jsonl.gz", "evidence-3.jsonl.gz"]
+
+
+@pytest.mark.numeric
+def test_one_row_of_32_for_each_reason_leaves_the_others_as_they_were(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(
+        runs.reasons, model=dense, out=tmp_path, block=ALL | {"sampling_mask": {}}, top_k=6, beta=0.1, **MANY
+    ).expect()
+    faulty, weightless = found["faulty"], found["weightless"]
+    assert faulty["parameters"] == weightless["parameters"] and len(set(faulty["parameters"])) == 6
+    reasons = ("rollout_logprobs", "mask", "old_logprobs", "tokens", "weight_version")
+    assert faulty["said"] == [{"reason": reason, "rows": 1} for reason in reasons] and weightless["said"] == []
+    for step, reason in enumerate(reasons, 1):
+        counts = [entry.get(f"mismatch/bad_rows/{reason}") for entry in faulty["logged"]]
+        assert counts == [None] * step + [1.0] + [0.0] * (5 - step), reason
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize("rloo", [False, True], ids=["GRPO", "RLOO"])
+def test_a_run_ends_before_a_step_on_a_batch_that_is_nowhere_finite(
+    run: Run, dense: Path, tmp_path: Path, rloo: bool
+) -> None:
+    found = run(runs.not_finite, model=dense, out=tmp_path, block=ALL, rloo=rloo).expect()
+    # RLOO's sums are not looked at before the loss, whose gradient is.
+    words = "the gradient norm of step 2 is nan" if rloo else "none of the 8 rows of this batch has finite"
+    assert found["error"].startswith(f"NonFiniteLogprobError: {words}"), found["error"]
+    assert found["steps"] == 1 and len(found["parameters"]) == 2
+
+
+@pytest.mark.numeric
+def test_a_scaler_skips_the_step_on_a_batch_that_is_nowhere_finite(run: Run, dense: Path, tmp_path: Path) -> None:
+    block = ALL | {"precision": {"dtype": "float16", "init_scale": 1024.0}}
+    found = run(runs.not_finite, model=dense, out=tmp_path, block=block).expect()
+    assert found["error"] == "" and found["skipped"] == 1
+    _, first, second, third, fourth = found["parameters"]
+    assert first == second and len({second, third, fourth}) == 3
+
+
+@pytest.mark.numeric
+@pytest.mark.parametrize(
+    "section",
+    [{"kl": {"coef": 0.1}}, {"sampling_mask": {}}, {"correction": {"preset": "bypass_pg_is"}}],
+    ids=["kl", "mask", "reinforce"],
+)
+def test_a_scaler_skips_a_step_whose_loss_a_section_finds_not_finite(
+    run: Run, dense: Path, tmp_path: Path, section: dict[str, Any]
+) -> None:
+    block = ALL | section | {"precision": {"dtype": "float16", "init_scale": 1024.0}}
+    found = run(runs.not_finite_in_loss, model=dense, out=tmp_path, block=block, top_k=6).expect()
+    first, second, third = found["parameters"]
+    assert found["skipped"] == 1 and first == second and second != third
+
+
+@pytest.mark.numeric
+def test_a_row_that_is_trained_on_with_a_later_batch_stays_bad(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(runs.carried_over, model=dense, out=tmp_path, block=ALL | {"kl": {"coef": 0.1}}).expect()
+    assert found["nan"]["parameters"] == found["None"]["parameters"] and len(set(found["nan"]["parameters"])) == 3
+
+
+@pytest.mark.numeric
+def test_a_pass_of_a_users_own_over_some_rows_of_a_batch_is_not_taken_for_the_batch(
+    run: Run, moe: Path, tmp_path: Path
+) -> None:
+    found = run(
+        runs.of_a_user, model=moe, out=tmp_path, block={"routing": {"mode": "R3"}},
+        model_init_kwargs={"experts_implementation": "eager"},
+    ).expect()  # fmt: skip
+    assert found["replayed"] == 0 and found["known"] < 2
+
+
+def test_a_full_disk_ends_no_run_and_its_checkpoints_are_whole(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(runs.full_disk, model=dense, out=tmp_path, block=ALL).expect()
+    assert found["steps"] == 5 and found["end"] == "completed"
+    # The metrics of steps 2 and 3, and that a row of step 3 was bad.
+    assert found["written"] == [1, 4, 5] and found["lost"] == [{"lines": 3}]
+    # The bad row of step 3 was counted all the same, and no evidence of it could be kept.
+    assert found["counted"] == [None, None, 1.0, 0.0, 0.0] and found["evidence"] == []
+    assert found["states"] == [True, False, False, True, True]
+    assert found["saved"] == 3 and found["resumed"] == 5 and found["resumed status"] == "in_sync"
+
+
+@pytest.mark.numeric
+def test_the_length_that_leads_the_rate_is_that_of_rows_that_are_not_bad(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(runs.lengths, model=dense, out=tmp_path, block=ALL | {"lr": {"trigger": "response_length"}}).expect()
+    whole, others, _ = found["sampled"]
+    first, second, _ = (led["response_length"] for led in found["led"])
+    bad = others.pop(5)
+    assert bad != sum(others) / len(others)  # so that it would show
+    assert first == pytest.approx(sum(whole) / len(whole)) and second == pytest.approx(sum(others) / len(others))

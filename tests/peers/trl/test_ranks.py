@@ -323,3 +323,13 @@ def test_a_bad_row_of_one_rank_has_no_weight_on_both(kind: str, dense: Path, tmp
     for rank in of(found, "own pass"):
         assert rank["error"].startswith("NonFiniteLogprobError: the gradient norm of step 2 is nan"), rank["error"]
         assert rank["after"] == rank["before"] and rank["steps"] == 1
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
+def test_a_kl_term_that_is_not_finite_on_one_rank_ends_both_before_the_step(
+    kind: str, dense: Path, tmp_path: Path
+) -> None:
+    for rank in launch(kind, bad_ranks.own_pass_with_kl, tmp_path, model=dense).expect():
+        assert rank["error"].startswith("NonFiniteLogprobError: the gradient norm of step 2 is nan"), rank["error"]
+        assert rank["after"] == rank["before"] and rank["steps"] == 1

@@ -187,6 +187,24 @@ def by_callback(peers: Any, dense: Path, tmp_path: Path) -> Make:
     return make
 
 
+def test_ligers_loss_is_refused_where_a_bad_row_would_keep_its_kl(
+    configure: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trl import GRPOTrainer
+
+    acts: dict[str, Any] = {"monitor": {"weight_sync": "error"}}
+    given = {"use_liger_kernel": True, "beta": 0.1}
+    if not hasattr(GRPOTrainer, "compute_liger_loss"):
+        # Kernels within the model, as later versions have them, leave the loss to TRL.
+        configure(acts, **given)
+        monkeypatch.setattr(GRPOTrainer, "compute_liger_loss", None, raising=False)
+    with pytest.raises(ConfigError, match=r"use_liger_kernel=True and beta=0\.1: .*would keep its KL; set use_liger"):
+        configure(acts, **given)
+    configure(acts, **given | {"beta": 0.0})
+    configure({}, **given)
+    configure(acts, **given, kind="MismatchRLOOConfig")
+
+
 @pytest.mark.parametrize(("who", "block", "given", "words"), CASES)
 def test_what_is_refused(
     configure: Make, construct: Make, by_callback: Make, who: str, block: Any, given: dict[str, Any], words: list[str]

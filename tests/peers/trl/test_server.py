@@ -32,6 +32,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 FLAGS = ["--dtype", "float32", "--logprobs-mode", "processed_logprobs"]
 ROUTES = ["--enable-return-routed-experts"]
 TRANSFER = ["--weight-transfer-config", '{"backend": "mismatch_http"}']
+PRIORITY = ["--scheduling-policy", "priority"]
 KEEPING = ["--worker-extension-cls", "tests.peers.engines.kept_decode.Keeping"]
 NCCL = ["--weight-transfer-config", '{"backend": "nccl"}']
 
@@ -43,7 +44,7 @@ STEPS = 6
 @pytest.fixture(scope="module")
 def start(moe: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., str]]:
     """Return a function that starts a server, which stands to the end of this file."""
-    flags = [*FLAGS, *ROUTES, *TRANSFER, *KEEPING]
+    flags = [*FLAGS, *ROUTES, *TRANSFER, *KEEPING, *PRIORITY]
     with ExitStack() as standing:
 
         def one(**given: Any) -> str:
@@ -123,6 +124,31 @@ def test_runs_without_a_block_measured_or_attached_are_stock(run: Run, moe: Path
             assert {key: logged[key] for key in stock} == pytest.approx(stock, rel=1e-3, abs=1e-5)
         assert others[0].keys() == stock.keys() and others[2]["mismatch/weight_sync_gap"] > 0
     assert not found["failed"] and found["verdict"] == "in_sync"
+
+
+def test_probes_that_a_busy_server_does_not_answer_leave_updates_unknown(
+    run: Run, moe: Path, server: str, tmp_path: Path
+) -> None:
+    found = run(scenarios.unanswered, model=moe, out=tmp_path, url=server, seconds=3.0).expect()
+    assert found["steps"] == 6
+    assert found["verdicts"] == ["unchanged", None, None, None, "in_sync", "in_sync"]
+    assert len(found["said"]) == 3
+    for message in found["said"]:
+        assert message.startswith("nothing is known of this weight update") and "within 3 s" in message, message
+    (line,) = [line for line in found["closing"] if line.startswith("  sync")]
+    assert "3 unknown, first at step 1, last at step 3" in line and "no weight update failed" in line
+    # The server orders requests by priority: the probes' come first.
+    assert len(found["priorities"]) == 2 and None in found["priorities"]
+
+
+@pytest.mark.nightly
+def test_one_update_that_looks_wrong_is_checked_again_and_two_in_a_row_end_the_run(
+    run: Run, moe: Path, server: str, tmp_path: Path
+) -> None:
+    found = run(scenarios.garbled, model=moe, out=tmp_path, url=server).expect()
+    assert found["one"] == {"ended": "went on", "steps": 4, "said": ["warning"], "status": "in_sync"}
+    assert found["two"]["ended"].startswith("WeightSyncError") and found["two"]["said"] == ["warning", "error"]
+    assert found["two"]["steps"] == 2
 
 
 @pytest.mark.nightly

@@ -63,6 +63,6 @@ def test_too_many_bad_rows_end_an_acting_run_after_the_step_with_a_checkpoint(tm
     assert {reason: run.steps[1][f"mismatch/bad_rows/{reason}"] for reason in reasons} == reasons
     data = read_run(tmp_path / "run/checkpoints/mismatch")
     (event,) = [event for event in data.events if (event.name, event.level) == ("bad_rows", "error")]
-    assert event.step == 2 and "4 of the 32 rows of the last 20 steps were bad" in event.message
+    assert event.step == 2 and "4 of the 32 rows of steps 1 to 2 were bad" in event.message
     assert (tmp_path / "run/checkpoints/latest_checkpointed_iteration.txt").read_text() == "2"
     assert list((tmp_path / "run/checkpoints/mismatch").glob("evidence-2*"))
