@@ -859,7 +859,7 @@ class Run:
 
     # Helpers.
 
-    def _together(self, split: str = "train") -> AbstractContextManager[None]:
+    def _together(self, split: str = "train") -> AbstractContextManager[object]:
         """Let an error of one rank end all ranks; in evaluations ranks may have different numbers of batches, and are alone."""
         return together(self.ranks) if split == "train" else nullcontext()
 
