@@ -9,6 +9,7 @@ import ast
 import json
 import math
 import re
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -181,15 +182,16 @@ def rounded(value: float) -> str:
 
 
 def with_interval(found: Mapping[str, float]) -> str:
-    """Return a ratio with its 95 % interval."""
-    value, low, high = (f"{found[key]:.2g}" for key in ("value", "low", "high"))
+    """Return a ratio with its 95 % interval: with a decimal if it is below 10."""
+    digits = ".1f" if found["value"] < 10 else ".0f"
+    value, low, high = (format(found[key], digits) for key in ("value", "low", "high"))
     return f"{value} ({low} to {high})"
 
 
 def real_gaps() -> list[str]:
     """Return the gaps of the real model by dtype."""
     figures = evidence("real_gap")["figures"]
-    lines = table("prompts", *DENSE.values(), "bf16 / FP16", "k3 KL, bf16 / FP16", "tokens")
+    lines = table("prompts", *DENSE.values(), "bf16 / FP16", "k3 KL, bf16 / FP16", "tokens in each dtype")
     for split, title in SETS.items():
         gaps = [rounded(figures["mean |Δlogp|"][run][split]) for run in DENSE]
         ratios = [with_interval(figures["bf16 over fp16"][split][measure]) for measure in ("abs", "k3")]
@@ -201,24 +203,75 @@ def real_gaps() -> list[str]:
 def real_mixture() -> list[str]:
     """Return what replay leaves of the gap of the mixture of experts that is made from the real model."""
     figures = evidence("real_gap")["figures"]
-    lines = table("both sides", "prompts", "mean, own routes", "mean, replayed", "k3 left by replay", "flips", "tokens")
-    for run, dtype in MIXTURE.items():
+    measured = {run: dtype for run, dtype in MIXTURE.items() if run in figures["tokens"]}
+    if not measured:
+        return ["`make real` prints the figures. The record has none of the mixture yet."]
+    lines = table(
+        "both sides", "prompts", "mean, own routes", "mean, replayed", "k3 left by replay, 95 %", "flips", "tokens"
+    )
+    for run, dtype in measured.items():
         for split, title in SETS.items():
             before, after = figures["own routes and replayed"][run][split]["mean |Δlogp|"]
-            left = with_interval(figures[f"{run} left by replay"][split]["k3"])
+            left = " to ".join(f"{figures[f'{run} left by replay'][split]['k3'][key]:.2f}" for key in ("low", "high"))
             flips, tokens = f"{figures['flips'][run][split]:.1%}", f"{figures['tokens'][run][split]:,.0f}"
             cells = [dtype, title, rounded(before), rounded(after), left, flips.replace("%", " %"), tokens]
             lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
+def machine(record: Mapping[str, Any]) -> str:
+    """Return the machine of a record."""
+    name, *instructions = record["cpu"]
+    return f"{record['cores']} cores of an {name} ({', '.join(instructions)})"
+
+
+def real_headline() -> list[str]:
+    """Return the picture of README's first screen, and what it shows."""
+    record = evidence("real_gap")
+    gaps, counted = record["figures"]["mean |Δlogp|"], record["figures"]["tokens"]
+    first, *_ = SETS
+    found = ", ".join(f"{rounded(gaps[run][first])} in {dtype}" for run, dtype in DENSE.items())
+    tokens = ", ".join(f"{sum(counted[run][split] for split in SETS):,.0f} in {dtype}" for run, dtype in DENSE.items())
+    return [
+        f"![Mean difference of log-probabilities between TRL and vLLM on SmolLM2-135M, nats per token: {found}](docs/gap.svg)",
+        "",
+        "SmolLM2-135M-Instruct (weights dequantized from Q4_1) answers chat prompts. Both sides hold the same weights and",
+        f"compute in the same dtype. Tokens: {tokens}. Machine: {machine(record)}, shared with other jobs, no GPU.",
+    ]
+
+
+SIZES = (
+    "--config", "--model_name_or_path", "--output_dir", "--eval_prompts", "--max_steps", "--max_completion_length",
+    "--dataset_name", "--reward_funcs", "--vllm_mode", "--vllm_max_model_length", "--vllm_gpu_memory_utilization",
+    "--per_device_train_batch_size", "--gradient_checkpointing", "--logging_steps", "--report_to", "--save_strategy",
+    "--num_generations", "--model", "--dataset", "--out", "--responses", "--max-tokens", "--engine-arg", "--json", "--steps",
+    "--prompts",
+)  # fmt: skip
+"""Options that say where a run reads and writes, and how small it is; their values are left out of the table with them."""
+
+
+def in_short(command: str) -> str:
+    """Return a command without its options for files and sizes."""
+    words, kept = shlex.split(command), list[str]()
+    skips = False
+    for word in words:
+        skips = False if word.startswith("--") else skips
+        if word in SIZES:
+            skips = True
+        elif not skips and "=runs/" not in word and f"={HERE.parent}" not in word:
+            kept.append(word)
+    return shlex.join(kept).replace("'\"'\"'", "'")
+
+
 def real_flows() -> list[str]:
     """Return every flow on the real model: command, minutes, memory and what it printed."""
-    lines = table("flow", "status", "minutes", "peak GB", "what it printed")
+    lines = table("flow", "command, without files and sizes", "status", "minutes", "peak GB", "it printed")
     for flow in evidence("real")["figures"]:
         printed = "<br>".join(f"`{line}`" for line in flow["said"])
-        cells = [f"`{flow['name']}`: {flow['title']}", flow["status"], f"{flow['minutes']:g}", f"{flow['peak_gb']:g}"]
-        lines.append(f"| {' | '.join(cells)} | {cell(printed)} |")
+        name, command = f"`{flow['name']}`: {flow['title']}", f"`{in_short(flow['command'])}`"
+        took = [f"{flow['minutes']:g}", f"{flow['peak_gb']:g}"] if flow["status"] == "passed" else ["", ""]
+        cells = [name, cell(command), flow["status"], *took, cell(printed)]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
@@ -272,11 +325,12 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
+    "real_headline": real_headline,
     "real_gaps": real_gaps,
     "real_mixture": real_mixture,
     "real_flows": real_flows,
 }
-PAGES = ("config.md", "metrics.md", "real.md")
+PAGES = ("../README.md", "config.md", "metrics.md", "real.md")
 PICTURE = HERE / "gap.svg"
 
 

@@ -278,7 +278,7 @@ class Outcome:
         name: The flow's.
         title: The flow's.
         command: What was typed.
-        status: `passed`, `failed` or `timed out`.
+        status: `passed`, `failed`, `timed out` or `not run`.
         minutes: Wall-clock time.
         peak_gb: Largest sum of the resident sizes of its processes, pages that they share counted once.
         said: Lines that it printed, those that the flow looks for.
@@ -297,6 +297,12 @@ class Outcome:
     why: str = ""
     date: str = ""
     commit: str | None = None
+
+
+def not_run(flow: Flow) -> Outcome:
+    """Return what is known of a flow that has not been run."""
+    command = shlex.join(flow.command)
+    return Outcome(name=flow.name, title=flow.title, command=command, status="not run", minutes=0.0, peak_gb=0.0)
 
 
 def memory_of(process: psutil.Process) -> int:
@@ -447,8 +453,8 @@ def prepare(flows: Sequence[Flow]) -> None:
 
 
 def record(outcomes: Mapping[str, Outcome], file: Path) -> None:
-    """Write the outcomes of the flows, in their order, with machine and versions."""
-    rows = [asdict(outcomes[flow.name]) for flow in FLOWS if flow.name in outcomes]
+    """Write the outcomes of all flows, in their order, with machine and versions."""
+    rows = [asdict(outcomes.get(flow.name) or not_run(flow)) for flow in FLOWS]
     document = {"command": "python -m examples.real_flows", **measured_on(), "figures": rows}
     file.write_text(json.dumps(document, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -11,6 +11,7 @@ import pytest
 
 from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
 from benchmarks.stability.table import table
+from examples.real_flows import FLOWS
 
 ROOT = Path(__file__).resolve().parents[2]
 SPLITS = ("eval/familiar", "eval/unfamiliar")
@@ -115,3 +116,21 @@ def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:
     assert record["command"] in written
     for line in record["figures"]["printed"]:
         assert line in written
+
+
+def test_the_page_of_a_real_model_quotes_what_upcycling_cost() -> None:
+    experts = evidence("real_gap")["figures"]["experts"]
+    assert experts["fewest experts in use"] == experts["experts"] == 4
+    text = page("real")
+    assert f"On {experts['tokens']} tokens that the dense model wrote" in text
+    assert f"is {experts['perplexity before']:.1f} before and {experts['perplexity after']:.1f} after" in text
+    shares = [
+        f"{experts[name]:.0%}".replace("%", " %") for name in ("smallest share of a layer", "largest share of a layer")
+    ]
+    assert " to ".join(shares) in text
+
+
+def test_the_record_of_flows_has_all_of_them_and_none_that_failed() -> None:
+    recorded = {flow["name"]: flow["status"] for flow in evidence("real")["figures"]}
+    assert list(recorded) == [flow.name for flow in FLOWS]
+    assert "passed" in recorded.values() and set(recorded.values()) <= {"passed", "not run"}
