@@ -1,9 +1,9 @@
 """How often a healthy run would be warned of or ended: every clean log of the repository, resampled to a long run.
 
 A clean log is one of a run with no fault planted, whose two sides differ by rounding alone. Blocks of consecutive steps of one
-run are drawn again and again, so that neighboring steps stay as alike as they were. The alarms, the growth of the gap and the
-rule on bad rows are then replayed over them. No log of the repository has weight updates one by one, so the verdicts on these are
-made here, by a small model in each dtype, and resampled in the same way.
+run are drawn again and again, so that neighboring steps stay as alike as they were. The alarms, the growth of both gaps, the
+verdicts on weight updates and the rule on bad rows are then replayed over them. Trainings of TRL (`clean_runs.json`) have all
+that is watched, and other logs have k3 alone. Verdicts are also made here, by a small model in each dtype.
 """
 
 from __future__ import annotations
@@ -22,18 +22,19 @@ from typing import Any, TypeVar
 import torch
 from mismatch_ext.adapters.transformers.side import TrainedModel
 
+from benchmarks import clean_runs
 from benchmarks.stability.record import RECORDED, RECORDED_REAL, recorded
 from mismatch_ext.alarms import AlarmState, rules_of, watch
 from mismatch_ext.bad_rows import METRIC, BadRowWindow
 from mismatch_ext.config import MonitorConfig
 from mismatch_ext.growth import GROWTH_FLOOR, GROWTH_WINDOW, Growth, grown
 from mismatch_ext.log_reading import read_run
-from mismatch_ext.names import PREFIX
+from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.weights import RECENT, WeightVerifier, doubted_too_often, draw_probes
 from tests.torch_rollout import Recurrent, TorchRollout, recurrent_logits
 
 ROOT = Path(__file__).resolve().parents[1]
-STEPS, BLOCK, ROWS, UPDATES = 100_000, 24, 64, 400
+STEPS, BLOCK, UPDATES = 100_000, 24, 400
 CLEAN = (
     "no mismatch",
     "bf16 engine",
@@ -63,6 +64,8 @@ def clean_logs() -> Iterator[tuple[str, list[list[Log]]]]:
         steps = read_run(folder).steps
     metrics = [{key: value for key, value in step.metrics.items() if value is not None} for step in steps]
     yield "verl, FSDP with vLLM", [metrics]
+    for setting, runs in clean_runs.recorded():
+        yield f"TRL with vLLM, {setting}", runs
 
 
 def resampled(runs: Sequence[Sequence[Entry]], steps: int, seed: int) -> Iterator[list[Entry]]:
@@ -78,31 +81,39 @@ def resampled(runs: Sequence[Sequence[Entry]], steps: int, seed: int) -> Iterato
 
 
 @lru_cache(maxsize=STEPS)
-def growth_of(gaps: tuple[float, ...]) -> dict[str, float]:
+def growth_of(gaps: tuple[float, ...], name: str) -> dict[str, float]:
     """Return the metrics of the growth of consecutive gaps; where they do not exceed the rule's floor they are all alike."""
     points = tuple((step, math.log(gap)) for step, gap in enumerate(gaps))
     growth = Growth(points=points[:-1])
-    _, found = grown(growth, len(gaps) - 1, gaps[-1])
+    _, found = grown(growth, len(gaps) - 1, gaps[-1], name)
     return {PREFIX + name: value for name, value in found.items()}
 
 
 def replayed(logs: Sequence[Log]) -> tuple[Counter[str], int]:
     """Return how often each rule warns over the logs of a run, and how often it ends the run."""
-    rules, state, window = rules_of(MonitorConfig()), AlarmState(), BadRowWindow()
-    gaps: tuple[float, ...] = ()
+    rules, state, window = rules_of(MonitorConfig(), TRL), AlarmState(), BadRowWindow()
+    gaps: dict[str, tuple[float, ...]] = {"k3": (), "weight_sync": ()}
     warned: Counter[str] = Counter()
     ends = 0
     for step, log in enumerate(logs, 1):
         bad = int(sum(value for name, value in log.items() if name.startswith(PREFIX + METRIC)))
-        window = window.after(step, bad, ROWS)
+        window = window.after(step, bad, clean_runs.ROWS)
         ends += window.too_many(MonitorConfig().share_of_bad_rows) is not None
-        gaps = (*gaps, max(log[PREFIX + "k3_kl"], GROWTH_FLOOR))[-GROWTH_WINDOW:]
-        metrics = dict(log) | growth_of(gaps)
+        metrics = dict(log)
+        for name, of in (("k3", "k3_kl"), ("weight_sync", "weight_sync_gap")):
+            gap = log.get(PREFIX + of)
+            if gap is not None:
+                gaps[name] = (*gaps[name], max(gap, GROWTH_FLOOR))[-GROWTH_WINDOW:]
+                metrics |= growth_of(gaps[name], name)
         state, alarms = watch(state, metrics, rules, step)
         raised = [alarm for alarm in alarms if alarm.status == "raised"]
         warned.update(alarm.metric for alarm in raised)
         ends += sum(alarm.action == "stop" for alarm in raised)
-    return warned, ends
+    verdicts = [log[clean_runs.UPDATE] for log in logs if clean_runs.UPDATE in log]
+    doubted, ended = verdicts_replayed([(bad > clean_runs.GOOD, bad == clean_runs.CLEARLY_BAD) for bad in verdicts])
+    if doubted:
+        warned["weight_sync"] = doubted
+    return warned, ends + ended
 
 
 def updates(dtype: str, seed: int = 0) -> list[tuple[bool, bool]]:

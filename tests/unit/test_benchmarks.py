@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from benchmarks import clean_runs
 from benchmarks.bench_false_alarms import replayed, resampled, verdicts_replayed
 from benchmarks.harness import interval, of_the_mean
 
@@ -53,6 +54,22 @@ def test_rules_that_warn_and_end_are_replayed_over_clean_and_over_broken_logs() 
     good, bad = (False, False), (True, False)
     assert verdicts_replayed([good, bad, good, bad, good]) == (2, 0)
     assert verdicts_replayed([bad, bad, good]) == (2, 1)
+
+
+def test_what_trl_logs_of_a_clean_run_is_replayed_with_the_probes_and_the_updates() -> None:
+    runs = dict(clean_runs.recorded())
+    assert {"bf16", "FP16", "bf16, mixture"} <= runs.keys()
+    for setting, seeds in runs.items():
+        for logs in seeds:
+            assert {"grad_norm", "loss", "mismatch/k3_kl", "mismatch/weight_sync_gap", "update"} <= logs[-1].keys(), (
+                setting
+            )
+            assert replayed(logs)[1] == 0, setting
+    # What is replayed can warn, and can end a run.
+    logs = runs["bf16"][0]
+    growing = [log | {"mismatch/weight_sync_gap": 1e-3 * 1.05**step} for step, log in enumerate(logs)]
+    assert replayed(growing)[0]["mismatch/weight_sync_growth_low"] == 1
+    assert replayed([*logs, *[logs[-1] | {"update": clean_runs.DOUBTFUL}] * 2])[1] == 1
 
 
 def test_blocks_of_a_run_are_drawn_in_their_order() -> None:
