@@ -299,7 +299,7 @@ class Scorer:
                 exact = self._joined([self._picked(row, logits, few) for row, logits in self._passes(few, routes)])
         except RuntimeError:  # a part of the model computes in float32 whatever its weights are in
             return self._other_batch(few, plain)
-        return max(float(np.abs(plain - exact).mean()), np.finfo(np.float64).eps)
+        return max(float(np.abs(plain - exact).mean()), float(np.finfo(np.float64).eps))
 
     def _other_batch(self, few: Sample, plain: Floats) -> float:
         """Return how far responses alone are from the same in a batch, in float32; at least a largest logit's last place."""
