@@ -86,6 +86,9 @@ Case = Mapping[str, Any]
 """What differs from the defaults of `_trainer` ("args.delta") and from the inputs above; None leaves an input out."""
 SEQUENCES: Case = {"importance_sampling_level": "sequence"}
 UNWEIGHED: Case = {"inputs.importance_sampling_ratio": ONES}
+TWICE: Case = {"current_gradient_accumulation_steps": 2}
+ONE_TOKEN: Case = {"inputs.completion_mask": torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])}
+NO_TOKEN: Case = {"inputs.completion_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
 
 
 class _Noted(dict[str, Any]):
@@ -379,18 +382,15 @@ def weighs_by_denominator(probe: Probe) -> None:
         "inputs.advantages": torch.zeros(ROWS),
         "inputs.ref_per_token_logps": torch.full_like(LOGPS, FAR_BELOW),
     }
-    twice = {"current_gradient_accumulation_steps": 2}
-    of_one_token = torch.zeros(ROWS, LENGTH, dtype=torch.long)
-    of_one_token[0, 0] = 1
     cases: list[Case] = [
         {},
-        twice,
-        {**twice, "model.training": False},
-        {**twice, "args.steps_per_generation": 4},
+        TWICE,
+        {**TWICE, "model.training": False},
+        {**TWICE, "args.steps_per_generation": 4},
         {"accelerator.num_processes": 2},
         {"inputs.tool_mask": TOOL_MASK},
-        {"inputs.completion_mask": of_one_token, "inputs.num_items_in_batch": torch.tensor(1.0)},
-        {"inputs.completion_mask": 0 * of_one_token, "inputs.num_items_in_batch": torch.tensor(0.0)},
+        {**ONE_TOKEN, "inputs.num_items_in_batch": torch.tensor(1.0)},
+        {**NO_TOKEN, "inputs.num_items_in_batch": torch.tensor(0.0)},
     ]
     for case in cases:
         slopes = probe.slopes({**case, **unit})
@@ -405,6 +405,7 @@ def is_policy_gradient(probe: Probe) -> None:
         SEQUENCES,
         {"inputs.tool_mask": TOOL_MASK},
         {**SEQUENCES, "inputs.tool_mask": TOOL_MASK},
+        {**SEQUENCES, **ONE_TOKEN},
         {"inputs.old_per_token_logps": None},
         {"inputs.advantages": _wave(0.9)},
         {"inputs.advantages": torch.zeros(ROWS, dtype=torch.float64)},
@@ -494,26 +495,33 @@ def filters_policy_term(probe: Probe) -> None:
 def adds_kl(probe: Probe) -> None:
     """The KL term is added to the policy term, and no ratio, filter or advantage multiplies it: `kl` replaces it so."""
     kl: Case = {"beta": 0.1}
-    slope_of_kl = 1 - (OF_GRPO["ref_per_token_logps"] - LOGPS).exp()
+    lost = "adds beta times the KL to each token's loss"
+    log_ratio = OF_GRPO["ref_per_token_logps"] - LOGPS
+    slope_of_kl = 1 - log_ratio.exp()
     cases: list[Case] = [{}, SEQUENCES, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.02}]
     for case in cases:
         without, slopes = probe.slopes(case), probe.slopes({**case, **kl})
         added = slopes.of_logps - without.of_logps
-        probe.expect(
-            added, 0.1 * slopes.weights * slope_of_kl, {**case, **kl}, "adds beta times the KL to each token's loss"
-        )
+        probe.expect(added, 0.1 * slopes.weights * slope_of_kl, {**case, **kl}, lost)
+    # TRL's own bias correction multiplies the KL by the ratio to the old policy, which has a slope too.
+    corrected: Case = {**kl, "args.use_bias_correction_kl": True}
+    slopes = probe.slopes(corrected)
+    added = slopes.of_logps - probe.slopes({}).of_logps
+    ratio = (LOGPS - OF_GRPO["old_per_token_logps"]).exp()
+    of_kl = log_ratio.exp() - log_ratio - 1
+    probe.expect(added, 0.1 * slopes.weights * ratio * (slope_of_kl + of_kl), corrected, lost)
 
 
 def adds_own_terms(probe: Probe) -> None:
     """TRL's entropy bonus and router loss stay the same share of a step, whatever is added beside them."""
-    for accumulated in (1, 2):
-        steps: Case = {"current_gradient_accumulation_steps": accumulated}
-        bonus: Case = {**steps, "_entropy_bonus_enabled": True, "entropy_coef": 0.1}
+    cases: list[Case] = [{}, TWICE, {**TWICE, "model.training": False}, ONE_TOKEN, NO_TOKEN]
+    for case in cases:
+        bonus: Case = {**case, "_entropy_bonus_enabled": True, "entropy_coef": 0.1}
         slopes = probe.slopes(bonus)
-        of_entropy = -0.1 * slopes.mask / slopes.mask.sum() / accumulated
-        probe.expect(slopes.of_entropies, of_entropy, bonus, "adds its entropy bonus with its coefficient")
-        router: Case = {**steps, "aux_loss_enabled": True, "router_aux_loss_coef": 0.1}
-        of_aux = torch.full_like(AUX, 0.1 / accumulated)
+        of_entropies = -0.1 * slopes.mask / slopes.mask.sum().clamp(min=1) / slopes.accumulated
+        probe.expect(slopes.of_entropies, of_entropies, bonus, "adds its entropy bonus with its coefficient")
+        router: Case = {**case, "aux_loss_enabled": True, "router_aux_loss_coef": 0.1}
+        of_aux = torch.full_like(AUX, 0.1 / slopes.accumulated)
         probe.expect(probe.slopes(router).of_aux, of_aux, router, "adds its router loss with its coefficient")
 
 
