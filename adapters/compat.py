@@ -151,7 +151,7 @@ def _examine_trl_loss(host: Host, features: dict[str, str | None]) -> dict[str, 
         change, reads = behavior.examine_sections(kind, [feature], behavior.DEFAULT_LOSS)
         added = reads.sentence()
         if change is not None:
-            features[feature] = f"{named([feature])}: {trainer}._compute_loss: {change}."
+            features[feature] = f"{named([feature])}: {trainer}._compute_loss {change}."
         elif added is not None:
             notes[feature] = added
     return notes

@@ -1,8 +1,8 @@
-"""What TRL's own loss computes: known values on made-up inputs, without a model and before an engine is built.
+"""What TRL's own loss does for this package's terms and weights, by properties: without a model and before an engine is built.
 
-The block's terms are added to this loss and weighed as it weighs its own, so that it must be the loss that was run. Text cannot
-tell: an edited comment changes nothing, and a function that the loss calls may change everything. Two dozen computations of
-three short rows take less than a tenth of a second. They show the ratio, the masks, the KL term and the denominators.
+The terms of a `mismatch` config are added to this loss and weighed as it weighs its own. Text can't tell whether that still
+works: an edited comment changes nothing, and a function that the loss calls may change everything. So the loss is computed on
+three short made-up responses, and each function of `PROPERTIES` compares slopes that this package relies on.
 
 A later release may read more than the tested ones did. The loss is then computed without that: what it computes decides. An
 input that batches may have is compared once more when one has it (`Objective.expect_known_inputs`).
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
-from itertools import product
 from types import SimpleNamespace
 from typing import Any
 
@@ -32,10 +31,14 @@ IN_OBJECTIVE = ("kl", "correction", "sampling_mask", "routing")
 """Sections whose effect is inside TRL's own loss."""
 
 DEFAULT_LOSS: str = GRPOConfig.loss_type
+LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "cispo", "dapo", "vespo", "luspo")
+"""Loss types whose denominators and ratios are known."""
+
+FAR_BELOW = -1.0e4
+"""Reference log-probability at which the slope of TRL's KL term is exactly 1, because exp(reference - policy) is 0."""
 
 ROWS, LENGTH = 3, 4
 MODEL = object()
-AUX = torch.tensor(0.7, dtype=torch.float64)
 PARTS = ("args", "accelerator", "state", "model")
 """Objects of a trainer that its loss reads from."""
 
@@ -61,6 +64,10 @@ OF_GRPO = {
     "num_items_in_batch": torch.tensor(14.0, dtype=torch.float64),
 }
 OF_RLOO = {"old_logps": torch.tensor([-8.3, -3.6, -6.1], dtype=torch.float64)}
+ENTROPIES = 1.5 + _wave(1.7)
+AUX = torch.tensor(0.7, dtype=torch.float64)
+ONES = torch.ones_like(LOGPS)
+TOOL_MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 READ = {
     GRPOTrainer: {*INPUTS, *OF_GRPO, "tool_mask"} - {"num_items_in_batch"},  # not by every loss type
     RLOOTrainer: {*INPUTS, *OF_RLOO},
@@ -75,72 +82,13 @@ HANDED = {
 OURS = {ROUTES: "routing", MASKS: "sampling_mask", BASELINE: "kl"}
 """Keys of the micro-batch that are this package's, and their sections."""
 
-# A case is what differs from the defaults of `_trainer` and from these inputs; None leaves an input out.
-CASES: list[dict[str, Any]] = [
-    *(
-        {"importance_sampling_level": level, "current_gradient_accumulation_steps": accumulation, "beta": beta}
-        for level, accumulation, beta in product(("token", "sequence"), (1, 2), (0.0, 0.1))
-    ),
-    {"model.training": False, "current_gradient_accumulation_steps": 2},
-    {"args.steps_per_generation": 4, "current_gradient_accumulation_steps": 2},
-    {"accelerator.num_processes": 2},
-    {"args.delta": 1.1},
-    {"args.use_bias_correction_kl": True, "beta": 0.1},
-    {"top_entropy_quantile": 0.5},
-    {"off_policy_mask_threshold": 0.02},
-    {"_entropy_bonus_enabled": True, "entropy_coef": 0.1},
-    {"_entropy_bonus_enabled": True, "entropy_coef": 0.1, "current_gradient_accumulation_steps": 2},
-    {"aux_loss_enabled": True, "router_aux_loss_coef": 0.1, "current_gradient_accumulation_steps": 2},
-    {"vllm_importance_sampling_correction": False},
-    {"inputs.old_per_token_logps": None},
-    {"inputs.advantages": _wave(0.9)},
-    {"inputs.tool_mask": torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])},
-]
-# TRL 1.13.0 to 1.16.0, by loss type and in the order of the cases: loss plus slope times `_wave(0.31)`. `python -m
-# mismatch_ext.adapters.trl.behavior` prints them for the installed version.
-KNOWN: dict[str, tuple[float, ...]] = {
-    "grpo": (
-        -0.255348, -0.261563, -0.127674, -0.130782, -0.474976, -0.481191, -0.237488, -0.240595,
-        -0.255348, -0.127674, -0.255348, -0.246410, -0.255335, -0.097173, -0.551869, -0.401897,
-        -0.200948, -0.092674, -0.210749, -0.184481, 0.020267, -0.255933,
-    ),
-    "sapo": (
-        -0.518537, -0.524752, -0.259268, -0.262376, -0.501078, -0.507293, -0.250539, -0.253646,
-        -0.518537, -0.259268, -0.518537, -0.518537, -0.518524, -0.193414, -1.117822, -0.665085,
-        -0.332543, -0.224268, -0.521449, -0.405153, 0.081609, -0.568823,
-    ),
-    "bnpo": (
-        -0.501887, -0.504624, -0.250943, -0.252312, -0.735275, -0.738013, -0.367638, -0.369006,
-        -0.501887, -0.250943, -0.501887, -0.490413, -0.497840, -0.200286, -0.699567, -0.648435,
-        -0.324218, -0.215943, -0.470684, -0.514900, -0.159609, -0.422682,
-    ),
-    "dr_grpo": (
-        -0.250943, -0.252312, -0.125472, -0.126156, -0.367638, -0.369006, -0.183819, -0.184503,
-        -0.250943, -0.125472, -0.250943, -0.245207, -0.248920, -0.100143, -0.349784, -0.397492,
-        -0.198746, -0.090472, -0.235342, -0.257450, -0.079805, -0.164376,
-    ),
-    "cispo": (
-        0.442303, 0.440543, 0.221152, 0.220272, 0.459174, 0.457414, 0.229587, 0.228707,
-        0.442303, 0.884606, 0.884606, 0.442303, 0.444905, 0.210602, 0.510029, 0.295754,
-        0.147877, 0.256152, 0.445541, 0.424425, 0.241179, 0.331721,
-    ),
-    "dapo": (
-        -0.322641, -0.324401, -0.161321, -0.162201, -0.472677, -0.474437, -0.236339, -0.237218,
-        -0.322641, -0.645283, -0.645283, -0.315266, -0.320040, -0.128755, -0.449722, -0.469190,
-        -0.234595, -0.126321, -0.302583, -0.331007, -0.102606, -0.211341,
-    ),
-    "vespo": (
-        0.425194, 0.423435, 0.212597, 0.211717, 0.425194, 0.423435, 0.212597, 0.211717,
-        0.425194, 0.850389, 0.850389, 0.425194, 0.427796, 0.192615, 0.468379, 0.278646,
-        0.139323, 0.247597, 0.425194, 0.492080, 0.197246, 0.208551,
-    ),
-    "luspo": (
-        -1.505660, -1.513872, -0.752830, -0.756936, -2.205826, -2.214039, -1.102913, -1.107019,
-        -1.505660, -0.752830, -1.505660, -1.471240, -1.493519, -0.600858, -2.098702, -1.652209,
-        -0.826104, -0.717830, -1.412052, -1.544700, -0.478827, -0.986258,
-    ),
-}  # fmt: skip
-KNOWN_RLOO = 0.253514
+Case = Mapping[str, Any]
+"""What differs from the defaults of `_trainer` ("args.delta") and from the inputs above; None leaves an input out."""
+SEQUENCES: Case = {"importance_sampling_level": "sequence"}
+UNWEIGHED: Case = {"inputs.importance_sampling_ratio": ONES}
+TWICE: Case = {"current_gradient_accumulation_steps": 2}
+ONE_TOKEN: Case = {"inputs.completion_mask": torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])}
+NO_TOKEN: Case = {"inputs.completion_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
 
 
 class _Noted(dict[str, Any]):
@@ -199,7 +147,7 @@ class Reads:
     """What a loss reads that the versions which were run do not read, and what it found there.
 
     Attributes:
-        inputs: Keys of the micro-batch. A batch may lack each of them, and then the loss is the known one.
+        inputs: Keys of the micro-batch. A batch may lack each of them, and then the loss has the properties.
         handed: Keys of the micro-batch that it only hands to its scoring pass.
         attributes: Attributes by their name in the loss, such as "self.args.new_option", with the value that was given.
     """
@@ -216,7 +164,7 @@ class Reads:
             return None
         found = (
             f"The loss of trl {installed('trl')} reads {' and '.join(names)}, which no tested version does. With "
-            "known inputs it still computes what they compute."
+            "known inputs it still does what this package relies on."
         )
         if self.inputs:
             keys = " or ".join(map(repr, sorted(self.inputs)))
@@ -286,51 +234,306 @@ def _give(trainer: Any, answers: Mapping[str, Any]) -> None:
         vars(part).setdefault(name, value)
 
 
-def compute(
-    kind: type[Any], case: Mapping[str, Any], reads: Reads, settings: Mapping[str, Any] | None = None
-) -> tuple[float | str, set[str]]:
-    """Return what TRL's own loss and its slope come to, or its error, and which known keys of the micro-batch it reads.
+class Changed(Exception):
+    """TRL's loss lacks a property. Its text says which one, and in which case."""
 
-    Args:
-        kind: TRL's trainer.
-        case: What differs from the defaults.
-        reads: Takes what the loss reads beside what is known.
-        settings: The run's own, for options of a later release; TRL's defaults without them.
+
+@dataclass(frozen=True)
+class Slopes:
+    """The slopes of TRL's loss in one case, and the trainer and the inputs that it was computed with."""
+
+    trainer: Any
+    inputs: Mapping[str, Any]
+    of_logps: Tensor
+    of_entropies: Tensor
+    of_aux: Tensor
+
+    @property
+    def mask(self) -> Tensor:
+        """Return 1 where a token is trained on, 0 elsewhere `[B, T]`."""
+        mask: Tensor = self.inputs["completion_mask"] * self.inputs.get("tool_mask", 1)
+        return mask.double()
+
+    @property
+    def accumulated(self) -> float:
+        """Return how many micro-batches are summed up to one step; 1 in an evaluation."""
+        return float(self.trainer.current_gradient_accumulation_steps) if self.trainer.model.training else 1.0
+
+    @property
+    def advantages(self) -> Tensor:
+        """Return the advantages `[B, 1]` or `[B, T]`."""
+        advantages: Tensor = self.inputs["advantages"]
+        return advantages if advantages.dim() == 2 else advantages[:, None]
+
+    @property
+    def weights(self) -> Tensor:
+        """Return what each token weighs in the loss, by the denominator of its type `[B, T]`."""
+        trainer, mask = self.trainer, self.mask
+        rows = len(mask)
+        of_step = self.inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
+        if trainer.model.training:
+            of_step = of_step / trainer.args.steps_per_generation
+        of_row = mask.sum(1, keepdim=True).clamp(min=1)
+        denominators = {
+            "grpo": rows * of_row,
+            "sapo": rows * of_row,
+            "bnpo": mask.sum().clamp(min=1),
+            "dr_grpo": rows * trainer.max_completion_length,
+            "luspo": rows,
+            "dapo": of_step,
+            "cispo": of_step,
+            "vespo": of_step,
+        }
+        return mask / denominators[trainer.loss_type] / self.accumulated
+
+
+class Probe:
+    """Computes TRL's own loss on made-up inputs, one case after the other.
+
+    Attributes:
+        reads: What the loss reads beside what is known.
+        asked: Known keys of the micro-batch that the loss has read in any case.
     """
-    settings = _settings(None) if settings is None else settings
-    logps, entropies, passed = LOGPS.clone().requires_grad_(), 1.5 + _wave(1.7), set[str]()
-    rows = [torch.cat([INPUTS[f"prompt_{what}"], INPUTS[f"completion_{what}"]], dim=1) for what in ("ids", "mask")]
 
-    def score(model: Any, tokens: Tensor, attention_mask: Tensor, length: int, *_: Any, **options: Any) -> Any:
-        passed.update({"model", *options})
-        if model is not MODEL or length != LENGTH or not all(map(torch.equal, (tokens, attention_mask), rows)):
-            raise ValueError("it scores other tokens than those of its micro-batch")
-        return logps, entropies, AUX if case.get("aux_loss_enabled") else None
+    def __init__(
+        self, kind: type[Any], loss_type: str, settings: Mapping[str, Any], reads: Reads, weighed: bool
+    ) -> None:
+        self.loss_type, self.reads, self.asked = loss_type, reads, set[str]()
+        self._kind, self._settings, self._weighed = kind, settings, weighed
 
-    given = {**INPUTS, **(OF_RLOO if kind is RLOOTrainer else OF_GRPO), **_part(case, "inputs.")}
-    while True:
-        inputs = _Noted({name: value for name, value in given.items() if value is not None})
-        trainer = _trainer(kind, case, score, settings, reads.attributes)
-        _give(trainer, reads.attributes)
-        found: float | str
-        try:
-            with torch.enable_grad():
-                loss = kind._compute_loss(trainer, MODEL, inputs)
-                (slope,) = torch.autograd.grad(loss, logps)
-            found = float(loss.detach() + (_wave(0.31) * slope).sum())
-        except AttributeError as error:
-            if _answer(trainer, error, settings, reads.attributes):
-                continue
-            found = f"{type(error).__name__}: {error}"
-        except Exception as error:  # noqa: BLE001 - whatever it is, it is what was seen
-            found = f"{type(error).__name__}: {error}"
-        break
-    if not passed:
-        return found, set()
-    known = READ[kind] | {"num_items_in_batch"}
-    reads.inputs |= inputs.asked - passed - known
-    reads.handed |= (inputs.asked & passed) - HANDED - known
-    return found, inputs.asked & known
+    def slopes(self, case: Case) -> Slopes:
+        """Compute the loss in a case, and its slopes.
+
+        Raises:
+            Changed: The loss raises an error, or scores other tokens than those of its micro-batch.
+        """
+        kind, attributes = self._kind, self.reads.attributes
+        given = {**INPUTS, **(OF_RLOO if kind is RLOOTrainer else OF_GRPO), **_part(case, "inputs.")}
+        leaves = [tensor.clone().requires_grad_() for tensor in (LOGPS, ENTROPIES, AUX)]
+        passed = set[str]()
+
+        def score(model: Any, tokens: Tensor, attention_mask: Tensor, length: int, *_: Any, **options: Any) -> Any:
+            passed.update({"model", *options})
+            rows = [
+                torch.cat([given[f"prompt_{what}"], given[f"completion_{what}"]], dim=1) for what in ("ids", "mask")
+            ]
+            if model is not MODEL or length != LENGTH or not all(map(torch.equal, (tokens, attention_mask), rows)):
+                raise ValueError("it scores other tokens than those of its micro-batch")
+            logps, entropies, aux = leaves
+            return logps, entropies, aux if case.get("aux_loss_enabled") else None
+
+        while True:
+            inputs = _Noted({name: value for name, value in given.items() if value is not None})
+            trainer = _trainer(kind, {"loss_type": self.loss_type, **case}, score, self._settings, attributes)
+            _give(trainer, attributes)
+            try:
+                with torch.enable_grad():
+                    loss = kind._compute_loss(trainer, MODEL, inputs)
+                    slopes = torch.autograd.grad(loss, leaves, materialize_grads=True)
+                error = None
+            except Exception as raised:  # noqa: BLE001 - whatever it is, it is what was seen
+                error = raised
+            if not isinstance(error, AttributeError) or not _answer(trainer, error, self._settings, attributes):
+                break
+        self._note(inputs.asked, passed)
+        if error is not None:
+            raise Changed(f"raises {type(error).__name__}: {error}{_described(case)}{self._new()}")
+        return Slopes(trainer, dict(inputs), *slopes)
+
+    def _note(self, asked: set[str], passed: set[str]) -> None:
+        """Note which keys of the micro-batch a loss has read, once it has scored its tokens."""
+        if not passed:
+            return
+        known = READ[self._kind] | {"num_items_in_batch"}
+        self.asked |= asked & known
+        self.reads.inputs |= asked - passed - known
+        self.reads.handed |= (asked & passed) - HANDED - known
+
+    def expect(self, found: Tensor, wanted: Tensor, case: Case, lost: str) -> None:
+        """Compare slopes with those that a property asks for.
+
+        Raises:
+            Changed: They differ; `lost` says what TRL no longer does.
+        """
+        if not self._weighed or torch.allclose(found, wanted, rtol=1e-4, atol=1e-7):
+            return
+        distances = (found - wanted).abs().nan_to_num(nan=torch.inf)
+        worst = int(distances.argmax())
+        values = f"a slope is {found.flatten()[worst]:.5g} instead of {wanted.flatten()[worst]:.5g}"
+        raise Changed(f"no longer {lost}: {values}{_described(case)}{self._new()}")
+
+    def _new(self) -> str:
+        """Say what the loss reads that is new."""
+        new = [f"{key!r} of its inputs" for key in sorted(self.reads.inputs)]
+        new += [f"{name}={value!r}" for name, value in sorted(self.reads.attributes.items())]
+        return f"; it reads {' and '.join(new)}, which is new" if new else ""
+
+
+def _described(case: Case) -> str:
+    """Name what a case sets, numbers with their values."""
+    given = [name if isinstance(value, Tensor) else f"{name}={value}" for name, value in case.items()]
+    return f" with {', '.join(given)}" if given else ""
+
+
+def weighs_by_denominator(probe: Probe) -> None:
+    """A trained token weighs 1 over its type's denominator and a masked one 0: `kl` and `reinforce` read their weights so."""
+    unit = {
+        "beta": 1.0,
+        "inputs.advantages": torch.zeros(ROWS),
+        "inputs.ref_per_token_logps": torch.full_like(LOGPS, FAR_BELOW),
+    }
+    cases: list[Case] = [
+        {},
+        TWICE,
+        {**TWICE, "model.training": False},
+        {**TWICE, "args.steps_per_generation": 4},
+        {"accelerator.num_processes": 2},
+        {"inputs.tool_mask": TOOL_MASK},
+        {**ONE_TOKEN, "inputs.num_items_in_batch": torch.tensor(1.0)},
+        {**NO_TOKEN, "inputs.num_items_in_batch": torch.tensor(0.0)},
+    ]
+    for case in cases:
+        slopes = probe.slopes({**case, **unit})
+        probe.expect(slopes.of_logps, slopes.weights, case, "weighs tokens by the denominator of its loss type")
+
+
+def is_policy_gradient(probe: Probe) -> None:
+    """On-policy, a token's slope is -weight * advantage: `reinforce` puts a term of its own in that place."""
+    on_policy: Case = {**UNWEIGHED, "inputs.old_per_token_logps": LOGPS}
+    cases: list[Case] = [
+        {},
+        SEQUENCES,
+        {"inputs.tool_mask": TOOL_MASK},
+        {**SEQUENCES, "inputs.tool_mask": TOOL_MASK},
+        {**SEQUENCES, **ONE_TOKEN},
+        {"inputs.old_per_token_logps": None},
+        {"inputs.advantages": _wave(0.9)},
+        {"inputs.advantages": torch.zeros(ROWS, dtype=torch.float64)},
+    ]
+    for case in cases:
+        slopes = probe.slopes({**on_policy, **case})
+        wanted = -slopes.weights * slopes.advantages
+        probe.expect(slopes.of_logps, wanted, case, "follows the policy gradient while the policy has not moved")
+
+
+def multiplies_by_ratio(probe: Probe) -> None:
+    """`importance_sampling_ratio` multiplies the slope of each token: `correction` puts its weights there.
+
+    vespo has it inside of a weight without a slope. There it acts as the ratio to the old policy does.
+    """
+    lost = "multiplies each token's loss by importance_sampling_ratio"
+    plain = probe.slopes(UNWEIGHED).of_logps
+    off: Case = {"vllm_importance_sampling_correction": False, "inputs.importance_sampling_ratio": None}
+    probe.expect(probe.slopes(off).of_logps, plain, off, "leaves each token's loss alone where correction is off")
+    of_tokens = torch.where(INPUTS["completion_mask"].bool(), OF_GRPO["importance_sampling_ratio"], 1.0)
+    of_rows = torch.tensor([[1.2], [0.7], [0.0]], dtype=torch.float64)
+    if probe.loss_type == "vespo":
+        nearer: Case = {**UNWEIGHED, "inputs.old_per_token_logps": OF_GRPO["old_per_token_logps"] - of_tokens.log()}
+        weighed = probe.slopes({"inputs.importance_sampling_ratio": of_tokens}).of_logps
+        probe.expect(
+            weighed, probe.slopes(nearer).of_logps, {}, "takes importance_sampling_ratio for part of its ratio"
+        )
+        rejected = probe.slopes({"inputs.importance_sampling_ratio": of_rows}).of_logps[2]
+        probe.expect(
+            rejected, torch.zeros_like(rejected), {}, "leaves out a response whose importance_sampling_ratio is 0"
+        )
+        return
+    by_row = probe.slopes({**SEQUENCES, **UNWEIGHED}).of_logps
+    for case, ratio, unweighed in (({}, of_tokens, plain), ({}, of_rows, plain), (SEQUENCES, of_rows, by_row)):
+        weighed = probe.slopes({**case, "inputs.importance_sampling_ratio": ratio}).of_logps
+        probe.expect(weighed, unweighed * ratio, case, lost)
+
+
+def limits_ratio(probe: Probe) -> None:
+    """Off-policy, the loss type limits the ratio to the old policy: `bypass` puts the engine's ratio there."""
+    lost = "limits the ratio to the old policy as its loss type does"
+    if probe.loss_type in ("sapo", "vespo"):  # with a smooth weight that ends at 0
+        far: Case = {**UNWEIGHED, "inputs.old_per_token_logps": LOGPS - 5, "inputs.advantages": ONES}
+        probe.expect(probe.slopes(far).of_logps, torch.zeros_like(LOGPS), far, lost)
+        return
+    negative = {"inputs.advantages": -ONES}
+    cases: list[Case] = [{}, SEQUENCES, negative, {**negative, "args.delta": 1.25}]
+    for case in cases:
+        slopes = probe.slopes({**UNWEIGHED, **case})
+        wanted = -slopes.weights * slopes.advantages * _limited(slopes)
+        probe.expect(slopes.of_logps, wanted, case, lost)
+
+
+def _limited(slopes: Slopes) -> Tensor:
+    """Return what remains of the ratio to the old policy `[B, T]` or `[B, 1]`, by clipping or cispo's cap."""
+    trainer, mask = slopes.trainer, slopes.mask
+    logs = LOGPS - slopes.inputs["old_per_token_logps"]
+    if trainer.importance_sampling_level == "sequence":
+        logs = (logs * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
+    ratio = logs.exp()
+    if trainer.loss_type == "cispo":
+        return ratio.clamp(max=trainer.epsilon_high)
+    positive = slopes.advantages > 0
+    highest = torch.inf if trainer.args.delta is None else trainer.args.delta
+    too_high = ratio > torch.where(positive, 1 + trainer.epsilon_high, highest)
+    too_low = ~positive & (ratio < 1 - trainer.epsilon_low)
+    return ratio.masked_fill(too_high | too_low, 0)
+
+
+def filters_policy_term(probe: Probe) -> None:
+    """TRL's own filters take whole tokens out of the policy term: `correction` sets the off-policy one."""
+    mask = INPUTS["completion_mask"].bool()
+    plain = probe.slopes({}).of_logps
+    quantile: Case = {"top_entropy_quantile": 0.3}
+    high = mask & (torch.quantile(ENTROPIES[mask], 0.7) <= ENTROPIES)
+    probe.expect(
+        probe.slopes(quantile).of_logps, plain * high, quantile, "trains on the tokens of highest entropy alone"
+    )
+    # A response is dropped if its advantage is negative and the engine is far from the policy: here the second alone.
+    signs: Case = {"inputs.advantages": torch.tensor([1.0, -0.7, -0.3], dtype=torch.float64)}
+    far = LOGPS + torch.tensor([[0.1, 0.1, 0.1, 0.1], [0.1, 0.1, -9, -9], [0, 0, 0, 9]])  # masked tokens don't count
+    drop: Case = {**signs, "off_policy_mask_threshold": 0.02, "inputs.sampling_per_token_logps": far}
+    kept = probe.slopes(signs).of_logps * torch.tensor([[1], [0], [1]])
+    probe.expect(probe.slopes(drop).of_logps, kept, drop, "drops far responses with a negative advantage alone")
+
+
+def adds_kl(probe: Probe) -> None:
+    """The KL term is added to the policy term, and no ratio, filter or advantage multiplies it: `kl` replaces it so."""
+    kl: Case = {"beta": 0.1}
+    lost = "adds beta times the KL to each token's loss"
+    log_ratio = OF_GRPO["ref_per_token_logps"] - LOGPS
+    slope_of_kl = 1 - log_ratio.exp()
+    cases: list[Case] = [{}, SEQUENCES, {"top_entropy_quantile": 0.3}, {"off_policy_mask_threshold": 0.02}]
+    for case in cases:
+        without, slopes = probe.slopes(case), probe.slopes({**case, **kl})
+        added = slopes.of_logps - without.of_logps
+        probe.expect(added, 0.1 * slopes.weights * slope_of_kl, {**case, **kl}, lost)
+    # TRL's own bias correction multiplies the KL by the ratio to the old policy, which has a slope too.
+    corrected: Case = {**kl, "args.use_bias_correction_kl": True}
+    slopes = probe.slopes(corrected)
+    added = slopes.of_logps - probe.slopes({}).of_logps
+    ratio = (LOGPS - OF_GRPO["old_per_token_logps"]).exp()
+    of_kl = log_ratio.exp() - log_ratio - 1
+    probe.expect(added, 0.1 * slopes.weights * ratio * (slope_of_kl + of_kl), corrected, lost)
+
+
+def adds_own_terms(probe: Probe) -> None:
+    """TRL's entropy bonus and router loss stay the same share of a step, whatever is added beside them."""
+    cases: list[Case] = [{}, TWICE, {**TWICE, "model.training": False}, ONE_TOKEN, NO_TOKEN]
+    for case in cases:
+        bonus: Case = {**case, "_entropy_bonus_enabled": True, "entropy_coef": 0.1}
+        slopes = probe.slopes(bonus)
+        of_entropies = -0.1 * slopes.mask / slopes.mask.sum().clamp(min=1) / slopes.accumulated
+        probe.expect(slopes.of_entropies, of_entropies, bonus, "adds its entropy bonus with its coefficient")
+        router: Case = {**case, "aux_loss_enabled": True, "router_aux_loss_coef": 0.1}
+        of_aux = torch.full_like(AUX, 0.1 / slopes.accumulated)
+        probe.expect(probe.slopes(router).of_aux, of_aux, router, "adds its router loss with its coefficient")
+
+
+PROPERTIES = (
+    weighs_by_denominator,
+    is_policy_gradient,
+    multiplies_by_ratio,
+    limits_ratio,
+    filters_policy_term,
+    adds_kl,
+    adds_own_terms,
+)
 
 
 def examine(
@@ -341,35 +544,28 @@ def examine(
     values: bool = True,
     attributes: Mapping[str, Any] | None = None,
 ) -> tuple[str | None, Reads]:
-    """Say what TRL's own loss does that it did not in the versions that were run, or None, and what it reads beside.
+    """Say what TRL's own loss no longer does, or None, and what it reads beside what is known.
 
     Args:
         kind: TRL's trainer.
         loss_type: Its loss.
         config: The run's settings; None for TRL's defaults.
-        values: Whether what it computes counts. If not, only its inputs do.
+        values: Whether what it computes counts. If not, only its inputs and the tokens that it scores do.
         attributes: Values of attributes that are known to be new, by their name in the loss.
     """
-    cases, known = ([{}], (KNOWN_RLOO,)) if kind is RLOOTrainer else (CASES, KNOWN[loss_type])
-    reads, settings = Reads(attributes=dict(attributes or {})), _settings(config)
-    found = [compute(kind, {"loss_type": loss_type, **case}, reads, settings) for case in cases]
-    for case, expected, (value, _) in zip(cases, known, found, strict=True):
-        if isinstance(value, str) or (values and not abs(value - expected) < 1e-5):
-            return _difference(case, value, expected, reads), reads
-    if gone := sorted(READ[kind] - set().union(*(keys for _, keys in found))):
-        return f"it no longer reads {', '.join(map(repr, gone))} of its inputs", reads
+    reads = Reads(attributes=dict(attributes or {}))
+    probe = Probe(kind, loss_type, _settings(config), reads, values)
+    try:
+        if kind is RLOOTrainer:
+            probe.slopes({})  # no section adds a term to this loss
+        else:
+            for property_of_loss in PROPERTIES:
+                property_of_loss(probe)
+    except Changed as change:
+        return str(change), reads
+    if unread := sorted(READ[kind] - probe.asked):
+        return f"no longer reads {', '.join(map(repr, unread))} of its inputs", reads
     return None, reads
-
-
-def _difference(case: Mapping[str, Any], value: float | str, expected: float, reads: Reads) -> str:
-    """Say in which case a loss differs, and what it reads there that is new."""
-    given = {name: of.tolist() if isinstance(of, Tensor) else of for name, of in case.items()}
-    what = ", ".join(f"{name}={of}" for name, of in given.items())
-    seen = f"raises {value}" if isinstance(value, str) else f"comes to {value:.6f} instead of {expected:.6f}"
-    new = [f"{key!r} of its inputs" for key in sorted(reads.inputs)]
-    new += [f"{name}={of!r}" for name, of in sorted(reads.attributes.items())]
-    beside = f"; it reads {' and '.join(new)}, which is new" if new else ""
-    return f"with {what or 'made-up inputs'} it {seen}{beside}"
 
 
 def check_loss(
@@ -379,7 +575,7 @@ def check_loss(
     config: Any = None,
     attributes: Mapping[str, Any] | None = None,
 ) -> Reads:
-    """Refuse sections inside TRL's own loss if that loss is not the one that was run, whatever its version and text.
+    """Refuse sections inside TRL's own loss if that loss no longer does what they rely on, whatever its version and text.
 
     Args:
         trainer: The trainer's class.
@@ -392,7 +588,7 @@ def check_loss(
         What the loss reads beside what is known; nothing if no section is inside of it.
 
     Raises:
-        SeamError: The loss differs.
+        SeamError: The loss lacks a property.
     """
     features = [feature for feature in block.features if feature.partition(".")[0] in IN_OBJECTIVE]
     kind = RLOOTrainer if issubclass(trainer, RLOOTrainer) else GRPOTrainer
@@ -402,10 +598,10 @@ def check_loss(
     if change is not None:
         version = installed("trl")
         sections = " and ".join(dict.fromkeys(feature.partition(".")[0] for feature in features))
+        of_type = f" (loss_type={loss_type!r})" if loss_type else ""
         raise SeamError(
-            f"{named(features)}: {kind.__name__}._compute_loss of trl {version} is not the loss that this release was run with"
-            f"{f' (loss_type={loss_type!r})' if loss_type else ''}: {change}. Remove {sections} from the block, or install a "
-            f"version that was run (pip install trl=={PEERS['trl'].nearest(version)})."
+            f"{named(features)}: {kind.__name__}._compute_loss of trl {version}{of_type} {change}. Remove {sections} from the "
+            f"config, or install a tested version (pip install trl=={PEERS['trl'].nearest(version)})."
         )
     return reads
 
@@ -446,18 +642,12 @@ def examine_sections(
     sections = {feature.partition(".")[0] for feature in features}
     # The others change what is scored, not what is made of it.
     weighed = not sections.isdisjoint(("kl", "correction"))
-    if kind is not RLOOTrainer and loss_type not in KNOWN:
+    if kind is not RLOOTrainer and loss_type not in LOSS_TYPES:
         reads = Reads()
-        change = f"loss_type={loss_type!r} is none of {', '.join(KNOWN)}, whose values are known" if weighed else None
+        change = f"has a loss type that is none of the known {', '.join(LOSS_TYPES)}" if weighed else None
     else:
         change, reads = examine(kind, loss_type, config=config, values=weighed, attributes=attributes)
     taken = sorted(key for key in reads.inputs | reads.handed if OURS.get(key) in sections)
     if change is None and taken:
-        change = f"it reads {' and '.join(map(repr, taken))} of its inputs, where this package puts what is its own"
+        change = f"reads {' and '.join(map(repr, taken))} of its inputs, where this package puts its own"
     return change, reads
-
-
-if __name__ == "__main__":
-    # The values of `KNOWN` for the installed version.
-    for name in KNOWN:
-        print(name, [round(float(compute(GRPOTrainer, {"loss_type": name, **case}, Reads())[0]), 6) for case in CASES])

@@ -13,7 +13,7 @@ from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.behavior import Reads
+from mismatch_ext.adapters.trl.behavior import FAR_BELOW, Reads
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -45,8 +45,6 @@ HOSTS = ("mismatch_ext", "transformers")
 OWN = "trl.trainer.grpo_trainer"
 WEIGHTS = "importance_sampling_ratio"
 """TRL's key of the weights that it multiplies its per-token loss by."""
-# exp(ref - logp) is exactly 0 here, so that the derivative of TRL's k3 term is exactly 1.
-FAR_BELOW = -1.0e4
 
 
 def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:

@@ -173,15 +173,15 @@ HARMFUL: dict[str, tuple[Change, str]] = {
         replaced(
             TRAINER, ('normalizer = inputs["num_items_in_batch"]', 'normalizer = 2 * inputs["num_items_in_batch"]')
         ),
-        "comes to",
+        "denominator",
     ),
     "a return through a normalizer of its own": (
         replaced(
             TRAINER, (RETURN, "        return self._normalized(loss, completion_mask)\n"), (HEAD, NORMALIZED + HEAD)
         ),
-        "comes to",
+        "denominator",
     ),
-    "a factor on the ratio": (replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "comes to"),
+    "a factor on the ratio": (replaced(TRAINER, (RATIO, RATIO.replace("inputs", "1.01 * inputs"))), "policy gradient"),
     "another input": (replaced(TRAINER, (RATIO, 'token_loss * inputs["is_ratio"]')), "'is_ratio'"),
 }
 """What changes the loss, and what the refusal says of it."""

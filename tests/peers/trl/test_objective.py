@@ -73,7 +73,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
     later, before = run(scenarios.replaced, model=dense, out=tmp_path).expect()
-    assert all(word in before for word in ("GRPOTrainer._compute_loss of trl", "is not the loss", "comes to")), before
+    assert all(word in before for word in ("GRPOTrainer._compute_loss of trl", "no longer", "instead of")), before
     assert "GRPOTrainer._compute_loss was replaced after the trainer was built" in later
 
 

@@ -31,6 +31,8 @@ else:
 ONE, DAPO = {"kl": {"coef": 0.1}}, "dapo"
 RATIO = 'inputs["importance_sampling_ratio"]\n'
 MASK = "mask = completion_mask if"
+KL_TERM = "per_token_loss = per_token_loss + self.beta"
+KL_IN_LOSS = "if self.beta != 0.0:\n        per_token_loss"
 OTHER_TOKENS = ("model,\n        input_ids,", "model,\n        completion_ids,")
 
 
@@ -64,24 +66,66 @@ def test_a_loss_that_computes_the_same_is_accepted_whatever_its_text(check: Any,
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("normalizer = inputs[", "normalizer = 2 * inputs[", ["comes to", "instead of"]),
-        ("return loss\n", "return loss * mask.numel() / mask.sum()\n", ["comes to", "instead of"]),
-        (RATIO, 'inputs["importance_sampling_ratio"] * 1.01\n', ["comes to", "instead of"]),
+        ("normalizer = inputs[", "normalizer = 2 * inputs[", ["denominator", "instead of"]),
+        ("return loss\n", "return loss * mask.numel() / mask.sum()\n", ["denominator", "instead of"]),
+        (RATIO, 'inputs["importance_sampling_ratio"] * 1.01\n', ["follows the policy gradient", "instead of"]),
+        (RATIO, 'inputs["importance_sampling_ratio"] ** 2\n', ["multiplies each token's loss by", "instead of"]),
+        (RATIO, 'inputs["importance_sampling_ratio"].clamp(min=0.5)\n', ["multiplies each token's loss by", "instead of"]),
         (RATIO, 'inputs["is_ratio"]\n', ["raises KeyError", "reads 'is_ratio'", "new"]),
-        ("self.beta * per_token_kl", "self.beta * self.kl_scale * per_token_kl", ["kl_scale", "beta=0.1"]),
+        ("self.beta * per_token_kl", "self.beta * self.kl_scale * per_token_kl", ["kl_scale", "beta="]),
         ("self.beta * per_token_kl", "(self.beta if self.args.temperature else 0) * 2 * per_token_kl", ["args.temperature"]),
-        ("max=self.args.delta", "max=1 + self.args.delta", ["args.delta=1.1", "comes to"]),
-        ('if "tool_mask" not in inputs', "if True", ["tool_mask", "comes to"]),
-        ("entropy_mask\n\n", "1\n\n", ["top_entropy_quantile=0.5", "comes to"]),
+        ("max=self.args.delta", "max=1 + self.args.delta", ["args.delta=1.25", "limits the ratio"]),
+        ('if "tool_mask" not in inputs', "if True", ["denominator", "inputs.tool_mask"]),
+        ("entropy_mask\n\n", "1\n\n", ["top_entropy_quantile=0.3", "highest entropy"]),
         (*OTHER_TOKENS, ["scores other tokens"]),
     ],
 )  # fmt: skip
-def test_a_loss_that_computes_something_else_is_refused_by_what_was_seen(
+def test_a_loss_that_lost_a_property_is_refused_by_what_it_no_longer_does(
     check: Any, old: str, new: str, words: list[str]
 ) -> None:
     with pytest.raises(SeamError) as refusal:
         check(old, new)
     assert all(word in str(refusal.value) for word in [*words, "mismatch.kl", "pip install trl=="]), refusal.value
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loss", "words"),
+    [
+        # A response without tokens, or with a single one, as masking leaves them.
+        (".sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()", ".sum(-1) / mask.sum(-1)).mean()", "grpo", "instead of"),
+        ("mask.sum(-1).clamp(min=1.0)).mean()", "mask.sum(-1).clamp(min=2.0)).mean()", "sapo", "denominator"),
+        (".sum() / mask.sum().clamp(min=1.0)", ".sum() / mask.sum()", "bnpo", "denominator"),
+        ('inputs["num_items_in_batch"].clamp(min=1.0)', 'inputs["num_items_in_batch"]', "dapo", "denominator"),
+        # A response that is dropped because the engine is far from the policy.
+        ("mask=mask,\n            off_policy", "mask=1 - mask,\n            off_policy", "dapo", "drops far responses"),
+        # A KL term that TRL's own weights multiply.
+        (KL_TERM, KL_TERM.replace("+ self.beta", '* 1 + inputs["importance_sampling_ratio"] * self.beta'), "dapo", "denominator"),
+        (KL_IN_LOSS, KL_IN_LOSS.replace(":", " and entropy_mask is None:"), "luspo", "adds beta"),
+        # The ratio of a whole response, which vespo has inside of a weight.
+        ('ratio=inputs.get("importance_sampling_ratio")', "ratio=None", "vespo", "part of its ratio"),
+        ("coef_1 - 1)) * 4", "coef_1.detach() - 1)) * coef_1 * 4", "sapo", "policy gradient"),
+    ],
+)  # fmt: skip
+def test_properties_hold_in_cases_that_batches_rarely_have(
+    check: Any, old: str, new: str, loss: str, words: str
+) -> None:
+    with pytest.raises(SeamError, match=rf"loss_type={loss!r}\) no longer .*{words}"):
+        check(old, new, loss=loss)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "loss"),
+    [
+        ("return loss\n", "return loss + 1\n", DAPO),
+        ("advantages * per_token_logps", "advantages * (per_token_logps - per_token_logps.detach())", "cispo"),
+        ("advantages * per_token_logps", "advantages * (per_token_logps - per_token_logps.detach())", "vespo"),
+        ("per_token_loss = -torch.min(", "per_token_loss = advantages - torch.min(", "grpo"),
+    ],
+)
+def test_a_loss_of_another_value_is_accepted_if_it_has_the_same_slopes(
+    check: Any, old: str, new: str, loss: str
+) -> None:
+    assert check(old, new, loss=loss).sentence() is None
 
 
 CLAMPED = "clamped_ratios = torch.clamp(coef_1, max=self.epsilon_high).detach()"
@@ -98,7 +142,7 @@ CLAMPED = "clamped_ratios = torch.clamp(coef_1, max=self.epsilon_high).detach()"
 )
 def test_what_cispo_does_with_its_ratio_is_seen(check: Any, new: str) -> None:
     check(CLAMPED, new)  # other loss types have no such line
-    with pytest.raises(SeamError, match="loss_type='cispo'.*comes to"):
+    with pytest.raises(SeamError, match="loss_type='cispo'.*no longer"):
         check(CLAMPED, new, loss="cispo")
 
 
@@ -149,7 +193,7 @@ def test_an_option_of_a_later_release_has_the_runs_own_value(monkeypatch: pytest
         "self.args.sync_ref_model (False)" in behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options).sentence()
     )
     options.sync_ref_model = True
-    with pytest.raises(SeamError, match=r"comes to .* instead of .*self.args.sync_ref_model=True, which is new"):
+    with pytest.raises(SeamError, match=r"no longer .* instead of .*self.args.sync_ref_model=True, which is new"):
         behavior.check_loss(behavior.GRPOTrainer, block, DAPO, options)
 
 
@@ -164,7 +208,7 @@ def test_an_attribute_of_a_later_release_has_the_built_trainers_value(check: Any
     trainer.doubled = False
     assert "self.doubled (False)" in behavior.check_trainer(trainer, block, reads).sentence()
     trainer.doubled = True
-    with pytest.raises(SeamError, match=r"mismatch.kl: .* comes to .* instead of .*self.doubled=True, which is new"):
+    with pytest.raises(SeamError, match=r"mismatch.kl: .* no longer .* instead of .*self.doubled=True, which is new"):
         behavior.check_trainer(trainer, block, reads)
 
 
@@ -173,7 +217,7 @@ def test_an_input_under_a_name_of_ours_is_refused_with_the_section_that_it_is_of
     hands = ('pixel_values=inputs.get("pixel_values")', 'sampling_mask=inputs.get("sampling_mask")')
     for change in (reads, hands):
         assert "sampling_mask" in check(*change).sentence()
-        with pytest.raises(SeamError, match="it reads 'sampling_mask' of its inputs, where this package puts"):
+        with pytest.raises(SeamError, match="reads 'sampling_mask' of its inputs, where this package puts"):
             check(*change, {"sampling_mask": {}})
 
 
@@ -236,14 +280,15 @@ def test_a_changed_loss_refuses_what_is_inside_of_it_alone(check: Any) -> None:
     doubled = ("normalizer = inputs[", "normalizer = 2 * inputs[")
     check(*doubled, {"lr": {}, "precision": {"dtype": "float16"}})
     check(*doubled, loss="grpo")  # a denominator of other loss types
-    with pytest.raises(SeamError, match="comes to"):
+    with pytest.raises(SeamError, match="no longer weighs tokens by the denominator"):
         check("* mask", "* mask * 2", {"correction": {"preset": "tis"}})
     for block in ({"sampling_mask": {}}, {"routing": {"mode": "R2"}}, {"routing": {"mode": "R3"}}):
         check("* mask", "* mask * 2", block)  # what is made of the scores is not theirs
         with pytest.raises(SeamError, match="scores other tokens"):
             check(*OTHER_TOKENS, block)
-    with pytest.raises(SeamError, match="RLOOTrainer.*comes to"):
-        check("coef_1 * advantages", "advantages", ONE, "", "RLOOTrainer")
+    check("coef_1 * advantages", "advantages", ONE, "", "RLOOTrainer")  # no section has a term or a weight there
+    with pytest.raises(SeamError, match="RLOOTrainer.*scores other tokens"):
+        check(*OTHER_TOKENS, {"routing": {"mode": "R2"}}, "", "RLOOTrainer")
 
 
 def test_overrides_pass_on_what_a_later_release_adds() -> None:
