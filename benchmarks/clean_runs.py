@@ -20,10 +20,10 @@ from benchmarks.harness import measured_on
 from mismatch_ext.alarms import rules_of
 from mismatch_ext.bad_rows import METRIC
 from mismatch_ext.config import MonitorConfig
+from mismatch_ext.events import WEIGHT_SYNC
 from mismatch_ext.log import WEIGHT_SYNC_GAP
 from mismatch_ext.log_reading import read_run
 from mismatch_ext.names import PREFIX, TRL
-from mismatch_ext.weights import EVENT as WEIGHT_SYNC
 
 RECORDED = Path(__file__).with_name("clean_runs.json")
 STEPS, ROWS = 200, 32

@@ -284,7 +284,8 @@ class Slopes:
             "cispo": of_step,
             "vespo": of_step,
         }
-        return mask / denominators[trainer.loss_type] / self.accumulated
+        weights: Tensor = mask / denominators[trainer.loss_type] / self.accumulated
+        return weights
 
 
 class Probe:
@@ -465,7 +466,7 @@ def _limited(slopes: Slopes) -> Tensor:
     logs = LOGPS - slopes.inputs["old_per_token_logps"]
     if trainer.importance_sampling_level == "sequence":
         logs = (logs * mask).sum(1, keepdim=True) / mask.sum(1, keepdim=True)
-    ratio = logs.exp()
+    ratio: Tensor = logs.exp()
     if trainer.loss_type == "cispo":
         return ratio.clamp(max=trainer.epsilon_high)
     positive = slopes.advantages > 0
