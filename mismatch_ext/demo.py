@@ -182,13 +182,10 @@ def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what,
     responses_BT, sampled_BT = rollout(policy, prompts_BT, generator, PENALTY)
     scored_BT, _ = score(policy, prompts_BT, responses_BT)
     oracle = cast(policy, torch.float32)  # the weights that the engine holds, in exact arithmetic
-    oracle_BT, logits_BTV = score(oracle, prompts_BT, responses_BT)
-    exact_BT, _ = score(cast(policy, torch.float64), prompts_BT, responses_BT)
     scores = Scores(
         trainer=scored_BT.double().flatten().numpy(),
         own=scored_BT.double().flatten().numpy(),
-        logits=logits_BTV.flatten(0, 1),
-        float32_error=float((oracle_BT.double() - exact_BT).abs().mean()),
+        logits=score(oracle, prompts_BT, responses_BT)[1].flatten(0, 1),
         engine_dtype="bfloat16",
         trainer_dtype="bfloat16",
     )

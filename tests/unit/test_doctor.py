@@ -58,15 +58,7 @@ def drawn(
         logprobs=tuple(map(tuple, said.view(responses, LENGTH).tolist())),
     )
     own = score(rounded(ROUNDING))
-    last_place = torch.finfo(torch.float32).eps * float(logits.abs().amax(-1).mean())
-    scores = Scores(
-        trainer=score(rounded(trainer_rounding)),
-        own=own,
-        logits=logits,
-        float32_error=last_place,
-        temperature=temperature,
-    )
-    return sample, scores
+    return sample, Scores(trainer=score(rounded(trainer_rounding)), own=own, logits=logits, temperature=temperature)
 
 
 def nucleus(p: float) -> Callable[[Tensor], Tensor]:

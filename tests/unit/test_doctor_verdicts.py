@@ -140,10 +140,7 @@ def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Sc
         logprobs=tuple(row[:count] for row in sample.logprobs),
     )  # fmt: skip
     return part, Scores(
-        trainer=scores.trainer[kept],
-        own=scores.own[kept],
-        logits=scores.logits[torch.from_numpy(kept)],
-        float32_error=scores.float32_error,
+        trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
     )
 
 
