@@ -463,9 +463,7 @@ def main() -> None:
     """Run the flows that are asked for, or those that have not passed yet; the exit status is 1 if one does not pass."""
     assert __doc__ is not None
     names = [flow.name for flow in FLOWS]
-    parser = argparse.ArgumentParser(
-        prog="python -m examples.real_flows", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=names, metavar="NAME", help=f"flows to run: {', '.join(names)}")
     parser.add_argument("--again", action="store_true", help="run those that passed, too")
     parser.add_argument("--record", type=Path, metavar="FILE", help="write the last outcome of each flow to this file")

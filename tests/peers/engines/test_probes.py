@@ -56,7 +56,7 @@ def sent_to_server(ask: Callable[[Any], Any]) -> list[Any]:
 
     bodies: list[dict[str, Any]] = []
 
-    def post(path: str, body: dict[str, Any]) -> Any:
+    def post(path: str, body: dict[str, Any], timeout: float | None = None) -> Any:
         bodies.append(body)
         raise Asked
 
