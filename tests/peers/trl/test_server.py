@@ -131,7 +131,10 @@ def test_probes_that_a_busy_server_does_not_answer_leave_updates_unknown(
 ) -> None:
     found = run(scenarios.unanswered, model=moe, out=tmp_path, url=server, seconds=3.0).expect()
     assert found["steps"] == 6
-    assert found["verdicts"] == ["unchanged", None, None, None, "in_sync", "in_sync"]
+    first, *later = found["verdicts"]
+    # The server may hold the weights that an earlier test has sent.
+    assert first in ("unchanged", "in_sync")
+    assert later == [None, None, None, "in_sync", "in_sync"]
     assert len(found["said"]) == 3
     for message in found["said"]:
         assert message.startswith("nothing is known of this weight update") and "within 3 s" in message, message
