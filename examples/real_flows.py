@@ -299,10 +299,14 @@ class Outcome:
     commit: str | None = None
 
 
+def _typed(flow: Flow) -> str:
+    """Return the command as a user types it at the root of a clone, without this machine's folders."""
+    return shlex.join(flow.command).replace(f"{ROOT}/", "")
+
+
 def not_run(flow: Flow) -> Outcome:
     """Return what is known of a flow that has not been run."""
-    command = shlex.join(flow.command)
-    return Outcome(name=flow.name, title=flow.title, command=command, status="not run", minutes=0.0, peak_gb=0.0)
+    return Outcome(name=flow.name, title=flow.title, command=_typed(flow), status="not run", minutes=0.0, peak_gb=0.0)
 
 
 def memory_of(process: psutil.Process) -> int:
@@ -370,7 +374,7 @@ def run_flow(flow: Flow, work: Path, limit: float = LIMIT) -> Outcome:
     return Outcome(
         name=flow.name,
         title=flow.title,
-        command=shlex.join(flow.command),
+        command=_typed(flow),
         status="timed out" if too_long else "failed" if why else "passed",
         minutes=round(minutes, 1),
         peak_gb=round(largest / 1e9, 1),
