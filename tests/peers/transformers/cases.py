@@ -39,11 +39,11 @@ REFUSED = {
 }
 # Modes of gradient checkpointing in which the family may fail, or compute other bits, without replay too.
 WITHOUT = {
-    "diffusion_gemma_text": {"reentrant", "non-reentrant"},
+    "diffusion_gemma_text": frozenset({"reentrant", "non-reentrant"}),
     # On some CPUs the gradients of its embeddings are added in another order, and differ in their last bits.
-    "inkling2_loop_text": {"reentrant"},
-    "inkling2_text": {"reentrant"},
-    "mistral_large4_text": {"reentrant"},
+    "inkling2_loop_text": frozenset({"reentrant"}),
+    "inkling2_text": frozenset({"reentrant"}),
+    "mistral_large4_text": frozenset({"reentrant"}),
 }
 QWEN = "qwen3_moe (norm_topk_prob, dense layer)"  # layers 0, 2 and 3 of 4 have experts
 REENTRANT = [True, False]
