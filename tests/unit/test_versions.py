@@ -157,6 +157,17 @@ def test_every_peer_was_run_in_the_installed_version_and_versions_are_in_order(n
     assert PEERS[name].tested(version)
 
 
+def test_the_table_of_tested_versions_has_what_ran_and_nothing_else() -> None:
+    page = (ROOT / "docs/index.md").read_text(encoding="utf-8")
+    table = page.partition("\n## Tested versions\n")[2].partition("\n| limit |")[0]
+    named: dict[str, set[str]] = {name: set() for name in PEERS}
+    for row in table.splitlines():
+        cells = row.split(" | ")
+        for name, versions in re.findall(r"([A-Za-z-]+) ((?:\d[\d.]*\d(?:, (?=\d)| and )?)+)", cells[-1]):
+            named.setdefault(name.lower(), set()).update(re.findall(r"\d[\d.]*\d", versions))
+    assert {name: named[name] for name in PEERS} == {name: set(peer.ran) for name, peer in PEERS.items()}
+
+
 @pytest.mark.parametrize("patch", [patch for patch, _ in DECLARED], ids=lambda patch: patch.name)
 def test_a_patch_reaches_no_further_than_what_its_peer_was_run_with(patch: Patch) -> None:
     peer = PEERS[patch.peer]
