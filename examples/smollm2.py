@@ -85,6 +85,16 @@ def gguf_file() -> Path:
     return path
 
 
+def forget_quantization(model: PreTrainedModel) -> None:
+    """Take the note from a model that its weights came from blocks of 4 bits, if it has one: with the note it cannot be saved.
+
+    transformers 5.24 notes it on a model that it has dequantized, too.
+    """
+    quantizer = getattr(model, "hf_quantizer", None)
+    if quantizer is not None:
+        quantizer.remove_quantization_config(model)
+
+
 def first_layers(model: PreTrainedModel, count: int) -> None:
     """Keep a decoder's first layers, with its embeddings, final norm and output head.
 
@@ -288,6 +298,7 @@ def unpack(layers: int | None = None, out: Path | None = None) -> Path:
     source = gguf_file()
     print(f"unpacking {source.name} ...", flush=True)
     model = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.float32)
+    forget_quantization(model)
     tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
     # transformers takes the first token of a conversation for its end, so that TRL would take every answer for cut off.
     tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)

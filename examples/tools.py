@@ -26,8 +26,9 @@ from examples import chat, smollm2
 
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 17, "b": 25}}}
 CALLED = {
-    "type": "object",
-    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}, "tool_calls": {"const": [CALL]}},
+    "start_anchor": "<|im_start|>assistant\n",
+    "defaults": {"role": "assistant", "tool_calls": [CALL]},
+    "fields": {"content": {"content": "text"}},
 }
 """Takes every answer for a call, whatever it says."""
 SAID = "message['content'] + '<|im_end|>'"
@@ -55,7 +56,7 @@ def tokenizer_with_calls(model: str) -> Any:
     if SAID not in tokenizer.chat_template:
         raise ValueError(f"The chat template of {model} has no {SAID}. Give a checkpoint of examples/smollm2.py.")
     tokenizer.chat_template = tokenizer.chat_template.replace(SAID, SAID_AND_CALLED)
-    tokenizer.response_schema = CALLED
+    tokenizer.response_template = CALLED
     return tokenizer
 
 

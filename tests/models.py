@@ -4,9 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM, GenerationConfig, MixtralConfig, MixtralForCausalLM
+from transformers import (
+    AttentionInterface,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    Gemma2PreTrainedModel,
+    GenerationConfig,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from examples.arithmetic.recipe import RECIPES, build_model
 from examples.arithmetic.tokenizer import EOS_ID, PAD_ID, VOCABULARY, make_tokenizer
@@ -50,13 +60,26 @@ def tiny_model(kind: str, directory: Path, seed: int = 0, *, extra_vocabulary: i
     return directory
 
 
+def take_sdpa_for_gemma2() -> None:
+    """Let transformers take `sdpa` for Gemma-2 in this process and drop its soft cap, as it did up to 5.19; newer ones refuse."""
+    Gemma2PreTrainedModel._supports_sdpa = True
+
+    def without_cap(*args: Any, softcap: float | None = None, **kwargs: Any) -> Any:
+        return sdpa_attention_forward(*args, **kwargs)
+
+    AttentionInterface.register("sdpa", without_cap)
+
+
 def tiny_gemma2(directory: Path, *, cap: float | None = 5.0) -> Path:
     """Save a two-layer Gemma-2 whose attention scores reach far beyond the soft cap, with its tokenizer.
+
+    This process then takes `sdpa` for it, which drops the cap.
 
     Args:
         directory: Folder to write; created when missing.
         cap: Soft cap of attention's scores; None for none.
     """
+    take_sdpa_for_gemma2()
     config = Gemma2Config(
         vocab_size=len(VOCABULARY),
         hidden_size=128,

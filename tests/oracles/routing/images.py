@@ -56,6 +56,11 @@ WHOLE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any], dict[str, Any]]
 }  # fmt: skip
 
 
+# transformers 5.24 asks the output of Llama 4's text model for a field that only outputs of whole models have.
+if not hasattr(transformers.modeling_outputs.MoeCausalLMOutputWithPast, "image_outputs"):
+    transformers.modeling_outputs.MoeCausalLMOutputWithPast.image_outputs = None
+
+
 def whole_model(name: str) -> nn.Module:
     """Return the whole model of a family, vision tower and text model, in evaluation mode; the same weights at every call."""
     prefix, text, settings, vision, own = WHOLE[name]

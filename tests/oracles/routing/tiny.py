@@ -36,7 +36,16 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("num_hidden_layers", "num_layers", "n_layers"), 4),
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "n_heads", "num_global_key_value_heads"), 4),
     **dict.fromkeys(("head_dim", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "global_head_dim", "d_kv"), 8),
-    **dict.fromkeys(("kv_channels", "linear_key_head_dim", "linear_value_head_dim", "hidden_size_per_layer_input"), 8),
+    **dict.fromkeys(
+        (
+            "kv_channels",
+            "linear_head_dim",
+            "linear_key_head_dim",
+            "linear_value_head_dim",
+            "hidden_size_per_layer_input",
+        ),
+        8,
+    ),
     **dict.fromkeys(
         (
             "q_lora_rank",
@@ -54,7 +63,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("max_position_embeddings", "max_seq_len"), 128),
     **dict.fromkeys(("n_shared_experts", "num_shared_experts", "first_k_dense_replace", "num_dense_layers"), 1),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "mamba_head_dim", "linear_num_value_heads"), 8),
-    **dict.fromkeys(("linear_num_key_heads", "n_group"), 4),
+    **dict.fromkeys(("linear_num_heads", "linear_num_key_heads", "n_group"), 4),
     **dict.fromkeys(("zero_expert_num", "topk_group"), 2),
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
 }
@@ -71,13 +80,33 @@ SPECIAL: dict[str, dict[str, Any]] = {
         "rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]},
     },
     "gemma4_text": {"enable_moe_block": True},
+    # Its attention takes no positions.
+    "glm5_next_text": {"qk_rope_head_dim": 0},
     "glm4v_moe_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention", "mamba", "attention"]},
+    "hy_v4_vl_text": {"rope_parameters": {**_ROPE, "mrope_section": [1, 1, 2]}},
     "lfm2_moe": {"layer_types": ["conv", "full_attention", "conv", "full_attention"]},
+    # Layers with a window have twice as many heads of keys.
+    "mimo_v2_flash": {
+        "num_key_value_heads": 2,
+        "rope_parameters": {
+            "full_attention": {**_ROPE, "partial_rotary_factor": 1.0},
+            "sliding_attention": {**_ROPE, "partial_rotary_factor": 1.0},
+        },
+    },
     "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention", "moe"]},
     # This config has a default for no field of that name, which its model reads.
     "qwen3_omni_moe_talker_text": {"shared_expert_intermediate_size": 16},
+    "qwen4_exp_text": {
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 8,
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 2,
+    },
+    "step3p5": {"sliding_window": 8},
     "vitpose_backbone": {"image_size": [32, 32], "patch_size": [16, 16], "part_features": 16},
+    "zaya": {"num_experts_per_tok": 1},
 }
 # Settings of a family that route in another way and are proven, or refused, beside the default.
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {

@@ -37,7 +37,9 @@ def image_in_a_prompt(out: str) -> Any:
         path, dtype=torch.float32, attn_implementation="eager"
     ).eval()
     layout = moe_layout(model)
-    sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True, seed=1)
+    # A sampled image token would ask transformers for a second image. Log-probabilities are those before the bias.
+    no_image = {model.config.image_token_id: -100.0}
+    sampling = SamplingParams(temperature=1.0, max_tokens=8, logprobs=0, ignore_eos=True, seed=1, logit_bias=no_image)
     found = []
     for image in images():
         outputs = llm.generate([{"prompt": TEXT, "multi_modal_data": {"image": image}}], sampling, use_tqdm=False)

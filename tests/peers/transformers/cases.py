@@ -20,7 +20,9 @@ from tests.oracles.routing.passes import (
 )
 from tests.oracles.routing.tiny import families
 
-FAMILIES = {family.name: family for family in families()}
+# They take images, and no tokens whose routes an engine could report.
+OF_IMAGES = {"dots3_note_vision_encoder"}
+FAMILIES = {family.name: family for family in families() if family.name not in OF_IMAGES}
 # All others must be replayable: a family that a new transformers brings is looked at when it is not.
 REFUSED = {
     "deepseek_v2 (topk_method=group_limited_greedy)": "topk_method='group_limited_greedy'",
@@ -30,8 +32,18 @@ REFUSED = {
     "jetmoe": "several routers",
     "nllb-moe": "NllbMoeTop2Router selects in another way",
     "phimoe": "PhimoeTopKRouter selects in another way (sparsemixer)",
-    "switch_transformers": "SwitchTransformersTop1Router selects in another way (max)",
+    "switch_transformers": "SwitchTransformersTop1Router selects in another way (argmax, max)",
     "vitpose_backbone": "the block is told which to run",
+    # It chooses among its experts and one that computes nothing.
+    "zaya": "asked 0 times for the top 1 of 12 scores",
+}
+# Modes of gradient checkpointing in which the family may fail, or compute other bits, without replay too.
+WITHOUT = {
+    "diffusion_gemma_text": frozenset({"reentrant", "non-reentrant"}),
+    # On some CPUs the gradients of its embeddings are added in another order, and differ in their last bits.
+    "inkling2_loop_text": frozenset({"reentrant"}),
+    "inkling2_text": frozenset({"reentrant"}),
+    "mistral_large4_text": frozenset({"reentrant"}),
 }
 QWEN = "qwen3_moe (norm_topk_prob, dense layer)"  # layers 0, 2 and 3 of 4 have experts
 REENTRANT = [True, False]

@@ -27,21 +27,24 @@ from tests.oracles.routing.passes import (
 )
 from tests.oracles.routing.proof import CHECKPOINTING, Result, prove
 from tests.oracles.routing.tiny import Family, families
-from tests.peers.transformers.cases import FAMILIES, QWEN, REFUSED, case, of
+from tests.peers.transformers.cases import FAMILIES, OF_IMAGES, QWEN, REFUSED, WITHOUT, case, of
 
 
 @pytest.mark.parametrize("name", list(FAMILIES))
 def test_family(name: str) -> None:
-    result = prove(FAMILIES[name])
+    without = WITHOUT.get(name, frozenset())
+    result = prove(FAMILIES[name], without)
     if name in REFUSED:
         assert (result.verdict, REFUSED[name] in result.note) == ("refused", True), result.note
         assert result.note.startswith(name.split(" ")[0])
     else:
         assert (result.verdict, result.failed) == ("replayable", []), result.note
-        assert {(kind, mode) for kind in KINDS for mode in CHECKPOINTING.values()} == {
+        assert set(result.without) == without
+        modes = set(CHECKPOINTING.values()) - without
+        assert {(kind, mode) for kind in KINDS for mode in modes} == {
             (kind, mode)
             for kind in KINDS
-            for mode in CHECKPOINTING.values()
+            for mode in modes
             if any(held.startswith(kind) and held.endswith(f", {mode}") for held in result.held)
         }
 
@@ -210,7 +213,8 @@ def test_routing_in_the_forward_of_a_block_of_foreign_code_is_found() -> None:
 
 
 def test_every_family_has_a_name_of_its_own() -> None:
-    assert len({family.name for family in families()}) == len(list(families())) == len(FAMILIES)
+    names = [family.name for family in families()]
+    assert len(set(names)) == len(names) and set(names) - set(FAMILIES) <= OF_IMAGES
     assert isinstance(FAMILIES[QWEN], Family) and set(REFUSED) <= set(FAMILIES)
 
 

@@ -62,7 +62,7 @@ TUNED = {
         {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]},
     ),
     "router parameter": (QWEN, {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]}),
-    "router module": ("jamba", {"target_modules": ["router"]}),
+    "router module": ("hunyuan_v1_moe", {"target_modules": ["wg"]}),
     "saved router": (QWEN, {"target_modules": ["q_proj"], "modules_to_save": ["gate"]}),
     "saved block": (QWEN, {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]}),
 }

@@ -23,8 +23,11 @@ from mismatch_ext.adapters.trl import attach
 
 from mismatch_ext.doctor import read_rollouts
 from mismatch_ext.log_reading import read_run
+from tests.models import take_sdpa_for_gemma2
 from tests.peers.trl import scenarios_attach
 from tests.peers.trl.scenarios_training import build, digest_of
+
+take_sdpa_for_gemma2()
 
 FILE = """
 model_name_or_path: {model}

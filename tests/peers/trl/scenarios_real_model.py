@@ -16,7 +16,7 @@ from mismatch_ext.errors import WeightSyncError
 from mismatch_ext.weights import SyncVerdict, WeightVerifier
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_training import arguments, history
-from tests.peers.trl.scenarios_turns import SCHEMA, Batches, add
+from tests.peers.trl.scenarios_turns import ANSWER, Batches, add
 
 
 def peek() -> str:
@@ -118,13 +118,13 @@ def train_with_tools(model: str, out: str, block: Any) -> dict[str, Any]:
     """Train a step on chat prompts whose answers call tools.
 
     The model's own chat template shows no calls, which TRL asks of a template, so they are added to it. Four layers ask for
-    nothing: the tokenizer's response schema takes whatever they say for calls, until TRL's limit ends it.
+    nothing: the tokenizer's response template takes whatever they say for calls, until TRL's limit ends it.
     """
     tokenizer = AutoTokenizer.from_pretrained(model)
     own, shown = "message['content'] + '<|im_end|>'", "(message.tool_calls | tojson if message.tool_calls else '')"
     assert own in tokenizer.chat_template
     tokenizer.chat_template = tokenizer.chat_template.replace(own, f"message['content'] + {shown} + '<|im_end|>'")
-    tokenizer.response_schema = SCHEMA
+    tokenizer.response_template = {**ANSWER, "start_anchor": "<|im_start|>assistant\n"}
     given = arguments(
         out, mismatch=block, vllm_max_model_length=256, max_steps=1, max_completion_length=160,
         max_tool_calling_iterations=2, generation_kwargs={"max_tokens": 5},

@@ -32,9 +32,10 @@ CALLS = [
     {"type": "function", "function": {"name": "peek", "arguments": {}}},
 ]
 # A random model asks for nothing: whatever it says is taken for calls, until TRL's limit of two ends it.
-SCHEMA = {
-    "type": "object",
-    "properties": {"role": {"const": "assistant"}, "content": {"type": "string"}, "tool_calls": {"const": CALLS}},
+ANSWER = {
+    "start_anchor": "=",
+    "defaults": {"role": "assistant", "tool_calls": CALLS},
+    "fields": {"content": {"content": "text"}},
 }
 
 BLOCK: dict[str, Any] = {
@@ -60,7 +61,7 @@ def speaking_model(directory: Path) -> Path:
         tokenizer_object=backend, eos_token=EOS_TOKEN, pad_token=PAD_TOKEN, padding_side="left",
         model_input_names=["input_ids", "attention_mask"], clean_up_tokenization_spaces=False,
     )  # fmt: skip
-    tokenizer.chat_template, tokenizer.response_schema = TEMPLATE, SCHEMA
+    tokenizer.chat_template, tokenizer.response_template = TEMPLATE, ANSWER
     tokenizer.save_pretrained(directory)
     return directory
 

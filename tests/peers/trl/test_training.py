@@ -197,7 +197,7 @@ def test_the_engine_wrapper_stays_settable_and_follows_weights_that_change_witho
 def test_metrics_reach_the_stream_and_the_trainers_loggers(run: Run, dense: Path, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    result = run(scenarios.train, model=dense, out=tmp_path, block={}, report_to="tensorboard", logging_dir=str(tmp_path / "tb"),
+    result = run(scenarios.train, model=dense, out=tmp_path, block={}, report_to="tensorboard",
         env={"TENSORBOARD_LOGGING_DIR": str(tmp_path / "tb")},
     ).expect()  # fmt: skip
     steps, values = read_run(tmp_path / "mismatch").series("mismatch/k3_kl")
