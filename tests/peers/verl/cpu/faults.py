@@ -20,6 +20,8 @@ from tests.peers.verl.cpu.after_import import AfterImport, Missing
 
 FAULT = "VERL_CPU_FAULT"
 MESSAGE = "injected by VERL_CPU_FAULT"
+LOST = "model.layers.2.mlp.down_proj.weight"
+"""The tensor that `lost_tensor` loses: of those that are compared by probes alone."""
 ALL_STEPS = {
     name: [int(step) for step in (steps or "1").split("+")]
     for name, _, steps in (fault.partition("@") for fault in os.environ.get(FAULT, "").split(","))
@@ -365,6 +367,30 @@ def stale_weights() -> None:
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
 
+def lost_tensor() -> None:
+    """Let vLLM's worker load all tensors but one after the step, and after every later one."""
+
+    def change(module: Any) -> None:
+        extension = module.vLLMColocateWorkerExtension
+        receive, load = extension.update_weights_from_ipc, extension._update_weights
+        updates = []
+
+        @functools.wraps(receive)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            updates.append(True)
+            return receive(self, *args, **kwargs)
+
+        @functools.wraps(load)
+        def load_most(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+            late = len(updates) > STEPS["lost_tensor"]
+            kept = [(name, values) for name, values in weights if not (late and name == LOST)]
+            return load(self, kept, *args, **kwargs)
+
+        extension.update_weights_from_ipc, extension._update_weights = update, load_most
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
+
+
 def null_logprob() -> None:
     """Let the second token of one of SGLang's answers come without its log-probability, as one that is not a number does."""
     sent: list[int] = []  # stamps of the weights, of which those that sample in a step are of the step before
@@ -421,6 +447,7 @@ FAULTS = {
         nan_on_one_rank,
         full_disk,
         stale_weights,
+        lost_tensor,
         null_logprob,
     )
 }
