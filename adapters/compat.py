@@ -30,16 +30,16 @@ def declared() -> tuple[Seam, ...]:
 def refusals() -> tuple[Refusal, ...]:
     """Return what the hosts refuse by name; for verl, what its driver's own table says of the smallest configurations."""
     of_verl = (
-        Refusal(tuple(host.using), feature, *refused)
+        Refusal(tuple(host.using), feature, why)
         for host in hosts()
         for feature in FEATURES
-        if "verl" in host.using and (refused := _refused_by_verl(host, feature)) is not None
+        if "verl" in host.using and (why := _why_verl_refuses(host, feature)) is not None
     )
     return (*_load("trl").REFUSALS, *of_verl)
 
 
-def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
-    """Return why verl's driver refuses the smallest block with a feature, and what is allowed; None where it does not."""
+def _why_verl_refuses(host: Host, feature: str) -> str | None:
+    """Return why verl's driver refuses the smallest block with a feature, and what to do; None where it does not."""
     section, _, key = feature.partition(".")
     values = {
         "precision": {"dtype": "float16"},
@@ -51,8 +51,8 @@ def _refused_by_verl(host: Host, feature: str) -> tuple[str, str] | None:
     assert block is not None
     actor, engine = "megatron" if "megatron" in host.using else "fsdp", "sglang" if "sglang" in host.using else "vllm"
     config = {"actor_rollout_ref": {"actor": {"strategy": actor}, "rollout": {"name": engine}}}
-    for _, setting, _ in _load("verl", "refusals").refused(config, block):
-        return setting.why, setting.allowed
+    for row, _ in _load("verl", "refusals").refused(config, block):
+        return str(row.sentence)
     return None
 
 

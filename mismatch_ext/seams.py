@@ -112,8 +112,7 @@ class Refusal:
 
     where: tuple[str, ...]  # as in `Seam.where`
     feature: str
-    why: str
-    instead: str = "none"  # what is allowed
+    why: str  # in whole sentences, with what to do
 
 
 @dataclass(frozen=True)
@@ -197,7 +196,7 @@ def _reason(
     """Return why a feature does not work on a host, or None."""
     for refusal in refusals:
         if refusal.feature == feature and set(refusal.where) <= host.using:
-            return f"Refused by name: {refusal.why}; allowed: {refusal.instead}."
+            return f"Refused by name: {refusal.why}"
     features = tuple(dict.fromkeys((ALL, feature)))
     try:
         for peer in host.peers:

@@ -302,6 +302,11 @@ def began(history: History, now: Look) -> History:
     return remembered(history, now, frozen=False, new=math.isfinite(now.gap))
 
 
+def limit_of_rounding(baseline: float, dtype: str) -> float:
+    """Return up to which gap two sides differ by rounding, nats, if `baseline` is what they differ by with the same weights."""
+    return min(max(FACTOR * baseline, FLOOR[dtype]), CEILING[dtype])
+
+
 def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.inf, noise: float = 1) -> Evidence:
     """Compare a look with the history; the baseline is at most `most`, and a version's own noise is `noise` baselines."""
     gap, spread = history.baseline or (math.inf, 0.0)
@@ -322,7 +327,7 @@ def evidence_of(history: History, now: Look, dtype: str, *, most: float = math.i
     return Evidence(
         gap=now.gap,
         baseline=baseline,
-        threshold=min(max(FACTOR * baseline, FLOOR[dtype]), CEILING[dtype]),
+        threshold=limit_of_rounding(baseline, dtype),
         frozen=frozen,
         movement=movement,
         moved=frozen and movement > floor,
@@ -595,6 +600,7 @@ class WeightVerifier:
         self.state = VerifierState(dtypes=(coarser(engine, engine if trainer_dtype is None else trainer_dtype), engine))
         self.decoded = min(decode_tokens, probes.shape[1] - 1)
         self.verdict: SyncVerdict | None = None
+        self.unanswered = 0
         self._event, self._name = event, name
         self._fingerprint: str | None = None
         self._still = 0
@@ -686,8 +692,10 @@ class WeightVerifier:
             verdict = self.judge(sent, look)
         except EngineError as error:
             self.verdict = None
+            self.unanswered += 1
             self._say("warning", SYNC_UNANSWERED, unanswered(error))
             return None
+        self.unanswered = 0
         doubted = (*self.state.doubted, not verdict.ok)[-RECENT:]
         self.state = replace(self.state, doubted=doubted)
         if not verdict.ok:
@@ -713,6 +721,7 @@ class WeightVerifier:
     def leave_unknown(self, sent: Mapping[str, Any], look: TrainerLook) -> None:
         """Note an update of which nothing is known, since an engine has not answered; the next one is judged as ever."""
         self._before, self._fingerprint, self.verdict = sent, look.fingerprint, None
+        self.unanswered += 1
 
     def _say(self, level: str, name: str, message: str) -> None:
         """Write an event, with the engine's name where there are several."""

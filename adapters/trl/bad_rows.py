@@ -6,14 +6,13 @@ that TRL's loss makes of the row has a gradient. A mixture's auxiliary loss has 
 Constants and the batch's other numbers are equal, so that each ratio is 1 and each KL is 0, and what TRL logs of the row is
 finite.
 
-TRL shuffles rows and cuts them into micro-batches, so that the scoring pass knows a row by its tokens alone. If two rows of a
-batch have the same prompt and completion and one of them is bad, nothing tells them apart there: both are bad. A row that is
-trained on together with a later batch is still known, for one batch.
+Which rows are bad travels with them, as `inputs["bad_rows"]` `[B]`, through TRL's shuffling and splitting and through a user's
+replay buffer. A scoring pass may be over any part of a micro-batch, so that it knows a row by its tokens. If two rows of a batch
+have the same prompt and completion and one of them is bad, both are.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -33,36 +32,8 @@ NEUTRAL = {
     "importance_sampling_ratio": 1.0,
 }
 """What a bad row has instead, by TRL's keys of its batches; 0 is also the constant of `as_constants`."""
-KEPT = 2
-"""Batches whose rows are remembered: a user's replay buffer may train on rows of the batch before."""
-
-
-class MarkedRows:
-    """The rows of the last batches, and which of them are bad; of a row in several batches, the newest one decides."""
-
-    def __init__(self) -> None:
-        self._batches: deque[tuple[set[RowKey], set[RowKey]]] = deque(maxlen=KEPT)
-
-    @property
-    def has_bad(self) -> bool:
-        """Whether a row of these batches is bad."""
-        return any(bad for _, bad in self._batches)
-
-    def add(self, rows: set[RowKey], bad: set[RowKey]) -> None:
-        """Add a batch, and forget the oldest one."""
-        self._batches.append((rows, bad))
-
-    def flags_of(self, keys: Sequence[RowKey]) -> Tensor:
-        """Return which of some rows are bad `[B]`, bool; rows of no known batch are not."""
-        return torch.tensor([self._is_bad(key) for key in keys], dtype=torch.bool)
-
-    def _is_bad(self, key: RowKey) -> bool:
-        for rows, bad in reversed(self._batches):
-            if key in bad:
-                return True
-            if key in rows:
-                return False
-        return False
+BAD = "bad_rows"
+"""Key of TRL's inputs under which it travels which rows are bad."""
 
 
 def take_out(output: dict[str, Any], bad: Tensor) -> None:
@@ -98,8 +69,8 @@ def judge_records(bad: BadRows, records: Sequence[RolloutRecord | None], weight_
             bad.add(row, "weight_version", message)
 
 
-def include_equal_rows(bad: BadRows, keys: Sequence[RowKey]) -> set[RowKey]:
-    """Call rows bad that have the tokens of a bad row, and return by what the scoring pass finds all of them."""
+def include_equal_rows(bad: BadRows, keys: Sequence[RowKey]) -> None:
+    """Call rows bad that have the tokens of a bad row, because a scoring pass cannot tell them apart."""
     found: dict[RowKey, int] = {}
     for row in sorted(bad.faults):
         # A completion that was turned into padding has no loss weight in any case.
@@ -109,7 +80,6 @@ def include_equal_rows(bad: BadRows, keys: Sequence[RowKey]) -> set[RowKey]:
         if key in found and row not in bad.faults:
             fault = bad.faults[found[key]]
             bad.add(row, fault.reason, f"row {row} has the tokens of row {found[key]}, which is bad: {fault.message}")
-    return set(found)
 
 
 def is_nowhere_finite(scores: Tensor, mask: Tensor) -> bool:

@@ -19,7 +19,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import include_equal_rows, is_nowhere_finite, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import BAD, include_equal_rows, is_nowhere_finite, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -40,7 +40,7 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_device, check_reference
-from mismatch_ext.adapters.trl.replay import RowKey, ScoreReplay, row_keys
+from mismatch_ext.adapters.trl.replay import ScoreReplay, row_keys
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
 from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
@@ -387,23 +387,23 @@ class TrlRun(MeasuredRun):
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
+        device = output["completion_ids"].device
         if self._nowhere_finite:
+            output[BAD] = bad.flags(device)
             self._leave_to_scaler(output, bad)
             return
-        found = set[RowKey]()
         if len(bad):
-            found = include_equal_rows(bad, row_keys(*rows_of_batch(output)))
+            include_equal_rows(bad, row_keys(*rows_of_batch(output)))
+            take_out(output, bad.flags(device))
+        output[BAD] = bad.flags(device)
         self.log.count_bad_rows(self.split, bad, held)
-        self.scoring.mark(output, found)
-        if len(bad):
-            take_out(output, bad.flags(output["completion_ids"].device))
 
     def _leave_to_scaler(self, output: dict[str, Any], bad: BadRows) -> None:
         """Let a loss scaler skip the steps on a batch of which the trainer's own pass is finite in no row."""
         # Constants would make a step without a gradient, which moves weights by momentum and weight decay.
         take_out(output, bad.flags(output["completion_ids"].device))
         output["advantages"] = torch.full_like(output["advantages"], torch.nan)
-        self.scoring.mark(output, set())
+        output[BAD] = torch.zeros_like(output[BAD])
         mask = output["completion_mask"]
         self.warn("own_pass", self._about_own_pass(mask, "the loss scaler skips the step"))
 

@@ -8,13 +8,12 @@ same way, as `inputs["sampling_mask"]`. A pass is known by its tokens, never by 
 from __future__ import annotations
 
 import inspect
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.bad_rows import MarkedRows, as_constants
+from mismatch_ext.adapters.trl.bad_rows import BAD, as_constants
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.replay import (
@@ -67,8 +66,7 @@ class Scoring:
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
-        # By TRL's name of what runs, because an evaluation comes between a batch and its last loss.
-        self.marked_rows: defaultdict[str, MarkedRows] = defaultdict(MarkedRows)
+        self.bad_keys: set[RowKey] = set()  # the bad rows of the micro-batch whose loss is computed
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -96,24 +94,31 @@ class Scoring:
         """Score tokens as TRL does, under the routes and over the masks that were recorded for them, bad rows as constants."""
         rows = (input_ids, attention_mask, logits_to_keep)
         scores = self._score(host, model, rows, *args, **options)
-        marked, generates = self.marked_rows[self.run.mode], self.rollouts is not None and self.rollouts.fresh
-        if not marked.has_bad or generates or self.ours or self.is_reference(model) or not self._is_trained(model):
+        if not self.bad_keys or self.ours or self.is_reference(model) or not self._is_trained(model):
             return scores
-        return as_constants(scores, marked.flags_of(row_keys(*rows)))
+        return as_constants(scores, self._flags(rows))
 
-    def mark(self, output: Mapping[str, Any], bad: set[RowKey]) -> None:
-        """Note which rows of a batch that has been scored are bad."""
-        marked = self.marked_rows[self.run.mode]
-        # Without a bad row in the batches before, nobody asks which rows this one has.
-        rows = set(row_keys(*rows_of_batch(output))) if bad or marked.has_bad else set[RowKey]()
-        marked.add(rows, bad)
+    @contextmanager
+    def knowing_bad_rows(self, inputs: Mapping[str, Any]) -> Iterator[None]:
+        """Know the bad rows of a micro-batch, or of a part that a user has made of it, while its loss is computed."""
+        column = inputs.get(BAD)
+        found = set[RowKey]()
+        if column is not None and bool(column.any()):
+            keys = row_keys(*rows_of_batch(inputs))
+            found = {key for key, bad in zip(keys, column.tolist(), strict=True) if bad}
+        with overridden(self, bad_keys=self.bad_keys | found):
+            yield
 
     def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return which rows of a micro-batch are bad `[B]`, bool."""
-        completions, marked = inputs["completion_ids"], self.marked_rows[self.run.mode]
-        if not marked.has_bad:
+        completions = inputs["completion_ids"]
+        if not self.bad_keys:
             return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
-        return marked.flags_of(row_keys(*rows_of_batch(inputs))).to(completions.device)
+        return self._flags(rows_of_batch(inputs)).to(completions.device)
+
+    def _flags(self, rows: Rows) -> Tensor:
+        """Return which rows of a scoring pass are bad `[B]`, bool."""
+        return torch.tensor([key in self.bad_keys for key in row_keys(*rows)], dtype=torch.bool)
 
     def _score(self, host: Host, model: Any, rows: Rows, *args: Any, **options: Any) -> Scores:
         batch = self.rollouts
@@ -189,13 +194,19 @@ class Scoring:
         return with_bad_rows(batch.routes[0], rows, self.routing.layout.shape)
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
-        if not self.sections:
-            return host(model, inputs, *args, **kwargs)
-        with overridden(self, rollouts=self._micro_batch(inputs)):
-            loss = host(model, inputs, *args, **kwargs)
-            self.expect_replayed(inputs, every=False)  # a user may have dropped rows
-        return loss
+        """Compute a loss as TRL does, under the routes and masks that traveled with the micro-batch, without its bad rows."""
+        if BAD not in inputs and torch.is_grad_enabled():
+            raise ConfigError(
+                f"the micro-batch has no {BAD!r}, which says whose loss weight is 0: something between "
+                "_generate_and_score_completions and compute_loss dropped it. Pass it on, row by row, with the other inputs."
+            )
+        with self.knowing_bad_rows(inputs):
+            if not self.sections:
+                return host(model, inputs, *args, **kwargs)
+            with overridden(self, rollouts=self._micro_batch(inputs)):
+                loss = host(model, inputs, *args, **kwargs)
+                self.expect_replayed(inputs, every=False)  # a user may have dropped rows
+            return loss
 
     def expect_replayed(self, inputs: Mapping[str, Any], *, every: bool) -> None:
         """Refuse a loss whose own rows, every one or at least one, were not scored under their routes and masks.

@@ -81,14 +81,15 @@ SEAMS = (
     ),
 )
 
-_NO_SEAM = "the trainer's loss is not known to have a place for it"
-_NO_ENGINE = "generation by transformers reports no rollout log-probabilities"
+_NO_SEAM = "the trainer's loss is not known to have a place for it. Use GRPOTrainer."
+_NO_CUT = "a server's answers have no number for what was cut off. Set vllm_mode='colocate'."
+_NO_ENGINE = "generation by transformers reports no rollout log-probabilities. Set use_vllm=True."
 
 REFUSALS = (
     *(Refusal(("RLOOTrainer",), name, _NO_SEAM) for name in ("kl", "correction", "sampling_mask")),
-    Refusal(("GRPOTrainer", "server"), "sampling_mask", "a server's answers have no number for what was cut off"),
+    Refusal(("GRPOTrainer", "server"), "sampling_mask", _NO_CUT),
     *(
-        Refusal(("GRPOTrainer", "alone"), name, _NO_ENGINE, "use_vllm=True")
+        Refusal(("GRPOTrainer", "alone"), name, _NO_ENGINE)
         for name in ("precision", "correction", "sampling_mask", "routing.R3", "monitor.weight_sync")
     ),
 )  # fmt: skip

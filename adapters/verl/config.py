@@ -38,9 +38,6 @@ from mismatch_ext.versions import PEERS, installed, on_cpu_build
 UNBOUNDED = (1e-9, 1e9)
 """Bounds of a mask that has none: verl wants both, and its ratios are from exp(-20) to exp(20)."""
 
-OFF: dict[str, Any] = {"weight_sync": "off"}
-"""Keys of `monitor` that can be refused alone, and their values that ask for nothing."""
-
 
 def prepare(config: DictConfig) -> dict[str, Any]:
     """Set verl's settings from the block `mismatch` of its configuration, and return new values for arguments of verl's check.
@@ -90,25 +87,19 @@ def reasons(config: DictConfig, block: MismatchConfig) -> Iterator[MismatchError
 def handed_block(config: DictConfig, block: MismatchConfig) -> MismatchConfig:
     """Return the block that verl's processes get: without what cannot be done here, and was not asked for or only measures.
 
-    A default that the user has not set is switched off with a note. If the block does not act, keys of `monitor` that would be
-    refused are switched off with a warning.
+    Under Megatron, weight updates are not verified: a default that the user has not set is switched off with a note, and a check
+    that the user has asked for, in a block that only measures, with a warning.
     """
-    if block.monitor.weight_sync is None and Asked(config, block).megatron:
-        say_in_run(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
-        block = _without(block, "weight_sync")
-    if block.acts:
+    asked = block.monitor.weight_sync
+    if asked == "off" or not Asked(config, block).megatron:
         return block
-    for _, setting, value in list(refusals.refused(config, block)):
-        key = setting.path.removeprefix("mismatch.monitor.")
-        if key in OFF:
-            warnings.warn(f"{setting.path}={value!r} is left out: {setting.why}.", stacklevel=4)
-            block = _without(block, key)
-    return block
-
-
-def _without(block: MismatchConfig, key: str) -> MismatchConfig:
-    """Return the block with a key of `monitor` switched off."""
-    return replace(block, monitor=replace(block.monitor, **{key: OFF[key]}))
+    if asked is None:
+        say_in_run(f"mismatch-ext: mismatch.monitor.weight_sync='off': {refusals.NO_PROBES}.")
+    elif not block.acts:
+        warnings.warn(f"mismatch.monitor.weight_sync={asked!r} is left out: {refusals.NO_PROBES}.", stacklevel=4)
+    else:
+        return block  # the table refuses it
+    return replace(block, monitor=replace(block.monitor, weight_sync="off"))
 
 
 def _check_peers(config: DictConfig, block: MismatchConfig) -> None:

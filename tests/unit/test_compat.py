@@ -229,7 +229,7 @@ def test_what_hosts_refuse_by_name_does_not_work_in_the_table() -> None:
     for host, feature, why in (
         ("TRL RLOO + vLLM", "correction", "the trainer's loss"),
         ("TRL GRPO + vLLM server", "sampling_mask", "a server's answers"),
-        ("verl Megatron + vLLM", "precision", "set elsewhere"),
+        ("verl Megatron + vLLM", "precision", "from other settings"),
     ):
         assert hosts[host][feature].startswith("Refused by name: ") and why in hosts[host][feature]
         assert hosts["TRL GRPO + vLLM"][feature] is None
@@ -249,11 +249,11 @@ HOSTS = (Host("one", ("upst",), frozenset({"vllm"})), Host("two", ("upst", "trl"
 
 def test_the_table_says_what_is_there_and_why_the_rest_does_not_work(upst: Any) -> None:
     del upst.Engine.loss
-    found = json.loads(json.dumps(survey(SEAMS, [Refusal(("vllm",), "lr", "it is slow")], HOSTS)))
+    found = json.loads(json.dumps(survey(SEAMS, [Refusal(("vllm",), "lr", "it is slow. Buy another.")], HOSTS)))
     text, one = table(found), found["hosts"]["one"]
     assert found["hosts"]["two"] == {"not_installed": "trl"} and "two: trl is not installed." in text
     assert {name for name, reason in one.items() if reason} == {"lr", "kl", "correction", "routing.R2", "routing.R3"}
-    assert one["lr"] == "Refused by name: it is slow; allowed: none."
+    assert one["lr"] == "Refused by name: it is slow. Buy another."
     assert found["peers"]["upst"]["changed"] == {"upst/loss": "upst.engine:Engine.loss is not there."}
     assert "3 of 4" in text and "mismatch.kl: upst/loss: upst.engine:Engine.loss is not there." in text
     assert "precision            found" in text and "Their names are checked when a run starts" in text

@@ -163,8 +163,8 @@ def test_the_table_of_tested_versions_has_what_ran_and_nothing_else() -> None:
     named: dict[str, set[str]] = {name: set() for name in PEERS}
     for row in table.splitlines():
         cells = row.split(" | ")
-        for name, versions in re.findall(r"([A-Za-z-]+) ((?:\d[\d.]*\d(?:, (?=\d)| and )?)+)", cells[-1]):
-            named.setdefault(name.lower(), set()).update(re.findall(r"\d[\d.]*\d", versions))
+        for name, ran in re.findall(r"([A-Za-z-]+) ((?:\d[\d.]*\d(?:, (?=\d)| and )?)+)", cells[-1]):
+            named.setdefault(name.lower(), set()).update(re.findall(r"\d[\d.]*\d", ran))
     assert {name: named[name] for name in PEERS} == {name: set(peer.ran) for name, peer in PEERS.items()}
 
 

@@ -356,7 +356,14 @@ class MismatchTrainer(_Host):
             return False
         return bool(correction.get("rollout_is") and correction.get("rollout_is_batch_normalize"))
 
+    @property
+    def _trains_on_nothing(self) -> bool:
+        """Whether no row of the batch has a part in any loss: an optimizer would still move the weights by its momentum."""
+        return self._bad is not None and self._checks.acts and len(self._bad) == self._bad.rows.size
+
     def _update_critic(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        if self._trains_on_nothing:
+            return batch
         with without_routes(batch, self._block.routing):
             return super()._update_critic(batch, metrics, *args, **kwargs)
 
@@ -371,7 +378,8 @@ class MismatchTrainer(_Host):
         self._measured = None
         if self._kl is not None:
             self._kl.send(batch)
-        batch = super()._update_actor(batch, metrics, *args, **kwargs)
+        if not self._trains_on_nothing:
+            batch = super()._update_actor(batch, metrics, *args, **kwargs)
         under_our_names(metrics)
         if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows
             metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))
@@ -411,8 +419,10 @@ class MismatchTrainer(_Host):
                 self._checks.add(here)
 
     def _record(self, metrics: dict[str, Any], global_steps: int) -> None:
-        if self._weights is not None and (gap := self._weights.gap) is not None:
-            metrics[PREFIX + "weight_sync_gap"] = gap
+        if self._weights is not None:
+            metrics[PREFIX + "weight_sync_unanswered"] = self._weights.unanswered
+            if (gap := self._weights.gap) is not None:
+                metrics[PREFIX + "weight_sync_gap"] = gap
         logged = self._log.log(global_steps, metrics)
         metrics.update(logged.metrics)
         shown = self._log.shown(metrics)

@@ -7,6 +7,7 @@ sleeps, and the engines are asked after it.
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,7 +30,6 @@ from mismatch_ext.config import MonitorConfig
 from mismatch_ext.errors import EngineError, WeightSyncError
 from mismatch_ext.events import SYNC_UNANSWERED, WEIGHT_SYNC
 from mismatch_ext.weights import (
-    FLOOR,
     BitSums,
     Decoded,
     Shape,
@@ -38,6 +38,7 @@ from mismatch_ext.weights import (
     WeightVerifier,
     added,
     compare_sums,
+    limit_of_rounding,
     unanswered,
 )
 
@@ -198,6 +199,11 @@ class RolloutWeights:
         """Mean gap of the probes after the last update, of the worst engine; None before the first."""
         return max((one.verdict.gap_mean for one in self._verifiers if one.verdict is not None), default=None)
 
+    @property
+    def unanswered(self) -> int:
+        """How many updates in a row the server that has been silent for longest has not answered."""
+        return max((one.unanswered for one in self._verifiers), default=0)
+
     def look(self) -> None:
         """Ask all ranks for the actor's present weights, which come to the device for it: the rollout must sleep.
 
@@ -223,8 +229,10 @@ class RolloutWeights:
         """Raise if a rank of the actor scores the probes `[ranks, N, T-1]` with other weights than the first one."""
         apart = (logprobs - logprobs[0]).abs().flatten(1).mean(1)
         rank = int(apart.argmax())
-        # Ranks compute with the same kernels, so that they are nearer to each other than to an engine.
-        limit = FLOOR[self._trainer_dtype]
+        # What trainer and engine differ by with the same weights is this model's rounding. Before the first update it is unknown.
+        known = [one.state.prefill.baseline for one in self._verifiers if one.state.prefill.baseline is not None]
+        rounding = max((gap for gap, _ in known), default=math.inf)
+        limit = limit_of_rounding(rounding, self._trainer_dtype)
         if not float(apart[rank]) > limit:
             return
         message = (

@@ -171,14 +171,14 @@ def not_finite_in_loss(model: str, out: str, block: Any, **overrides: Any) -> di
     return {"parameters": digests, "skipped": trainer.accelerator.scaler.metrics()["overflow_steps"]}
 
 
-def carried_over(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
-    """Train twice on a batch with a bad row, the second time in place of the next batch, as a replay buffer does."""
+def carried_over(model: str, out: str, block: Any, again: int, **overrides: Any) -> dict[str, Any]:
+    """Train twice on the first batch, which has a bad row, the second time in place of a later one, as a replay buffer does."""
 
     class Buffer(MismatchGRPOTrainer):
         pass
 
     class Replaying:
-        """Gives the first batch once more instead of the second."""
+        """Gives the first batch once more instead of a later one."""
 
         batches = 0
         first: Any = None
@@ -188,14 +188,16 @@ def carried_over(model: str, out: str, block: Any, **overrides: Any) -> dict[str
             self.batches += 1
             if self.batches == 1:
                 self.first = output
-            return dict(self.first) if self.batches == 2 else output
+            return dict(self.first) if self.batches == again else output
 
     class WithBuffer(Replaying, Buffer):  # type: ignore[misc]
         pass
 
     found = {}
     for fault in (None, "nan"):
-        args = MismatchGRPOConfig(**arguments(f"{out}/{fault}", mismatch=block, bf16=False, beta=0.1, **overrides))
+        args = MismatchGRPOConfig(
+            **arguments(f"{out}/{fault}", mismatch=block, bf16=False, beta=0.1, max_steps=again + 1, **overrides)
+        )
         trainer: Any = WithBuffer(model=model, reward_funcs=graded, args=args, train_dataset=rows())
         digests = list[str]()
         trainer.add_callback(Digests(digests))

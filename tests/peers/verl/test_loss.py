@@ -91,7 +91,7 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
         [f"{ACTOR}.policy_loss.loss_mode=bypass_mode"],
         "correction",
         {"preset": "decoupled_k3_rs"},
-        ["loss_mode='bypass_mode' with mismatch.correction.mode='decoupled'", "rejects and weights by policy_loss.rollout"],
+        ["loss_mode='bypass_mode': this loss weighs and rejects by policy_loss.rollout_correction", "not by mismatch.correction"],
     ),
     ([f"{ACTOR}.policy_loss.loss_mode=bypass_mode"], *ACTS, ["loss_mode='bypass_mode'", "Set both"]),
     (
@@ -266,7 +266,7 @@ def test_a_policy_loss_that_ignores_the_weights_of_a_correction_is_refused_at_th
         **dict.fromkeys(("ignores", "logs", "takes the mean", "bypass_mode", "draws", "corrects some", "reacts hardly"), same),
         **dict.fromkeys(("draws by numpy", "is not finite"), shaky),
     }.items():  # fmt: skip
-        assert found[name].startswith(f"ConfigError: {ACTOR}.policy_loss.loss_mode={name!r} with mismatch.correction")
+        assert found[name].startswith(f"ConfigError: {ACTOR}.policy_loss.loss_mode={name!r}: this loss has terms")
         assert said in found[name]
     assert "scenarios_driver.policy_losses.<locals>.<lambda>" in found["ignores"]
     # The run's own rows may suit a loss that these do not.

@@ -56,7 +56,9 @@ def test_rows_with_values_that_are_no_logprobs_are_bad_and_left_out(run: Run) ->
     assert found["a tool's lengths"] == found["filled up lengths"] == 6
     assert "rollout prompt_5_0 of step 4 has 9 rollout_log_probs and 30 places" in found["short"]
     assert "calculate_log_probs=True" in found["absent rollout_log_probs"]
-    assert "prompt_0_0 to prompt_2_0 of step 4 have no old_log_probs" in found["absent old_log_probs"]
+    for name, advice in (("old_log_probs", "worker of your actor"), ("ref_log_prob", "use_kl_loss=False")):
+        missing = found[f"absent {name}"]
+        assert f"prompt_0_0 to prompt_2_0 of step 4 have no {name}" in missing and advice in missing
 
 
 def test_rows_are_kept_as_they_were_sampled_and_scored(run: Run) -> None:

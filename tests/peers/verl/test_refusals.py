@@ -17,9 +17,8 @@ import verl.utils.config
 from hydra import compose
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import config as settings
-from mismatch_ext.adapters.verl.refusals import dense, derives, refuse
+from mismatch_ext.adapters.verl.refusals import derives, refuse
 
-from examples.arithmetic.shipped import FOLDER
 from mismatch_ext import versions
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
@@ -60,7 +59,7 @@ def test_a_class_is_known_to_be_derived_from_ours_by_its_name() -> None:
 
 def test_asynchronous_modes_run_with_vllm_alone() -> None:
     sglang = "actor_rollout_ref.rollout.name=sglang"
-    with pytest.raises(ConfigError, match="rollout.name='sglang' with an asynchronous trainer_mode"):
+    with pytest.raises(ConfigError, match="rollout.name='sglang': asynchronous modes"):
         refuse(configured("trainer.v1.trainer_mode=colocate_async", sglang), MismatchConfig())
     refuse(configured(sglang), MismatchConfig())
 
@@ -111,7 +110,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         ),
         (
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
-            "actor_rollout_ref.actor.strategy='megatron'",
+            "actor_rollout_ref.ref.strategy='fsdp2'",
         ),
         (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor: this key is gone"),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
@@ -125,18 +124,11 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
         (
             ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3",),
-            "engine_kwargs.vllm.kv_cache_dtype='fp8_e4m3' with mismatch.precision",
+            "engine_kwargs.vllm.kv_cache_dtype='fp8_e4m3': mismatch.precision",
         ),
         (
-            ("+mismatch.routing.mode=R3", f"actor_rollout_ref.model.path={FOLDER / 'dense'}"),
-            "its configuration names no experts",
-        ),
-        (
-            (
-                "+mismatch.precision.engine_weights=fp8_per_channel",
-                "actor_rollout_ref.rollout.quantization=fp8_per_channel",
-            ),
-            "rollout.quantization='fp8_per_channel'",
+            ("+mismatch.routing.mode=R3", "+actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"),
+            "actor.fsdp_config.router_replay.mode='R2'",
         ),
         (
             (
@@ -144,12 +136,12 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
                 "actor_rollout_ref.rollout.quantization=fp8",
                 "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
             ),
-            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel' with a mismatch block",
+            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel': verl would load",
         ),
-        (("+mismatch.precision.engine_weights=fp8_per_channel",), "rollout.quantization=None with mismatch.precision"),
+        (("+mismatch.precision.engine_weights=fp8_per_channel",), "rollout.quantization=None: mismatch.precision"),
         (
             ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",),
-            "allowed: actor_rollout_ref.rollout.quantization",
+            "Set actor_rollout_ref.rollout.quantization instead",
         ),
         (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
         *(
@@ -160,27 +152,27 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
             for overrides, named in (
                 (
                     ("actor_rollout_ref.actor.entropy_coeff=0.01",),
-                    "actor.entropy_coeff=0.01 with mismatch.sampling_mask",
+                    "actor.entropy_coeff=0.01: mismatch.sampling_mask",
                 ),
                 (
                     ("actor_rollout_ref.model.use_fused_kernels=True",),
-                    "actor_rollout_ref.model.use_fused_kernels=True with mismatch.sampling_mask",
+                    "actor_rollout_ref.model.use_fused_kernels=True: a fused head",
                 ),
                 (
                     ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs' with mismatch.sampling_mask",
+                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs': mismatch.sampling_mask",
                 ),
                 (
                     ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
-                    "engine_kwargs.vllm.logprobs_mode='raw_logprobs' with mismatch.sampling_mask",
+                    "engine_kwargs.vllm.logprobs_mode='raw_logprobs': mismatch.sampling_mask",
                 ),
                 (
                     ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
-                    "agent.agent_loop_manager_class='my.Manager' with mismatch.sampling_mask",
+                    "agent.agent_loop_manager_class='my.Manager': this package's class joins masks",
                 ),
                 (
                     ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
-                    "actor_rollout_ref.rollout.mtp.enable_rollout=True with mismatch.sampling_mask",
+                    "actor_rollout_ref.rollout.mtp.enable_rollout=True: mismatch.sampling_mask",
                 ),
                 (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
             )
@@ -201,14 +193,8 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
     ],
 )
 def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], named: str) -> None:
-    with pytest.raises(ConfigError, match="mismatch") as caught:
+    with pytest.raises(ConfigError, match=re.escape(named)):
         prepared("+mismatch.precision.dtype=float16", *overrides)
-    assert named in str(caught.value)
-
-
-def test_only_a_model_whose_configuration_is_here_and_names_no_experts_is_dense() -> None:
-    assert dense(str(FOLDER / "dense"))
-    assert not dense(str(FOLDER / "moe")) and not dense("/no/such/model") and not dense("nobody/nothing")
 
 
 def test_a_key_value_format_that_the_block_names_is_taken() -> None:
@@ -219,7 +205,7 @@ def test_a_key_value_format_that_the_block_names_is_taken() -> None:
 
 
 def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> None:
-    with pytest.raises(ConfigError, match="model_engine='megatron' with a mismatch block: .*Set .*strategy=megatron"):
+    with pytest.raises(ConfigError, match="model_engine='megatron': .*Set .*strategy=megatron"):
         prepared_megatron(
             "+mismatch.lr={}", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"
         )
@@ -240,15 +226,17 @@ def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> No
     ],
 )
 def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
-    with pytest.raises(ConfigError, match="strategy='megatron'"):
+    named = re.match(r"\+*(mismatch\.\w+|[\w.]+)", refused)
+    assert named is not None
+    with pytest.raises(ConfigError, match=re.escape(named[1])):
         prepared_megatron("+mismatch.routing.mode=R3", refused)
-    with pytest.raises(ConfigError, match="enable_rollout_routing_replay=True with mismatch.routing"):
+    with pytest.raises(ConfigError, match="enable_rollout_routing_replay=True: .*mismatch.routing"):
         prepared_megatron("+mismatch.routing.mode=R2", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
 
 
 def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> None:
     saved = "actor_rollout_ref.actor.checkpoint.async_save=True"
-    with pytest.raises(ConfigError, match=r"async_save=True with an alarm .*action: warn"):
+    with pytest.raises(ConfigError, match=r"async_save=True: an alarm .*action: warn"):
         prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:stop}}")
     prepared_megatron(saved, "+mismatch.monitor.alarms={k3_kl:{action:warn}}")
     prepared_megatron("+mismatch.monitor.alarms={k3_kl:{action:stop}}")
@@ -323,14 +311,13 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
     ("version", "override", "named"),
     [
         ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23: it does not work under verl"),
-        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
-        ("0.5.18", "+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.name='sglang' with mismatch.sampling_mask"),
+        ("0.5.18", "+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.name='sglang': mismatch.sampling_mask"),
         (
             "0.5.18",
             "actor_rollout_ref.rollout.tensor_model_parallel_size=16",
-            "tensor_model_parallel_size=16 with SGLang",
+            "tensor_model_parallel_size=16: an SGLang replica",
         ),
     ],
 )
@@ -351,7 +338,7 @@ def test_sglang_is_quantized_as_verl_quantizes_what_it_sends(sglang_is: Callable
     own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
     asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,engine_weights:fp8}")
     with pytest.raises(
-        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* allowed: .*rollout\.quantization='fp8'"
+        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* Set .*rollout\.quantization='fp8'"
     ):
         prepared(*asked, own)
     for rest in ((), (own,)):

@@ -78,7 +78,7 @@ def test_a_variable_of_a_ray_job_that_nobody_may_change_has_our_trainers_or_is_r
         return prepared("+mismatch.kl.coef=0.1")
 
     with pytest.raises(
-        ConfigError, match=f"Ray job's own runtime_env has it.* allowed: a list with {settings.TRAINERS}"
+        ConfigError, match=f"Ray job's own runtime_env has this variable.* Add {settings.TRAINERS} to it"
     ):
         submitted("mine")
     assert "env_vars" not in submitted(f"mine,{settings.TRAINERS}").ray_kwargs.ray_init.runtime_env
@@ -362,9 +362,7 @@ def test_a_correction_of_verls_own_that_does_nothing_is_named_and_the_run_is_mea
 
 
 def test_a_config_that_only_measures_leaves_out_keys_of_the_monitor_that_are_refused() -> None:
-    with pytest.warns(
-        UserWarning, match="monitor.weight_sync='warn' is left out: the actor's weights are probed in FSDP"
-    ):
+    with pytest.warns(UserWarning, match="monitor.weight_sync='warn' is left out: weight updates are verified in FSDP"):
         config = prepared_megatron("+mismatch.monitor.weight_sync=warn")
     known = block.block_of(config.actor_rollout_ref)
     assert known is not None and known.monitor.weight_sync == "off"
@@ -377,11 +375,11 @@ def test_a_default_that_megatron_does_not_allow_is_switched_off_with_a_note(
     config = prepared_megatron(given)
     known = block.block_of(config.actor_rollout_ref)
     assert known is not None and known.monitor.weight_sync == "off" and "monitor.weight_sync" not in known.features
-    assert "mismatch.monitor.weight_sync='off': the actor's weights are probed in FSDP" in capsys.readouterr().out
+    assert "mismatch.monitor.weight_sync='off': weight updates are verified in FSDP" in capsys.readouterr().out
     for asked in ("error", "warn"):
         if given == "+mismatch={}" and asked == "warn":
             continue  # that does not act, as above
-        with pytest.raises(ConfigError, match=f"monitor.weight_sync='{asked}' with actor_rollout_ref.actor.strategy"):
+        with pytest.raises(ConfigError, match=f"monitor.weight_sync='{asked}': weight updates are verified in FSDP"):
             prepared_megatron(given, f"+mismatch.monitor.weight_sync={asked}")
 
 

@@ -48,3 +48,9 @@ def test_failed_checks_of_workers_are_noted_and_a_bug_of_ours_ends_a_run_that_is
     assert found["answer"] == {"failed": [["loss_scaler", 4, "rank 1: it is off"]], "left": ""}
     assert found["engine"] == {"failed": [["findings", 4, "EngineError: it does not answer"]], "left": ""}
     assert found["bug"] == {"failed": [], "left": "of ours"}
+
+
+def test_verl_takes_no_step_on_a_batch_whose_rows_are_all_bad(run: Run) -> None:
+    """Without a gradient an optimizer would still move the weights by its momentum; a config that only measures lets it."""
+    found = run(scenarios.batches_without_good_rows).expect()
+    assert found == {"one is good": 2, "none is good": 0, "only measured": 2}

@@ -99,6 +99,11 @@ if name := os.environ.get(REPORTS):
     keep_reports(Path(name))
 if name := os.environ.get(LEFT):
     look_for_leftovers(Path(name))
+if name := os.environ.get("VERL_CPU_LOOKS"):
+    from tests.peers.verl.cpu.looks import note_movement, note_verdicts
+
+    note_verdicts(Path(name))
+    note_movement(Path(name))
 if os.environ.get("VERL_CPU_FAULT"):
     import tests.peers.verl.cpu.faults  # noqa: F401
 if os.environ.get("VERL_CPU_TWICE"):

@@ -1,26 +1,36 @@
 """Faults in verl's processes, injected where VERL_CPU_FAULT names one. Loaded when Python starts, before verl and vLLM.
 
 A fault of a rollout may strike later than in the first step, `NAME@STEP`: what happened before it is then a run like any other.
-Several are separated by commas.
+Several are separated by commas. Some strike at several steps, `NAME@STEP+STEP`.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import errno
 import functools
 import multiprocessing
 import os
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 from tests.peers.verl.cpu.after_import import AfterImport, Missing
 
 FAULT = "VERL_CPU_FAULT"
 MESSAGE = "injected by VERL_CPU_FAULT"
-STEPS = {
-    name: int(step or 1)
-    for name, _, step in (fault.partition("@") for fault in os.environ.get(FAULT, "").split(","))
+LOST = "model.layers.2.mlp.down_proj.weight"
+"""The tensor that `lost_tensor` loses: of those that are compared by probes alone."""
+ALL_STEPS = {
+    name: [int(step) for step in (steps or "1").split("+")]
+    for name, _, steps in (fault.partition("@") for fault in os.environ.get(FAULT, "").split(","))
     if name
 }
+STEPS = {name: steps[0] for name, steps in ALL_STEPS.items()}
+"""The first step at which each fault strikes."""
+GIVEN_UP = 5.0
+"""Seconds after which the driver gives up a silent server, where it would wait two minutes."""
 
 
 def no_plugin_in_the_worker() -> None:
@@ -165,6 +175,23 @@ def bad_answers() -> None:
     AfterImport("tests.peers.verl.cpu.agent_loop", change)
 
 
+def nothing_finite() -> None:
+    """Let the first log-probability of each answer of the step be not a number."""
+
+    def change(module: Any) -> None:
+        original = module.SeededSingleTurn.run
+
+        async def run(self: Any, sampling_params: dict[str, Any], **kwargs: Any) -> Any:
+            output = await original(self, sampling_params, **kwargs)
+            if kwargs["global_steps"] == STEPS["nothing_finite"]:
+                output.response_logprobs[0] = float("nan")
+            return output
+
+        module.SeededSingleTurn.run = run
+
+    AfterImport("tests.peers.verl.cpu.agent_loop", change)
+
+
 def weightless_answers() -> None:
     """Let the second answer to each prompt of the step have loss weight 0, of tokens that verl counts as before."""
 
@@ -204,7 +231,15 @@ def moved_temperature() -> None:
 
 def garbled_weights() -> None:
     """Let a tensor in vLLM's worker be far too large after the update that follows the step; the next update mends it."""
+    _scale_weight(ALL_STEPS["garbled_weights"], -50)
 
+
+def doubtful_weights() -> None:
+    """Let a tensor in vLLM's worker be a tenth too large after updates that follow the steps: less than a step moves."""
+    _scale_weight(ALL_STEPS["doubtful_weights"], 1.1)
+
+
+def _scale_weight(steps: list[int], factor: float) -> None:
     def change(module: Any) -> None:
         extension = module.vLLMColocateWorkerExtension
         original = extension.update_weights_from_ipc
@@ -214,14 +249,99 @@ def garbled_weights() -> None:
         def update(self: Any, *args: Any, **kwargs: Any) -> Any:
             result = original(self, *args, **kwargs)
             calls.append(True)
-            if len(calls) == STEPS["garbled_weights"] + 1:
+            if len(calls) - 1 in steps:
                 weight = dict(self.model_runner.model.named_parameters())["model.layers.0.mlp.down_proj.weight"]
-                weight.data.mul_(-50)
+                weight.data.mul_(factor)
             return result
 
         extension.update_weights_from_ipc = update
 
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
+
+
+def silent_server() -> None:
+    """Let the server never answer the probes of the updates that follow the steps, and all other requests as always."""
+
+    def change(module: Any) -> None:
+        original = module.vLLMHttpServer.generate
+
+        @functools.wraps(original)
+        async def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+            probe = str(kwargs.get("request_id", "")).startswith("mismatch-probe")
+            if probe and self.global_steps in ALL_STEPS["silent_server"]:
+                await asyncio.Event().wait()
+            return await original(self, *args, **kwargs)
+
+        module.vLLMHttpServer.generate = generate
+
+    def give_up(module: Any) -> None:
+        module.ANSWER_TIMEOUT = GIVEN_UP
+
+    AfterImport("verl.workers.rollout.vllm_rollout.vllm_async_server", change)
+    AfterImport("mismatch_ext.adapters.verl.driver.weights", give_up)
+
+
+def nan_on_one_rank() -> None:
+    """Let the loss of the last rank be not a number in the actor's update of the step."""
+
+    def change(module: Any) -> None:
+        kind = module.FSDPEngineWithLMHead
+        step, batch = kind.optimizer_step, kind.forward_step
+        updates: list[bool] = []
+
+        @functools.wraps(step)
+        def optimizer_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            updates.append(True)
+            return step(self, *args, **kwargs)
+
+        @functools.wraps(batch)
+        def forward_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+            loss, output = batch(self, *args, **kwargs)
+            present = len(updates) + 1
+            if not kwargs["forward_only"] and self.rank == 1 and present == STEPS["nan_on_one_rank"]:
+                loss = loss * float("nan")
+            return loss, output
+
+        kind.optimizer_step, kind.forward_step = optimizer_step, forward_step
+
+    AfterImport("verl.workers.engine.fsdp.transformer_impl", change)
+
+
+def full_disk() -> None:
+    """Let no file of this package be written from one step until another: not its log, evidence or part of checkpoints."""
+    filled = contextlib.ExitStack()
+
+    def change(module: Any) -> None:
+        written = module.MismatchTrainer._compute_old_log_prob
+
+        @functools.wraps(written)
+        def compute(self: Any, *args: Any, **kwargs: Any) -> Any:
+            first, last = ALL_STEPS["full_disk"]
+            if self.global_steps == first:
+                fill()
+            if self.global_steps == last:
+                filled.close()
+            return written(self, *args, **kwargs)
+
+        module.MismatchTrainer._compute_old_log_prob = compute
+
+    def fill() -> None:
+        from mismatch_ext import files
+
+        def full(*_: Any) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        write = os.write
+
+        def write_elsewhere(fd: int, data: bytes) -> int:
+            if os.readlink(f"/proc/self/fd/{fd}").endswith("mismatch/metrics.jsonl"):
+                full()
+            return write(fd, data)
+
+        filled.enter_context(mock.patch.object(os, "write", write_elsewhere))
+        filled.enter_context(mock.patch.object(files, "_replace", full))
+
+    AfterImport("mismatch_ext.adapters.verl.driver.trainer", change)
 
 
 def stale_weights() -> None:
@@ -243,6 +363,30 @@ def stale_weights() -> None:
                 vars(self).pop("_update_weights", None)
 
         extension.update_weights_from_ipc = update
+
+    AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
+
+
+def lost_tensor() -> None:
+    """Let vLLM's worker load all tensors but one after the step, and after every later one."""
+
+    def change(module: Any) -> None:
+        extension = module.vLLMColocateWorkerExtension
+        receive, load = extension.update_weights_from_ipc, extension._update_weights
+        updates = []
+
+        @functools.wraps(receive)
+        def update(self: Any, *args: Any, **kwargs: Any) -> Any:
+            updates.append(True)
+            return receive(self, *args, **kwargs)
+
+        @functools.wraps(load)
+        def load_most(self: Any, weights: Any, *args: Any, **kwargs: Any) -> Any:
+            late = len(updates) > STEPS["lost_tensor"]
+            kept = [(name, values) for name, values in weights if not (late and name == LOST)]
+            return load(self, kept, *args, **kwargs)
+
+        extension.update_weights_from_ipc, extension._update_weights = update, load_most
 
     AfterImport("verl.workers.rollout.vllm_rollout.utils", change)
 
@@ -294,10 +438,16 @@ FAULTS = {
         encoded_again,
         encoded_otherwise,
         bad_answers,
+        nothing_finite,
         weightless_answers,
         moved_temperature,
         garbled_weights,
+        doubtful_weights,
+        silent_server,
+        nan_on_one_rank,
+        full_disk,
         stale_weights,
+        lost_tensor,
         null_logprob,
     )
 }

@@ -14,12 +14,15 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from tests.peers.verl.cpu.after_import import AfterImport
 
 TWICE = "VERL_CPU_TWICE"
 """Environment variable with "steps" and "file", as JSON."""
 
+COMPARING = ("clip_cov", "kl_cov")
+"""verl's losses that choose among the tokens of the mask, so that a mask changes more than the row's own part."""
 NAN = float("nan")
 AHEAD = 99
 """A version of the weights that no run of a few steps reaches."""
@@ -123,10 +126,12 @@ class Twice:
         weights["spoiled"] = save(trainer, spoiled)
         self._spoils = False
         chosen = [self._drawn.keys[row] for row in self.kinds(trainer)]
-        for name, weightless in (("weightless", chosen), ("whole", [])):
-            load(trainer, start)
-            norms[name] = self._again(trainer, stages, weightless)
-            weights[name] = save(trainer, folder / name)
+        # The rows of the step are counted once.
+        with mock.patch.object(trainer._log, "count_bad_rows"):
+            for name, weightless in (("weightless", chosen), ("whole", [])):
+                load(trainer, start)
+                norms[name] = self._again(trainer, stages, weightless)
+                weights[name] = save(trainer, folder / name)
         load(trainer, spoiled)
         said = {
             "step": trainer.global_steps,
@@ -134,6 +139,7 @@ class Twice:
             "bad": {str(row): [fault.reason, fault.message] for row, fault in bad.faults.items()},
             "norms": norms,
             "weights": weights,
+            "apart": {name: apart(folder / name, spoiled) for name in ("weightless", "whole")},
         }
         with self._file.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(said) + "\n")
@@ -158,11 +164,30 @@ class Twice:
         for name in ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage"):
             batch = stages[name](trainer, batch, metrics)
         if weightless:
-            data = get(tq, batch, weightless, ("response_mask",))
-            data["response_mask"] = data["response_mask"] * 0
-            tq.kv_batch_put(keys=weightless, partition_id=batch.partition_id, fields=data)
+            self._let_weigh_nothing(trainer, batch, weightless)
         stages["_update_actor"](trainer, batch, metrics)
         return float(metrics["actor/grad_norm"])
+
+    def _let_weigh_nothing(self, trainer: Any, batch: Any, keys: list[str]) -> None:
+        """Give rows loss weight 0: by verl's mask, or by its weights in a loss that compares the tokens of the mask."""
+        import torch
+        from tensordict import TensorDict
+        from verl.trainer.ppo.v1 import trainer_base
+
+        tq = trainer_base.tq
+        if trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode not in COMPARING:
+            data = get(tq, batch, keys, ("response_mask",))
+            data["response_mask"] = data["response_mask"] * 0
+            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=data)
+            return
+        masks = get(tq, batch, batch.keys, ("response_mask",))["response_mask"].unbind()
+        rows = [torch.full((len(mask),), float(key not in keys)) for key, mask in zip(batch.keys, masks, strict=True)]
+        weights = {"rollout_is_weights": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
+        tq.kv_batch_put(
+            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(weights, batch_size=len(batch.keys))
+        )
+        if batch.fields is not None and "rollout_is_weights" not in batch.fields:
+            batch.fields = [*batch.fields, "rollout_is_weights"]
 
 
 def get(tq: Any, batch: Any, keys: list[str], names: tuple[str, ...]) -> Any:
@@ -205,6 +230,16 @@ def save(trainer: Any, folder: Path) -> str:
         saved = torch.load(folder / f"{name}_world_size_1_rank_0.pt", weights_only=False)
         digest.update(repr(plain(saved)).encode())
     return digest.hexdigest()
+
+
+def apart(folder: Path, other: Path) -> float:
+    """Return the largest difference between the weights of two saved actors."""
+    import torch
+
+    name = "model_world_size_1_rank_0.pt"
+    saved, others = (torch.load(path / name, weights_only=False) for path in (folder, other))
+    pairs = [(value.to_local(), others[key].to_local()) for key, value in saved.items()]
+    return max(float((value - second).abs().max()) for value, second in pairs)
 
 
 def load(trainer: Any, folder: Path) -> None:

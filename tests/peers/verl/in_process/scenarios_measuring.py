@@ -178,6 +178,10 @@ def unfit() -> dict[str, Any]:
         given = queue()
         del given.rows[name]
         found[f"absent {name}"] = refused(measured, given, Scoring())
+    given = queue()
+    given.rows.pop("ref_log_prob", None)
+    measure.tq = given  # type: ignore[assignment]
+    found["absent ref_log_prob"] = refused(measure.judge_reference, batch(given), STEP, BadKeys(batch(given)))
     return found
 
 

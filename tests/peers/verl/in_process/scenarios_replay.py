@@ -341,8 +341,11 @@ def judged(model: str) -> dict[str, Any]:
         expected = logprobs(built, good)
         asked = tu.assign_non_tensor(data.clone(), **{JUDGED: True})
         output = built.infer_batch(asked)
+        # A measured batch is scored once more, without replay.
+        native = refused(built.infer_batch, tu.assign_non_tensor(good.clone(), mismatch_native=True))
         scores = response_from_nested(output["log_probs"], data["response_mask"]).unbind()
         own: dict[str, Any] = {
+            "native": native,
             "faults": [sorted(set(row.tolist())) for row in output[FAULT].unbind()],
             # Experts multiply the tokens of all samples together, so that rounding depends on the others' routes.
             "apart": [

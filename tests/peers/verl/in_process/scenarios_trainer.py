@@ -88,6 +88,25 @@ def findings() -> dict[str, Any]:
     return found
 
 
+def batches_without_good_rows() -> dict[str, int]:
+    """Return how many updates of the actor and the critic verl is asked for, by the bad rows of a batch of six."""
+    from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
+
+    found: dict[str, int] = {}
+    for name, count, acts in (("one is good", 5, True), ("none is good", 6, True), ("only measured", 6, False)):
+        driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
+        driver._block, driver._kl = MismatchConfig(), None
+        driver._checks, driver._bad = Checks(acts, lambda: 1), measure.BadKeys(batch(queue(1)))
+        driver.actor_rollout_wg, driver.parameter_sync_step, driver.extra = Workers(), 1, []
+        given = SimpleNamespace(extra_info={})
+        for row in range(count):
+            driver._bad.rows.add(row, "rollout_logprobs", "")
+        driver._update_critic(given, {})
+        driver._update_actor(given, {})
+        found[name] = len(driver.extra)
+    return found
+
+
 class StandIn:
     """verl's trainer, as far as ours calls and overrides it."""
 
@@ -136,6 +155,10 @@ class StandIn:
     def _update_actor(self, given: Any, metrics: dict[str, Any]) -> Any:
         self.extra.append(dict(given.extra_info))
         metrics["actor/mismatch/off_policy_masked_fraction"] = 0.25
+        return given
+
+    def _update_critic(self, given: Any, metrics: dict[str, Any]) -> Any:
+        self.extra.append(dict(given.extra_info))
         return given
 
     def _compute_metrics(self, given: Any, metrics: dict[str, Any], timing: Any, global_steps: int, epoch: int) -> None:

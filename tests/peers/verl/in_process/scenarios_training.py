@@ -68,6 +68,14 @@ def scaler(model: str) -> dict[str, Any]:
     return found
 
 
+def sent(model: str) -> list[str]:
+    """Return the names of the model's weights that the rollout does not get."""
+    engine = worker(model, {"precision": {"dtype": "float32"}}).engine
+    known = {name.removeprefix("_fsdp_wrapped_module.") for name in engine.module.state_dict()}
+    weights, _ = engine.get_per_tensor_param()
+    return sorted(known - {name for name, _ in weights})
+
+
 def halves(model: str) -> dict[str, list[list[float]]]:
     """Return log-probabilities of the same samples in float32, in bfloat16, and in float16 by the block."""
     blocks: dict[str, Any] = {"float32": None, "bfloat16": None, "float16": {"precision": {"dtype": "float16"}}}
