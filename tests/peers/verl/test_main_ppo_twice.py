@@ -44,7 +44,7 @@ def taken_twice(
     settings = [*dtypes("float32"), *overrides, *lasting(planned)]
     asked = json.dumps({"steps": steps, "file": str(file)})
     run = run_verl(
-        work, settings, model=tiny_model(model, work / "model"), plugin=True, timeout=500, env={TWICE: asked}
+        work, settings, model=tiny_model(model, work / "model"), plugin=True, timeout=860, env={TWICE: asked}
     )
     run.expect(count)
     return run, [json.loads(line) for line in file.read_text().splitlines()]
