@@ -52,7 +52,7 @@ def _why_verl_refuses(host: Host, feature: str) -> str | None:
     actor, engine = "megatron" if "megatron" in host.using else "fsdp", "sglang" if "sglang" in host.using else "vllm"
     config = {"actor_rollout_ref": {"actor": {"strategy": actor}, "rollout": {"name": engine}}}
     for row, _ in _load("verl", "refusals").refused(config, block):
-        return str(row.sentence)
+        return f"{row.path}: {row.sentence}"
     return None
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import copy
+import importlib.metadata
 import io
 import warnings
 from collections.abc import Iterable, Sequence
@@ -13,7 +15,6 @@ from typing import Any
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError
-from mismatch_ext.versions import on_cpu_build
 
 AGENT_LOOPS = ("single_turn_agent", "tool_agent")
 """verl's own agent loops, which hand on what the package needs."""
@@ -118,7 +119,7 @@ def _values(config: Any) -> dict[str, Any]:
 
 def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     """Return whether a refusal ends the run, every refusal, and what is checked later."""
-    from omegaconf import OmegaConf
+    from omegaconf import OmegaConf, open_dict
     from omegaconf.errors import OmegaConfBaseException
 
     try:
@@ -154,17 +155,21 @@ def _checked(config: Any) -> tuple[bool, list[str], list[str]]:
     handed = block_of(config.actor_rollout_ref)
     assert handed is not None
     later = [LATER[name] for name in handed.features if name in LATER and (name != "correction" or weighs(handed))]
-    group = config.actor_rollout_ref
-    if rollout.name == "vllm" and group.model.lora_rank and on_cpu_build():
-        # With LoRA, verl asks for the version of a distribution `vllm`, and a CPU build has another name.
-        later.append("verl: its own check of the configuration, which needs a distribution `vllm`")
-    else:
-        try:
-            validate_config(
-                config=config, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
-            )
-        except Exception as error:  # noqa: BLE001 - whatever verl refuses with
-            return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
+    group, checked = config.actor_rollout_ref, config
+    if rollout.name == "vllm" and not any(importlib.metadata.distributions(name="vllm")):
+        # For LoRA's rank, verl asks for the version of a distribution `vllm`, and a CPU build has another name.
+        checked = copy.deepcopy(config)
+        with open_dict(checked):
+            checked.actor_rollout_ref.model.lora_rank = 0
+            checked.actor_rollout_ref.model.lora.pop("rank", None)
+        if group.model != checked.actor_rollout_ref.model:
+            later.append("verl: LoRA's rank, with the version of the distribution `vllm`")
+    try:
+        validate_config(
+            config=checked, use_reference_policy=need_reference_policy(config), use_critic=need_critic(config)
+        )
+    except Exception as error:  # noqa: BLE001 - whatever verl refuses with
+        return True, [f"verl: {type(error).__name__}: {' '.join(str(error).split())}"], []
     if (mode := config.actor_rollout_ref.actor.policy_loss.loss_mode) not in POLICY_LOSS_REGISTRY:
         later.append(f"workers: a policy loss {mode!r} is registered")
     if group.actor.strategy == "fsdp" and group.model.lora_rank and not group.model.lora.get("merge"):

@@ -379,7 +379,7 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
                         "of its weights, and verl would send the rollout an empty one. Set "
                         "actor_rollout_ref.actor.strategy=fsdp2."
                     )
-        if not isinstance(weights, ItemsView):
+        if self.block is not None and not isinstance(weights, ItemsView):
             weights = _without_tied_copies(weights, self.module)
         return weights, adapter
 
@@ -426,10 +426,15 @@ def register_engine(block: MismatchConfig | None, mode: RunMode) -> type[Mismatc
 
 
 def _without_tied_copies(weights: Iterable[tuple[str, Any]], module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yield weights by name, without those that are another one under a second name."""
+    """Yield weights by name, without those that come a second time under another name."""
     model = getattr(module, "_fsdp_wrapped_module", module)
-    copies = getattr(model, "all_tied_weights_keys", {})
-    return ((name, values) for name, values in weights if name not in copies)
+    source_of = getattr(model, "all_tied_weights_keys", {})
+    sent = set[str]()
+    for name, values in weights:
+        if source_of.get(name) in sent:
+            continue
+        sent.add(name)
+        yield name, values
 
 
 def _widen(output: Any) -> None:

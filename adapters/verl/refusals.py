@@ -305,8 +305,6 @@ _ALWAYS = (
     Row(f"{ACTOR}.strategy", other_than(*FSDP, "megatron"),
         "this release knows verl's FSDP and Megatron engines only. Choose 'fsdp', 'fsdp2' or 'megatron', or remove the "
         "mismatch block. (VeOmni replays routes by itself: actor.veomni.router_replay.)"),
-    Row(f"{REF}.strategy", _other_kind_of_engine,
-        "a worker has one kind of engine for actor and reference. Set it to the actor's strategy."),
     Row(f"{ROLLOUT}.name", other_than("vllm", "sglang"),
         "this release can read back vLLM and SGLang only. Choose 'vllm' or 'sglang'."),
     Row(f"{ROLLOUT}.disaggregation.enabled", given,
@@ -345,6 +343,8 @@ _MODE = (
         Row(f"{ACTOR}.strategy", other_than(*FSDP), "asynchronous modes were run with FSDP only. Choose 'fsdp' or 'fsdp2'."),
         Row(f"{ROLLOUT}.name", other_than("vllm"), "asynchronous modes were run with vLLM only. Choose 'vllm'."),
     ),
+    Row(f"{REF}.strategy", _other_kind_of_engine,
+        "a worker has one kind of engine for actor and reference. Set it to the actor's strategy."),
 )  # fmt: skip
 _MONITOR = under(
     lambda asked: asked.stops,
@@ -360,6 +360,8 @@ _SGLANG = under(
     Row(f"{ROLLOUT}.tensor_model_parallel_size", _spans_nodes,
         "an SGLang replica over several nodes has a server on each, and only the first says what it runs with. Take at "
         "most as many ranks (tensor times pipeline parallel) as a node has."),
+    Row(f"{ROLLOUT}.skip_tokenizer_init", lambda value, asked: asked.routing == "R3" and off(value, asked),
+        "verl would read the routes of R3 through a module that SGLang has no longer. Leave it at True, verl's default."),
 )  # fmt: skip
 _MEGATRON = (
     *under(
@@ -402,11 +404,11 @@ PRECISION = (
         lambda asked: asked.block.precision is not None,
         Row(f"{KWARGS}.sglang.quantization", _other_than_verls,
             f"verl quantizes what it sends to SGLang by {ROLLOUT}.quantization only, so that the first update would end the "
-            f"run. Set {ROLLOUT}.quantization='fp8'."),
+            f"run. Remove it, set {ROLLOUT}.quantization='fp8', and name that in {ENGINE_WEIGHTS}."),
         Row(f"{ROLLOUT}.quantization", _other_weights,
             f"mismatch.precision expects the rollout's weights in another format. Set {ENGINE_WEIGHTS} to the same value."),
         Row(f"{KWARGS}.vllm.kv_cache_dtype", _other_cache,
-            f"mismatch.precision expects keys and values in another format. Set {KV_CACHE} to the same value, or remove it."),
+            f"mismatch.precision expects keys and values in another format. Remove it, or name the format in {KV_CACHE}."),
         *(
             Row(f"{role}.fsdp_config.mixed_precision.param_dtype", _other_dtype,
                 "it contradicts mismatch.precision.dtype, which sets it. Remove one of them.")

@@ -275,12 +275,12 @@ class EngineReplay(RouteReplay):
             experts = torch.zeros((len(ids), len(self.layout.layers), self.layout.top_k), dtype=kind)
             recorded, present = None, True
             try:
-                if not bad:
-                    recorded, present = self._of_sample(array, ids, count, span, name, judged=judged)
+                recorded, present = self._of_sample(array, ids, count, span, name, judged=judged)
             except RoutingError as error:
-                if not judged:
-                    raise
-                wrong[row] = error
+                if not bad:  # a bad row may have no routes of its own
+                    if not judged:
+                        raise
+                    wrong[row] = error
             known = 0 if recorded is None else recorded.rows
             if recorded is not None:
                 experts[:known] = recorded.experts.view(kind)

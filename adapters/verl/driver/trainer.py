@@ -369,7 +369,7 @@ class MismatchTrainer(_Host):
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Update the actor as verl does, at the rate that this batch calls for."""
-        if self._block.lr is not None:
+        if self._block.lr is not None and not self._trains_on_nothing:
             self._waiting.append(self._statistics(self._block.lr.trigger))
             if self._first_update:  # the rule counts steps: batches of later local updates lead the next step's rate
                 *earlier, latest = self._waiting

@@ -128,7 +128,7 @@ def test_what_verl_cannot_check_with_a_cpu_build_of_vllm_is_said(capsys: pytest.
     lora = (*DENSE, "+mismatch={}", "actor_rollout_ref.model.lora_rank=8")
     status, found = checked(capsys, *lora)
     assert (status, found["refused"]) == (0, [])
-    assert "verl: its own check of the configuration, which needs a distribution `vllm`" in found["later"]
+    assert "verl: LoRA's rank, with the version of the distribution `vllm`" in found["later"]
     status, found = checked(capsys, *lora, "actor_rollout_ref.actor.strategy=fsdp")
     assert status == 0 and any(line.startswith("workers: peft finds the adapter") for line in found["later"])
 

@@ -110,7 +110,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         ),
         (
             ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
-            "actor_rollout_ref.ref.strategy='fsdp2'",
+            "actor_rollout_ref.actor.strategy='megatron'",
         ),
         (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor: this key is gone"),
         (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
@@ -311,6 +311,7 @@ def test_sglang_needs_no_extension_class(sglang_is: Callable[[str], None]) -> No
     ("version", "override", "named"),
     [
         ("0.5.23", "trainer.nnodes=1", "sglang 0.5.23: it does not work under verl"),
+        ("0.5.18", "actor_rollout_ref.rollout.skip_tokenizer_init=False", "skip_tokenizer_init=False"),
         ("0.5.18", "actor_rollout_ref.rollout.disaggregation.enabled=True", "disaggregation.enabled=True"),
         ("0.5.18", "actor_rollout_ref.rollout.data_parallel_size=2", "data_parallel_size=2"),
         ("0.5.18", "+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.name='sglang': mismatch.sampling_mask"),
@@ -338,7 +339,7 @@ def test_sglang_is_quantized_as_verl_quantizes_what_it_sends(sglang_is: Callable
     own = "+actor_rollout_ref.rollout.engine_kwargs.sglang.quantization=fp8"
     asked = (*SGLANG, "+mismatch.precision={dtype:bfloat16,engine_weights:fp8}")
     with pytest.raises(
-        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* Set .*rollout\.quantization='fp8'"
+        ConfigError, match=r"engine_kwargs\.sglang\.quantization='fp8'.* set .*rollout\.quantization='fp8'"
     ):
         prepared(*asked, own)
     for rest in ((), (own,)):

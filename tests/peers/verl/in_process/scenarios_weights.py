@@ -272,16 +272,17 @@ def parted() -> dict[str, Any]:
         workers.held[2] = 0.5
         apart = refused(checked.look)
     found: dict[str, Any] = {"alike": alike, "apart": apart, "said": said}
-    # Trainer and engine differ by 0.05 nats with the same weights, which is this model's rounding in bfloat16.
+    # The last rank differs by 0.04 nats at first, which is this model's rounding in bfloat16.
     server, workers = Server(), Workers(3)
     with verifying(lambda: [server], workers, dtypes=("bfloat16", "bfloat16")) as (checked, said):
         workers.held[2] = 0.04
-        found["before the first update"] = refused(checked.look)
-        server.held = 0.05
-        found["verified"] = refused(lambda: checked.verify(stepped=True))
+        found["at first"] = refused(checked.look)
+        workers.held[2] = 0.05
         found["rounding"] = refused(checked.look)
         workers.held[2] = 0.6
         found["parted"] = refused(checked.look)
+        workers.held[2] = float("nan")
+        found["not finite"] = refused(checked.look)
     return found
 
 
