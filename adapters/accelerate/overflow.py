@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from accelerate import Accelerator
 from mismatch_ext.adapters.accelerate.deepspeed import engine_of
 
@@ -28,7 +30,7 @@ class HeldScale:
         """Hold the scale, or let it fall at overflows again."""
         engine = engine_of(self._accelerator)
         if engine is not None:
-            scaler = getattr(engine.optimizer, "loss_scaler", None)
+            scaler: Any = getattr(engine.optimizer, "loss_scaler", None)
             if hasattr(scaler, "scale_factor"):  # otherwise the scale is static
                 scaler.scale_factor = 1.0 if held else DEEPSPEED_FACTOR
         elif self._factor is not None:
