@@ -75,13 +75,21 @@ class BadRows:
         except MismatchError as error:
             self.add(row, reason, str(error))
 
-    def add_non_finite(self, reason: str, values: Tensor, mask: Tensor) -> None:
-        """Call rows bad that have a value which is not finite at a sampled token; values and mask are `[B, T]`."""
+    def add_non_finite(self, reason: str, values: Tensor, mask: Tensor, side: str | None = None) -> None:
+        """Call rows bad that have a value which is not finite at a sampled token.
+
+        Args:
+            reason: "rollout_logprobs" or "old_logprobs".
+            values: Log-probabilities `[B, T]`.
+            mask: Which tokens were sampled `[B, T]`.
+            side: Whose they are, in the message; None takes the engine or the trainer by the reason.
+        """
+        if side is None:
+            side = "engine" if reason == "rollout_logprobs" else "trainer"
         broken = ~values.isfinite() & mask.bool()
         for row in broken.any(1).nonzero()[:, 0].tolist():
             place = int(broken[row].nonzero()[0])
-            of = "engine" if reason == "rollout_logprobs" else "trainer"
-            message = f"row {row}, token {place}: the {of}'s log-probability is {float(values[row, place])}."
+            message = f"row {row}, token {place}: the {side}'s log-probability is {float(values[row, place])}."
             self.add(row, reason, message)
 
     def flags(self, device: torch.device | str = "cpu") -> Tensor:

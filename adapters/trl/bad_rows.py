@@ -20,7 +20,7 @@ import torch
 from mismatch_ext.adapters.trl.replay import RowKey, Scores
 from torch import Tensor
 
-from mismatch_ext.bad_rows import FEW, BadRows
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.rollout import RolloutRecord
 
 NEUTRAL = {
@@ -82,12 +82,9 @@ def include_equal_rows(bad: BadRows, keys: Sequence[RowKey]) -> None:
             bad.add(row, fault.reason, f"row {row} has the tokens of row {found[key]}, which is bad: {fault.message}")
 
 
-def is_nowhere_finite(scores: Tensor, mask: Tensor) -> bool:
-    """Tell whether all rows with sampled tokens, at least `FEW`, have log-probabilities `[B, T]` that are not finite."""
-    sampled = mask.bool()
-    broken = ~scores.isfinite() & sampled
-    rows = int(sampled.any(1).sum())
-    return rows >= FEW and int(broken.any(1).sum()) == rows
+def has_non_finite(values: Tensor, mask: Tensor) -> bool:
+    """Tell whether a sampled token has a log-probability that is not finite; both are `[B, T]`."""
+    return bool((~values.isfinite() & mask.bool()).any())
 
 
 def mask_of(output: Mapping[str, Any], bad: BadRows) -> Tensor:

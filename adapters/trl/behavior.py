@@ -48,26 +48,28 @@ def _wave(step: float, scale: float = 1.0) -> Tensor:
     return scale * torch.sin(step * torch.arange(1.0, ROWS * LENGTH + 1, dtype=torch.float64)).view(ROWS, LENGTH)
 
 
-LOGPS = _wave(1.3, 0.4) - 2
-INPUTS: dict[str, Tensor] = {
-    "prompt_ids": torch.tensor([[0, 7], [8, 9], [10, 11]]),
-    "prompt_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
-    "completion_ids": torch.arange(12, 24).view(ROWS, LENGTH),
-    "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]),
-    "advantages": torch.tensor([1.0, -0.7, 0.3], dtype=torch.float64),
-}
-OF_GRPO = {
-    "old_per_token_logps": LOGPS - _wave(2.1, 0.3),
-    "sampling_per_token_logps": LOGPS - _wave(0.7, 0.2),
-    "ref_per_token_logps": LOGPS - _wave(1.9, 0.5),
-    "importance_sampling_ratio": 1 + _wave(2.9, 0.3),
-    "num_items_in_batch": torch.tensor(14.0, dtype=torch.float64),
-}
-OF_RLOO = {"old_logps": torch.tensor([-8.3, -3.6, -6.1], dtype=torch.float64)}
-ENTROPIES = 1.5 + _wave(1.7)
-AUX = torch.tensor(0.7, dtype=torch.float64)
-ONES = torch.ones_like(LOGPS)
-TOOL_MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
+# Whatever torch's default device is: the loss is asked in the host's memory.
+with torch.device("cpu"):
+    LOGPS = _wave(1.3, 0.4) - 2
+    INPUTS: dict[str, Tensor] = {
+        "prompt_ids": torch.tensor([[0, 7], [8, 9], [10, 11]]),
+        "prompt_mask": torch.tensor([[0, 1], [1, 1], [1, 1]]),
+        "completion_ids": torch.arange(12, 24).view(ROWS, LENGTH),
+        "completion_mask": torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 1, 1, 0]]),
+        "advantages": torch.tensor([1.0, -0.7, 0.3], dtype=torch.float64),
+    }
+    OF_GRPO = {
+        "old_per_token_logps": LOGPS - _wave(2.1, 0.3),
+        "sampling_per_token_logps": LOGPS - _wave(0.7, 0.2),
+        "ref_per_token_logps": LOGPS - _wave(1.9, 0.5),
+        "importance_sampling_ratio": 1 + _wave(2.9, 0.3),
+        "num_items_in_batch": torch.tensor(14.0, dtype=torch.float64),
+    }
+    OF_RLOO = {"old_logps": torch.tensor([-8.3, -3.6, -6.1], dtype=torch.float64)}
+    ENTROPIES = 1.5 + _wave(1.7)
+    AUX = torch.tensor(0.7, dtype=torch.float64)
+    ONES = torch.ones_like(LOGPS)
+    TOOL_MASK = torch.tensor([[1, 0, 1, 1], [1, 1, 1, 1], [0, 1, 1, 1]])
 READ = {
     GRPOTrainer: {*INPUTS, *OF_GRPO, "tool_mask"} - {"num_items_in_batch"},  # not by every loss type
     RLOOTrainer: {*INPUTS, *OF_RLOO},
@@ -87,8 +89,9 @@ Case = Mapping[str, Any]
 SEQUENCES: Case = {"importance_sampling_level": "sequence"}
 UNWEIGHED: Case = {"inputs.importance_sampling_ratio": ONES}
 TWICE: Case = {"current_gradient_accumulation_steps": 2}
-ONE_TOKEN: Case = {"inputs.completion_mask": torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])}
-NO_TOKEN: Case = {"inputs.completion_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
+with torch.device("cpu"):
+    ONE_TOKEN: Case = {"inputs.completion_mask": torch.tensor([[1, 0, 0, 0], [0, 0, 0, 0], [0, 0, 0, 0]])}
+    NO_TOKEN: Case = {"inputs.completion_mask": torch.zeros(ROWS, LENGTH, dtype=torch.long)}
 
 
 class _Noted(dict[str, Any]):
@@ -557,11 +560,12 @@ def examine(
     reads = Reads(attributes=dict(attributes or {}))
     probe = Probe(kind, loss_type, _settings(config), reads, values)
     try:
-        if kind is RLOOTrainer:
-            probe.slopes({})  # no section adds a term to this loss
-        else:
-            for property_of_loss in PROPERTIES:
-                property_of_loss(probe)
+        with torch.device("cpu"):
+            if kind is RLOOTrainer:
+                probe.slopes({})  # no section adds a term to this loss
+            else:
+                for property_of_loss in PROPERTIES:
+                    property_of_loss(probe)
     except Changed as change:
         return str(change), reads
     if unread := sorted(READ[kind] - probe.asked):

@@ -68,6 +68,7 @@ class RolloutPass:
 
     # It does not live longer: what the loss needs of a batch travels with TRL's inputs, row by row.
     fresh: bool = True  # False for a micro-batch
+    size: int = 0  # rows that TRL was asked for; several generations may be made to choose them from
     prompts: list[list[int]] = field(default_factory=list)  # of the latest generation
     generated: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt and completion of each sample
     records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
@@ -87,7 +88,7 @@ class RolloutPass:
     def has_size_of(self, rows: int) -> bool:
         """Tell whether a pass over so many rows may be over the whole batch that is being scored, of which some may be bad."""
         # A user's own pass may be over a few rows of the batch, and others.
-        return self.fresh and rows >= len(self.generated) > 0
+        return self.fresh and rows >= self.size > 0
 
     def records_of(self, output: Mapping[str, Any], bad: BadRows) -> list[RolloutRecord | None]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.

@@ -15,11 +15,12 @@ import torch
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters.accelerate.deepspeed import configured, reduce_in_float32
 from mismatch_ext.adapters.accelerate.float16 import compute_in_float16
+from mismatch_ext.adapters.accelerate.overflow import HeldScale, skips_overflows
 from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import BAD, include_equal_rows, is_nowhere_finite, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -72,6 +73,9 @@ from mismatch_ext.ranks import together
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sums import Sums, over_ranks
 
+MOST_FAILING = 20
+"""Batches in a row that may have a step without finite gradients. A choice: a scale of 2^16 is below 1 after 17 such steps."""
+
 
 class TrlRun(MeasuredRun):
     """The side of a config that acts of a `GRPOTrainer` or `RLOOTrainer`."""
@@ -79,7 +83,11 @@ class TrlRun(MeasuredRun):
     kl: KlTerm | None
     correction: CorrectionTerm | None = None
     kl_reward: KlReward | None = None  # among TRL's rewards, if a part of the KL is there
-    _nowhere_finite = False  # whether the trainer's own pass is finite in no row of the batch
+    # Whether the trainer's own pass over the batch is not finite in some row of some rank. Such a row's loss weight is 0, and
+    # the gradients are NaN all the same wherever its pass with gradients is not finite either.
+    _own_pass_fails = False
+    _failing = 0  # batches in a row with a step whose gradients were not finite
+    _batch_fails = False  # whether this batch is one of them
     readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
@@ -175,6 +183,7 @@ class TrlRun(MeasuredRun):
     def begin(self, patch_digest: str) -> None:
         """Audit both sides, wrap the engine, and say what is active."""
         trainer = self.trainer
+        self.held_scale = HeldScale(trainer.accelerator)
         self.temperature: float = trainer.temperature
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
@@ -269,9 +278,9 @@ class TrlRun(MeasuredRun):
     # One rollout batch.
 
     @contextlib.contextmanager
-    def batch(self) -> Iterator[RolloutPass]:
-        """Keep what is known of a batch while TRL generates and scores it."""
-        batch, trainer = RolloutPass(), self.trainer
+    def batch(self, size: int) -> Iterator[RolloutPass]:
+        """Keep what is known of a batch of so many rows while TRL generates and scores it."""
+        batch, trainer = RolloutPass(size=size), self.trainer
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
         passes = batch.scored if self.kl_reward is not None or isinstance(trainer, RLOOTrainer) else None
@@ -348,12 +357,9 @@ class TrlRun(MeasuredRun):
             records: The rollout of each row; None without an engine, where a batch may have no old log-probabilities.
             bad: Takes the bad rows.
             held: Takes both sides' log-probabilities.
-
-        Raises:
-            NonFiniteLogprobError: The trainer's are finite in no row of a batch to train on, and nothing skips its steps.
         """
         mask = mask_of(output, bad)
-        with together(self.ranks):
+        with together(self.ranks, flags=1) as told:
             # First, because ranks that share a model take this pass together.
             old = output.get(OLD) if records is None else self.old_logprobs(output)
             if records is not None and ROLLOUT not in output:
@@ -361,51 +367,37 @@ class TrlRun(MeasuredRun):
             held.trainer, held.rollout = old, output.get(ROLLOUT, held.rollout)
             if records is not None:
                 bad.add_non_finite("rollout_logprobs", output[ROLLOUT], mask)
-            self._nowhere_finite = False
-            for scored in (old, output.get("ref_per_token_logps")):
-                if scored is None:
-                    continue
-                bad.add_non_finite("old_logprobs", scored, mask)
-                if is_nowhere_finite(scored, mask) and self.split == "train":
-                    self._nowhere_finite = True
-            if self._nowhere_finite and not self.skips_steps:
-                with self.log.refusing(self.split, held):
-                    raise NonFiniteLogprobError(self._about_own_pass(mask, "the step would train on nothing"))
+            told.here[0] = self._judge_own_passes(output, old, mask, bad)
+        if self.split == "train":
+            self._own_pass_fails, self._batch_fails = told.anywhere[0], False
+            # A loss scale has no part in what follows of such a row, however many steps the batch takes.
+            self.held_scale.hold(self._own_pass_fails)
         return old
 
-    def _about_own_pass(self, mask: Tensor, follows: str) -> str:
-        rows = int(mask.bool().any(1).sum())
-        return (
-            f"none of the {rows} rows of this batch has finite log-probabilities of the trainer or its reference, so {follows}. "
-            "Go back to the last checkpoint and look at the model's weights and dtype."
-        )
-
-    @property
-    def skips_steps(self) -> bool:
-        """Whether something skips a step whose gradients are not finite."""
-        return self.trainer.accelerator.scaler is not None or bool(self.trainer.is_deepspeed_enabled)
+    def _judge_own_passes(self, output: Mapping[str, Any], old: Tensor | None, mask: Tensor, bad: BadRows) -> bool:
+        """Call rows bad that policy or reference have not scored with finite numbers; tell whether a row is of the policy's."""
+        fails = False
+        if old is not None:
+            bad.add_non_finite("old_logprobs", old, mask)
+            fails = has_non_finite(old, mask)
+        sums = output.get("old_logps")  # RLOO's `[B]`, which a class of a user's may have scored
+        if sums is not None:
+            of_rows = mask.any(1, keepdim=True)
+            bad.add_non_finite("old_logprobs", sums[:, None], of_rows)
+            fails = fails or has_non_finite(sums[:, None], of_rows)
+        reference = output.get("ref_per_token_logps")
+        if reference is not None:
+            bad.add_non_finite("old_logprobs", reference, mask, "reference")
+        return fails
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
         device = output["completion_ids"].device
-        if self._nowhere_finite:
-            output[BAD] = bad.flags(device)
-            self._leave_to_scaler(output, bad)
-            return
         if len(bad):
             include_equal_rows(bad, row_keys(*rows_of_batch(output)))
             take_out(output, bad.flags(device))
         output[BAD] = bad.flags(device)
         self.log.count_bad_rows(self.split, bad, held)
-
-    def _leave_to_scaler(self, output: dict[str, Any], bad: BadRows) -> None:
-        """Let a loss scaler skip the steps on a batch of which the trainer's own pass is finite in no row."""
-        # Constants would make a step without a gradient, which moves weights by momentum and weight decay.
-        take_out(output, bad.flags(output["completion_ids"].device))
-        output["advantages"] = torch.full_like(output["advantages"], torch.nan)
-        output[BAD] = torch.zeros_like(output[BAD])
-        mask = output["completion_mask"]
-        self.warn("own_pass", self._about_own_pass(mask, "the loss scaler skips the step"))
 
     def _gap(
         self,
@@ -464,12 +456,15 @@ class TrlRun(MeasuredRun):
                     f"mismatch.lr.trigger='response_length': {type(self.trainer).__name__} keeps no {LENGTH!r} and {TRUNCATED!r} "
                     "of its rollouts; give mismatch.lr.period, or another trigger."
                 )
-            # TRL's values are over all ranks, and each batch has the same number of completions.
+            # TRL's values are over all ranks.
             lengths = {"response_length": metrics[LENGTH][-1], "truncated_fraction": metrics[TRUNCATED][-1]}
             if records is not None:
                 sums = over_ranks(self._lengths_of_good(records, bad), self.ranks)
                 if float(sums["bad"]):
                     lengths = length_statistics(sums)
+                else:
+                    # By which batches of one step are weighed.
+                    lengths["responses"] = float(sums["responses"])
             self.lr.rate.collect(lengths)
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
             sums = over_ranks(leading_sums(*gap), self.ranks)
@@ -485,19 +480,41 @@ class TrlRun(MeasuredRun):
         return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
     def grad_norm(self, norm: Any) -> None:
-        """Let the gradient norm lead the rate of the step that is about to be taken.
+        """Let the gradient norm lead the rate of the step that is about to be taken, which is skipped if the norm is not finite.
 
         Raises:
-            NonFiniteLogprobError: It is not finite, and nothing skips the step. The norm is that of all ranks, so that all
-                of them raise.
+            NonFiniteLogprobError: The norm is not finite, and the step would be taken, or too many batches had such a step. The
+                norm is that of all ranks, so that all of them raise.
         """
-        if not self.skips_steps and norm is not None and not math.isfinite(float(norm)):
-            raise NonFiniteLogprobError(
-                f"the gradient norm of step {self.step + 1} is {float(norm)}: the trainer's own pass is not finite, and the step "
-                "would spoil every weight. Go back to the last checkpoint and look at the log-probabilities of the batch."
-            )
+        if norm is not None:
+            if not math.isfinite(float(norm)):
+                self._skip_step(float(norm))
+            elif not self._batch_fails:
+                self._failing = 0
         if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
             self.lr.rate.collect({"grad_norm": float(norm)})
+
+    def _skip_step(self, norm: float) -> None:
+        """See to it that a step whose gradients are not finite is skipped; raises as `grad_norm`."""
+        advice = "Go back to the last checkpoint and look at the log-probabilities of the batch."
+        self._failing += not self._batch_fails
+        self._batch_fails = True
+        skipped = skips_overflows(self.trainer.accelerator)
+        # DeepSpeed has taken its step in the backward pass.
+        can_skip = self._own_pass_fails and not self.trainer.is_deepspeed_enabled
+        if not (skipped or can_skip):
+            raise NonFiniteLogprobError(
+                f"the gradient norm of step {self.step + 1} is {norm}: the trainer's own pass is not finite, and the step would "
+                f"spoil every weight. {advice}"
+            )
+        if self._failing >= MOST_FAILING:
+            raise NonFiniteLogprobError(
+                f"the gradients of {self._failing} batches in a row were not finite, and their steps were skipped. {advice}"
+            )
+        if not skipped:
+            # Without gradients an optimizer leaves weights and moments as they are. The batch's bad rows are counted, and end the
+            # run with a checkpoint if they are too many.
+            self.trainer.optimizer.zero_grad()
 
     # Logs, and what a checkpoint holds.
 
@@ -512,3 +529,4 @@ class TrlRun(MeasuredRun):
         """Forget what an earlier training of this trainer has left."""
         super().begin_anew()
         self.objective.begin_anew()
+        self._failing = 0

@@ -82,12 +82,12 @@ class MismatchTrainerMixin(_Host):
 
     # One rollout, in its order.
 
-    def _generate_and_score_completions(self, *args: Any, **kwargs: Any) -> Any:
+    def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         host = super()._generate_and_score_completions
         if self._acting is None:
-            return host(*args, **kwargs)
-        with self._acting.batch() as batch:
-            return self._acting.scored(batch, host(*args, **kwargs))
+            return host(inputs, *args, **kwargs)
+        with self._acting.batch(len(inputs)) as batch:
+            return self._acting.scored(batch, host(inputs, *args, **kwargs))
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         host = super()._generate

@@ -136,6 +136,8 @@ class LossScaler(torch.amp.GradScaler):
         super().update(new_scale)
         self.steps += 1
         self.overflow_steps += overflow
+        if overflow and self.get_backoff_factor() == 1:
+            return  # the scale is held, because it has no part in this overflow
         self.overflow_streak = self.overflow_streak + 1 if overflow else 0
         self.longest_overflow_streak = max(self.longest_overflow_streak, self.overflow_streak)
         if overflow:

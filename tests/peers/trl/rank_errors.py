@@ -152,8 +152,8 @@ def step(output: dict[str, Any], change: Callable[[Any], None] | None = None, **
     found = trainer(output, checked(), **sections)
     if change is not None:
         change(found)
-    rows = zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True)
-    with made(output), found.mm.batch() as rollouts:
+    rows = list(zip(output["prompt_ids"].tolist(), output["completion_ids"].tolist(), strict=True))
+    with made(output), found.mm.batch(len(rows)) as rollouts:
         rollouts.generated += rows
         return found.mm.scored(rollouts, output)  # type: ignore[no-any-return]
 

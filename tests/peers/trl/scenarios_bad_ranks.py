@@ -17,9 +17,11 @@ SPOILED, ROW, BATCH = 1, 3, 2
 """Rank, row and batch of the fault."""
 
 
-def built(model: str, out: str, **sections: Any) -> Any:
-    """Build a trainer with an engine on each rank."""
-    given = {} if "kl" in sections else {"beta": 0.1}
+def built(model: str, out: str, **given: Any) -> Any:
+    """Build a trainer with an engine on each rank, given sections of its config and other arguments."""
+    sections = {name: given.pop(name) for name in ("kl", "monitor") if name in given}
+    if "kl" not in sections:
+        given["beta"] = 0.1
     with eager():
         return build(model, out, ACTS | sections, use_vllm=True, max_steps=3, **given, **FLOAT32)
 
@@ -35,6 +37,36 @@ def one_bad_row(model: str, out: str) -> dict[str, Any]:
                 weigh_nothing(trainer, noted)
             found[str(fault)] = outcome(trainer)
     return found | {"own pass": not_finite(model, f"{out}/own")}
+
+
+def nowhere_finite(model: str, out: str) -> dict[str, Any]:
+    """Train while what the first pass returns of a batch is finite in no row of one rank, and then in no row of either."""
+    found: dict[str, Any] = {}
+    for ranks in ([SPOILED], [0, 1]):
+        monitor = ACTS["monitor"] | {"max_bad_rows": 0.4}
+        trainer = built(model, f"{out}/{len(ranks)}", monitor=monitor, per_device_train_batch_size=4)
+        trainer._get_per_token_logps_and_entropies = _without_finite(trainer, ranks)
+        kept = outcome(trainer)
+        folder = trainer.mm.log.run_dir
+        found[str(len(ranks))] = kept | {
+            "steps": trainer.state.global_step,
+            "checkpoints": sorted(path.name for path in folder.parent.glob("checkpoint-*")),
+            "evidence": sorted(path.name for path in folder.glob("evidence-*")),
+        }
+    return found
+
+
+def _without_finite(trainer: Any, ranks: list[int]) -> Any:
+    """Return the scoring pass, which of one batch returns nothing but NaN on some ranks."""
+    score = trainer._get_per_token_logps_and_entropies
+
+    def scored(*args: Any, **kwargs: Any) -> Any:
+        logps, *rest = score(*args, **kwargs)
+        fresh = trainer.mm.rollouts is not None and trainer.mm.rollouts.fresh
+        spoils = trainer.accelerator.process_index in ranks and trainer.state.global_step == BATCH - 1
+        return (logps * torch.nan if fresh and spoils else logps, *rest)
+
+    return scored
 
 
 def own_pass_with_kl(model: str, out: str) -> dict[str, Any]:

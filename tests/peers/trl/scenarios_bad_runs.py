@@ -13,10 +13,11 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
+from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.replay import row_keys
 from torch import Tensor
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from mismatch_ext import files
 from mismatch_ext.errors import MismatchError
@@ -118,19 +119,28 @@ class Digests(TrainerCallback):
         self._digests.append(digest_of(model))
 
 
-def not_finite(model: str, out: str, block: Any, spoiled: int = 2, **overrides: Any) -> dict[str, Any]:
-    """Train while the trainer's own pass over one batch is finite in no row; return how it ended, and each step's weights."""
-    trainer = built(model, out, block, max_steps=4, logging_steps=4, **overrides)
+def not_finite(
+    model: str, out: str, block: Any, spoiled: int = 2, in_loss: bool = True, **overrides: Any
+) -> dict[str, Any]:
+    """Train while the trainer's passes over one batch are finite in no row; return how it ended, and each step's weights.
+
+    With `in_loss` the model itself is spoiled, and so are the gradients; otherwise only what the first pass returns.
+    """
+    trainer = built(model, out, block, **{"max_steps": 4, **overrides})
     score = trainer._get_per_token_logps_and_entropies
+    norm = trainer.model.model.norm
     count = {"batches": 0}
 
     def scored(*args: Any, **kwargs: Any) -> Any:
-        logps, *rest = score(*args, **kwargs)
-        if trainer.mm.rollouts is not None and trainer.mm.rollouts.fresh:
-            count["batches"] += 1
-            if count["batches"] == spoiled:
-                logps = logps * torch.nan
-        return (logps, *rest)
+        fresh = trainer.mm.rollouts is not None and trainer.mm.rollouts.fresh
+        count["batches"] += fresh
+        if count["batches"] != spoiled or not (fresh or in_loss):
+            return score(*args, **kwargs)
+        handle = norm.register_forward_hook(lambda module, given, result: result * torch.nan)
+        try:
+            return score(*args, **kwargs)
+        finally:
+            handle.remove()
 
     trainer._get_per_token_logps_and_entropies = scored
     digests = [digest_of(trainer.model)]
@@ -140,12 +150,16 @@ def not_finite(model: str, out: str, block: Any, spoiled: int = 2, **overrides: 
         trainer.train()
     except MismatchError as raised:
         error = f"{type(raised).__name__}: {raised}"
-    scaler = trainer.accelerator.scaler
+    scaler, run_dir = trainer.accelerator.scaler, trainer.mm.log.run_dir
     return {
         "error": error,
         "steps": trainer.state.global_step,
         "parameters": digests,
         "skipped": None if scaler is None else scaler.metrics()["overflow_steps"],
+        "scale": None if scaler is None else scaler.get_scale(),
+        "said": [event.message for event in read_run(run_dir).events if event.name == "bad_rows"],
+        "kept": sorted(path.name for path in run_dir.glob("evidence-*")),
+        "checkpoints": sorted(path.name for path in run_dir.parent.glob("checkpoint-*")),
     }
 
 
@@ -169,6 +183,19 @@ def not_finite_in_loss(model: str, out: str, block: Any, **overrides: Any) -> di
     trainer.add_callback(Digests(digests))
     trainer.train()
     return {"parameters": digests, "skipped": trainer.accelerator.scaler.metrics()["overflow_steps"]}
+
+
+def never_finite(model: str, out: str, block: Any) -> dict[str, Any]:
+    """Train while no batch's loss has finite gradients, with a torch scaler, which never gives up; return how it ended."""
+    trainer = built(model, out, block, max_steps=30)
+    trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    trainer.model.model.norm.register_full_backward_hook(lambda module, slopes, given: (slopes[0] * torch.nan,))
+    before, error = digest_of(trainer.model), ""
+    try:
+        trainer.train()
+    except MismatchError as raised:
+        error = f"{type(raised).__name__}: {raised}"
+    return {"error": error, "steps": trainer.state.global_step, "moved": digest_of(trainer.model) != before}
 
 
 def carried_over(model: str, out: str, block: Any, again: int, **overrides: Any) -> dict[str, Any]:
@@ -212,6 +239,37 @@ def carried_over(model: str, out: str, block: Any, again: int, **overrides: Any)
     return found
 
 
+def oversampled(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train with a class that generates twice for each batch and drops the first; in the second batch one row's tokens change."""
+
+    class Choosing(GRPOTrainer):
+        drawn = 0
+
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            self._generate([row["prompt"] for row in inputs])
+            return super()._generate_and_score_completions(inputs)
+
+        def _generate(self, prompts: Any) -> Any:
+            output = super()._generate(prompts)
+            self.drawn += 1
+            if self.drawn == 4:
+                completion = output[1][ROW]
+                completion[0] = next(token for token in completion if token != completion[0])
+            return output
+
+    class Mine(MismatchTrainerMixin, Choosing):
+        pass
+
+    args = MismatchGRPOConfig(**arguments(out, mismatch=block, bf16=False, **overrides))
+    trainer: Any = Mine(model=model, reward_funcs=graded, args=args, train_dataset=rows(16))
+    trainer.train()
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "bad": [entry.get("mismatch/bad_rows/tokens") for entry in logged],
+        "other passes": [entry["mismatch/routing/other_passes"] for entry in logged],
+    }
+
+
 def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Score a known row and one of other tokens in a pass of a user's own, while a batch is scored."""
     trainer = built(model, out, block, max_steps=1, **overrides)
@@ -234,9 +292,9 @@ def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, A
     return seen
 
 
-def lengths(model: str, out: str, block: Any) -> dict[str, Any]:
+def lengths(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Let a row of the second batch be bad; return what leads the rate, and the lengths of all completions of each batch."""
-    trainer = built(model, out, block)
+    trainer = built(model, out, block, **overrides)
     led, sampled = list[Any](), list[list[int]]()
     generate = trainer._generate
 

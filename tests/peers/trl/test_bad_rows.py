@@ -129,23 +129,39 @@ def test_one_row_of_32_for_each_reason_leaves_the_others_as_they_were(run: Run, 
 
 @pytest.mark.numeric
 @pytest.mark.parametrize("rloo", [False, True], ids=["GRPO", "RLOO"])
-def test_a_run_ends_before_a_step_on_a_batch_that_is_nowhere_finite(
+def test_a_batch_that_is_nowhere_finite_moves_no_weight_and_ends_an_acting_run_with_a_checkpoint(
     run: Run, dense: Path, tmp_path: Path, rloo: bool
 ) -> None:
-    found = run(runs.not_finite, model=dense, out=tmp_path, block=ALL, rloo=rloo).expect()
-    # RLOO's sums are not looked at before the loss, whose gradient is.
-    words = "the gradient norm of step 2 is nan" if rloo else "none of the 8 rows of this batch has finite"
-    assert found["error"].startswith(f"NonFiniteLogprobError: {words}"), found["error"]
-    assert found["steps"] == 1 and len(found["parameters"]) == 2
+    block = {"monitor": {"weight_sync": "error", "default_alarms": False}}
+    found = run(runs.not_finite, model=dense, out=tmp_path, block=block, rloo=rloo).expect()
+    assert found["error"] == "" and found["steps"] == 2 and found["checkpoints"] == ["checkpoint-2"]
+    _, first, second = found["parameters"]
+    assert first == second and found["kept"] == ["evidence-2.jsonl.gz"]
+    assert found["said"][0].startswith(
+        "8 bad rows (old_logprobs) before step 2, such as: row 0, token 0: the trainer's"
+    )
+    assert found["said"][1].startswith("8 of the 16 rows of steps 1 to 2 were bad")
 
 
 @pytest.mark.numeric
-def test_a_scaler_skips_the_step_on_a_batch_that_is_nowhere_finite(run: Run, dense: Path, tmp_path: Path) -> None:
+def test_a_batch_that_is_nowhere_finite_lowers_no_loss_scale_however_many_steps_it_takes(
+    run: Run, dense: Path, tmp_path: Path
+) -> None:
     block = ALL | {"precision": {"dtype": "float16", "init_scale": 1024.0}}
-    found = run(runs.not_finite, model=dense, out=tmp_path, block=block).expect()
-    assert found["error"] == "" and found["skipped"] == 1
-    _, first, second, third, fourth = found["parameters"]
-    assert first == second and len({second, third, fourth}) == 3
+    found = run(
+        runs.not_finite, model=dense, out=tmp_path, block=block, spoiled=1, num_iterations=22, max_steps=24
+    ).expect()
+    assert found["error"] == "" and found["skipped"] == 22 and found["scale"] == 1024.0
+    *skipped, first, second = found["parameters"]
+    assert len(set(skipped)) == 1 and len({skipped[-1], first, second}) == 3
+
+
+@pytest.mark.numeric
+def test_a_run_ends_if_every_batch_has_a_step_without_finite_gradients(run: Run, dense: Path, tmp_path: Path) -> None:
+    block = ALL | {"precision": {"dtype": "float16", "init_scale": 1024.0}}
+    found = run(runs.never_finite, model=dense, out=tmp_path, block=block).expect()
+    assert found["error"].startswith("NonFiniteLogprobError: the gradients of 20 batches in a row were not finite")
+    assert found["steps"] == 19 and found["moved"] is False
 
 
 @pytest.mark.numeric
@@ -184,6 +200,17 @@ def test_a_pass_of_a_users_own_over_some_rows_of_a_batch_is_not_taken_for_the_ba
     assert found["replayed"] == 0 and found["known"] < 2
 
 
+@pytest.mark.numeric
+def test_a_batch_that_is_chosen_from_several_generations_may_have_a_bad_row(
+    run: Run, moe: Path, tmp_path: Path
+) -> None:
+    found = run(
+        runs.oversampled, model=moe, out=tmp_path, block=ALL | {"routing": {"mode": "R3"}},
+        model_init_kwargs={"experts_implementation": "eager"},
+    ).expect()  # fmt: skip
+    assert found["bad"] == [None, 1.0, 0.0] and found["other passes"] == [0.0] * 3
+
+
 def test_a_full_disk_ends_no_run_and_its_checkpoints_are_whole(run: Run, dense: Path, tmp_path: Path) -> None:
     found = run(runs.full_disk, model=dense, out=tmp_path, block=ALL).expect()
     assert found["steps"] == 5 and found["end"] == "completed"
@@ -200,6 +227,7 @@ def test_the_length_that_leads_the_rate_is_that_of_rows_that_are_not_bad(run: Ru
     found = run(runs.lengths, model=dense, out=tmp_path, block=ALL | {"lr": {"trigger": "response_length"}}).expect()
     whole, others, _ = found["sampled"]
     first, second, _ = (led["response_length"] for led in found["led"])
+    assert [led["responses"] for led in found["led"]] == [8, 7, 8]  # by which batches of one step are weighed
     bad = others.pop(5)
     assert bad != sum(others) / len(others)  # so that it would show
     assert first == pytest.approx(sum(whole) / len(whole)) and second == pytest.approx(sum(others) / len(others))

@@ -325,6 +325,22 @@ def test_a_bad_row_of_one_rank_has_no_weight_on_both(kind: str, dense: Path, tmp
         assert rank["after"] == rank["before"] and rank["steps"] == 1
 
 
+@pytest.mark.numeric
+def test_rows_that_are_not_finite_are_judged_over_all_ranks(dense: Path, tmp_path: Path) -> None:
+    """Each rank has the four rows of a prompt. None is finite on one rank in the first run, and on neither in the second one."""
+    found = launch("ddp", bad_ranks.nowhere_finite, tmp_path, model=dense).expect()
+    one, both = of(found, "1"), of(found, "2")
+    for ranks in (one, both):
+        check_ranks("ddp", ranks)
+    for rank in one:
+        assert rank["steps"] == 3 and rank["checkpoints"] == []
+        assert [entry.get("mismatch/bad_rows/old_logprobs") for entry in rank["logged"]] == [None, 4.0, 0.0]
+    for rank in both:
+        assert rank["steps"] == 2 and rank["checkpoints"] == ["checkpoint-2"]
+        assert rank["evidence"] == ["evidence-2.jsonl.gz"]
+        assert [entry.get("mismatch/bad_rows/old_logprobs") for entry in rank["logged"]] == [None, 8.0]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2"])
 def test_a_kl_term_that_is_not_finite_on_one_rank_ends_both_before_the_step(

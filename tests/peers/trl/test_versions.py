@@ -146,6 +146,21 @@ def test_what_cispo_does_with_its_ratio_is_seen(check: Any, new: str) -> None:
         check(CLAMPED, new, loss="cispo")
 
 
+@pytest.mark.parametrize("when", ["before the import", "after it"])
+def test_a_loss_is_examined_in_the_hosts_memory_whatever_the_default_device_is(when: str) -> None:
+    code = [
+        "import torch",
+        "from trl import GRPOTrainer",
+        "from mismatch_ext.adapters.trl import behavior",
+        "print(behavior.examine(GRPOTrainer, 'dapo'))",
+    ]
+    code.insert(1 if when == "before the import" else 3, "torch.set_default_device('meta')")
+    found = subprocess.run(
+        [sys.executable, "-c", "; ".join(code)], cwd=ROOT, capture_output=True, text=True, timeout=300
+    )
+    assert found.stdout.startswith("(None, "), found.stdout + found.stderr[-2000:]
+
+
 @pytest.mark.parametrize("loss", ["dapo", "cispo"])
 @pytest.mark.parametrize(
     ("new", "named"),
