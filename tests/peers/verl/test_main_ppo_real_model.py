@@ -7,6 +7,7 @@ in the run's dtype, which is measured here, on the run's probe tokens.
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,13 @@ from examples.smollm2 import unpack
 from tests.oracle import FACTOR, logprobs
 from tests.peers.verl.cpu.faults import FAULT
 from tests.peers.verl.cpu.looks import LOOKS
-from tests.peers.verl.main_ppo import dtypes, lasting, run_verl
+from tests.peers.verl.main_ppo import VerlRun, dtypes, lasting, run_verl
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly]
 
 UPDATES = 5
 TENSORS = 38
 """Nine in each layer, the final norm, and the embedding, which is the head too."""
-FAR = {"float32": 100 * FACTOR, "bfloat16": FACTOR}
-"""Roundings by which each update moves the policy at least."""
 REAL = (
     "actor_rollout_ref.model.custom_chat_template=null",
     "data.max_prompt_length=64",
@@ -49,34 +48,66 @@ def rounding_of(model: Path, dtype: torch.dtype, probes: list[list[int]]) -> flo
     return float(apart.abs().mean())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_five_updates_reach_vllm_and_a_lost_tensor_ends_the_run(dtype: str, tmp_path: Path) -> None:
-    """Before the first step, verl sends what the actor starts with. A tensor is lost from the sixth step on."""
-    model = unpack(layers=4)
-    looks = tmp_path / "looks.jsonl"
-    run = run_verl(
-        tmp_path,
-        [*dtypes(dtype), *REAL, *lasting(UPDATES + 2)],
-        model=model,
-        plugin=True,
-        timeout=840,
-        env={LOOKS: str(looks), FAULT: f"lost_tensor@{UPDATES + 1}"},
-    )
-    run.expect_failure(None)
+@dataclass(frozen=True, kw_only=True)
+class Updates:
+    """What a run did, in units of its model's rounding on the probe tokens.
+
+    Args:
+        run: The run.
+        statuses: What the check found of each update, the one before the first step included.
+        gaps: Mean gap between actor and engine after each update.
+        moved: How far the policy moved from one update to the next.
+        tensors: Number of the actor's tensors, and those that did not change, at each update.
+    """
+
+    run: VerlRun
+    statuses: list[str]
+    gaps: list[float]
+    moved: list[float]
+    tensors: list[tuple[int, list[str]]]
+
+
+def updated(dtype: str, work: Path, *, steps: int, fault: str) -> Updates:
+    """Train some steps in a dtype on both sides, each with a weight update."""
+    model, looks = unpack(layers=4), work / "looks.jsonl"
+    overrides = [*dtypes(dtype), *REAL, *lasting(steps)]
+    env = {LOOKS: str(looks), FAULT: fault}
+    run = run_verl(work, overrides, model=model, plugin=True, timeout=840, env=env)
+    assert looks.exists(), run.log[-6000:]
     noted: list[dict[str, Any]] = [json.loads(line) for line in looks.read_text(encoding="utf-8").splitlines()]
     verdicts = [line for line in noted if line["kind"] == "verdict"]
-    movements = [line for line in noted if line["kind"] == "movement"]
     rounding = rounding_of(model, getattr(torch, dtype), verdicts[0]["probes"])
     actor = torch.tensor([verdict["actor"] for verdict in verdicts], dtype=torch.float64)
-    moved = [float(change.abs().mean()) / rounding for change in actor.diff(dim=0)]
-    gaps = [verdict["gap"] / rounding for verdict in verdicts]
-    print([f"{v['status']}, gap {gap:.2f} roundings" for v, gap in zip(verdicts, gaps, strict=True)])
-    print("moved by", [f"{distance:.0f}" for distance in moved], "roundings of", rounding)
-    good = slice(0, 1 + UPDATES)
-    assert [verdict["status"] for verdict in verdicts[good]] == ["in_sync"] * (1 + UPDATES)
-    assert all(movement["tensors"] == TENSORS and not movement["same"] for movement in movements[good])
-    assert max(gaps[good]) < FACTOR and min(moved[:UPDATES]) > FAR[dtype]
-    # A tensor of the middle is compared by probes alone.
-    lost = verdicts[1 + UPDATES]
-    assert lost["status"] in ("stale", "garbled") and gaps[1 + UPDATES] > FACTOR, lost["message"]
-    assert "WeightSyncError: " in run.log
+    found = Updates(
+        run=run,
+        statuses=[verdict["status"] for verdict in verdicts],
+        gaps=[verdict["gap"] / rounding for verdict in verdicts],
+        moved=[float(change.abs().mean()) / rounding for change in actor.diff(dim=0)],
+        tensors=[(line["tensors"], line["same"]) for line in noted if line["kind"] == "movement"],
+    )
+    print(f"rounding to {dtype}: {rounding:.2g} nats", found.statuses, found.gaps, found.moved)
+    return found
+
+
+def expect_five_to_arrive(found: Updates, far: float) -> None:
+    """Assert that five updates moved every tensor and the policy by so many roundings, and left a gap of rounding alone."""
+    assert found.statuses[: 1 + UPDATES] == ["in_sync"] * (1 + UPDATES)
+    assert found.tensors[: 1 + UPDATES] == [(TENSORS, [])] * (1 + UPDATES)
+    assert max(found.gaps[: 1 + UPDATES]) < FACTOR and min(found.moved[:UPDATES]) > far
+
+
+def test_five_float32_updates_reach_vllm_and_a_lost_tensor_ends_the_run(tmp_path: Path) -> None:
+    """The tensor is lost from the sixth step on, and is compared by probes alone. So the second bad update ends the run."""
+    found = updated("float32", tmp_path, steps=UPDATES + 2, fault=f"lost_tensor@{UPDATES + 1}")
+    found.run.expect_failure(None)
+    expect_five_to_arrive(found, far=100 * FACTOR)
+    assert len(found.statuses) == UPDATES + 3 and "in_sync" not in found.statuses[1 + UPDATES :]
+    assert min(found.gaps[1 + UPDATES :]) > 100 * FACTOR
+    assert "training failed after 7 steps: WeightSyncError: weight update 8: " in found.run.log
+
+
+def test_five_bfloat16_updates_reach_vllm(tmp_path: Path) -> None:
+    """One step changes a single tensor by less than bfloat16 rounds, so that no tensor is lost here."""
+    found = updated("bfloat16", tmp_path, steps=UPDATES, fault="")
+    found.run.expect(UPDATES)
+    expect_five_to_arrive(found, far=2.0)
