@@ -7,13 +7,14 @@ Constants and the batch's other numbers are equal, so that each ratio is 1 and e
 finite.
 
 Which rows are bad travels with them, as `inputs["bad_rows"]` `[B]`, through TRL's shuffling and splitting and through a user's
-replay buffer. A scoring pass may be over any part of a micro-batch, so that it knows a row by its tokens. If two rows of a batch
-have the same prompt and completion and one of them is bad, both are.
+replay buffer: a mark made of a bad row's tokens, and 0 for a good row. A scoring pass may be over any part of a micro-batch, so
+that it knows a row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad, both are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
 from typing import Any
 
 import torch
@@ -33,7 +34,42 @@ NEUTRAL = {
 }
 """What a bad row has instead, by TRL's keys of its batches; 0 is also the constant of `as_constants`."""
 BAD = "bad_rows"
-"""Key of TRL's inputs under which it travels which rows are bad."""
+"""Key of TRL's inputs under which the marks of bad rows travel."""
+REMEMBERED = 100_000
+"""How many bad rows a run remembers, for passes that no marks come with."""
+
+
+class Remembered:
+    """The marks of the newest bad rows of a run."""
+
+    def __init__(self) -> None:
+        self._marks: dict[int, None] = {}
+
+    def add(self, marks: Iterable[int]) -> None:
+        """Remember marks, and forget the oldest ones."""
+        for mark in marks:
+            self._marks.pop(mark, None)
+            self._marks[mark] = None
+        while len(self._marks) > REMEMBERED:
+            del self._marks[next(iter(self._marks))]
+
+    def all(self) -> frozenset[int]:
+        """Return the marks that are remembered."""
+        return frozenset(self._marks)
+
+
+def mark_of(key: RowKey) -> int:
+    """Return the mark of a bad row of these tokens: never 0, and the same in every process."""
+    prompt, completion = key
+    digest = blake2b(prompt, digest_size=7, salt=len(completion).to_bytes(8, "little"))
+    digest.update(completion)
+    return int.from_bytes(digest.digest(), "little") + 1
+
+
+def marks_of(bad: BadRows, keys: Sequence[RowKey], device: torch.device) -> Tensor:
+    """Return the marks of a batch's rows `[B]`, int64; 0 for a good row."""
+    marks = [mark_of(key) if row in bad.faults else 0 for row, key in enumerate(keys)]
+    return torch.tensor(marks, dtype=torch.int64, device=device)
 
 
 def take_out(output: dict[str, Any], bad: Tensor) -> None:

@@ -20,7 +20,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, marks_of, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -392,11 +392,14 @@ class TrlRun(MeasuredRun):
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
-        device = output["completion_ids"].device
+        marks = torch.zeros(len(output["completion_ids"]), dtype=torch.int64, device=output["completion_ids"].device)
         if len(bad):
-            include_equal_rows(bad, row_keys(*rows_of_batch(output)))
-            take_out(output, bad.flags(device))
-        output[BAD] = bad.flags(device)
+            keys = row_keys(*rows_of_batch(output))
+            include_equal_rows(bad, keys)
+            take_out(output, bad.flags(marks.device))
+            marks = marks_of(bad, keys, marks.device)
+            self.scoring.remembered.add(mark for mark in marks.tolist() if mark)
+        output[BAD] = marks
         self.log.count_bad_rows(self.split, bad, held)
 
     def _gap(

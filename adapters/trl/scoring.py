@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.bad_rows import BAD, as_constants
+from mismatch_ext.adapters.trl.bad_rows import BAD, Remembered, as_constants, mark_of, take_out
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
 from mismatch_ext.adapters.trl.replay import (
@@ -66,7 +66,10 @@ class Scoring:
         self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
-        self.bad_keys: set[RowKey] = set()  # the bad rows of the micro-batch whose loss is computed
+        self.remembered = Remembered()
+        self.marks: frozenset[int] | None = (
+            None  # of bad rows of the micro-batch whose loss is computed; None outside of a loss
+        )
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -94,31 +97,53 @@ class Scoring:
         """Score tokens as TRL does, under the routes and over the masks that were recorded for them, bad rows as constants."""
         rows = (input_ids, attention_mask, logits_to_keep)
         scores = self._score(host, model, rows, *args, **options)
-        if not self.bad_keys or self.ours or self.is_reference(model) or not self._is_trained(model):
+        if self.ours or self.is_reference(model) or not self._is_trained(model):
             return scores
-        return as_constants(scores, self._flags(rows))
+        marks = self.marks
+        if marks is None:
+            # Outside of a loss, TRL scores new rows without gradients, and a user may train on rows of any batch.
+            marks = self.remembered.all() if torch.is_grad_enabled() else frozenset()
+        return as_constants(scores, _are_marked(row_keys(*rows), marks)) if marks else scores
 
     @contextmanager
-    def knowing_bad_rows(self, inputs: Mapping[str, Any]) -> Iterator[None]:
-        """Know the bad rows of a micro-batch, or of a part that a user has made of it, while its loss is computed."""
+    def knowing_bad_rows(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """Know the bad rows of a micro-batch, or of a part that a user has made of it, while its loss is computed.
+
+        Yields the inputs, in which no bad row has numbers of its own.
+        """
+        marks = self._marks_in(inputs)
+        with overridden(self, marks=marks | (self.marks or frozenset())):
+            if self.marks:
+                inputs = dict(inputs)
+                take_out(inputs, self.are_bad(inputs))
+            yield inputs
+
+    def _marks_in(self, inputs: Mapping[str, Any]) -> frozenset[int]:
+        """Return the marks of bad rows that have traveled with a micro-batch; of all that the run remembers if none have."""
         column = inputs.get(BAD)
-        found = set[RowKey]()
-        if column is not None and bool(column.any()):
-            keys = row_keys(*rows_of_batch(inputs))
-            found = {key for key, bad in zip(keys, column.tolist(), strict=True) if bad}
-        with overridden(self, bad_keys=self.bad_keys | found):
-            yield
+        if column is None:
+            return self.remembered.all()
+        if len(column) != len(inputs["completion_ids"]):
+            raise ConfigError(
+                f"inputs[{BAD!r}] has {len(column)} rows, and the micro-batch {len(inputs['completion_ids'])}: something between "
+                "_generate_and_score_completions and the loss took, dropped or repeated rows without it. Treat it as the other "
+                "inputs, row by row, or leave it out."
+            )
+        marks = frozenset(column.tolist()) - {0}
+        if marks and not marks <= {mark_of(key) for key in row_keys(*rows_of_batch(inputs))}:
+            raise ConfigError(
+                f"inputs[{BAD!r}] marks a bad row that the micro-batch does not have: something between "
+                "_generate_and_score_completions and the loss moved rows without it, or changed their tokens. Treat it as the "
+                "other inputs, row by row, or leave it out."
+            )
+        return marks
 
     def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
         """Return which rows of a micro-batch are bad `[B]`, bool."""
         completions = inputs["completion_ids"]
-        if not self.bad_keys:
+        if not self.marks:
             return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
-        return self._flags(rows_of_batch(inputs)).to(completions.device)
-
-    def _flags(self, rows: Rows) -> Tensor:
-        """Return which rows of a scoring pass are bad `[B]`, bool."""
-        return torch.tensor([key in self.bad_keys for key in row_keys(*rows)], dtype=torch.bool)
+        return _are_marked(row_keys(*rows_of_batch(inputs)), self.marks).to(completions.device)
 
     def _score(self, host: Host, model: Any, rows: Rows, *args: Any, **options: Any) -> Scores:
         batch = self.rollouts
@@ -195,17 +220,12 @@ class Scoring:
 
     def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute a loss as TRL does, under the routes and masks that traveled with the micro-batch, without its bad rows."""
-        if BAD not in inputs and torch.is_grad_enabled():
-            raise ConfigError(
-                f"the micro-batch has no {BAD!r}, which says whose loss weight is 0: something between "
-                "_generate_and_score_completions and compute_loss dropped it. Pass it on, row by row, with the other inputs."
-            )
-        with self.knowing_bad_rows(inputs):
+        with self.knowing_bad_rows(inputs) as known:
             if not self.sections:
-                return host(model, inputs, *args, **kwargs)
-            with overridden(self, rollouts=self._micro_batch(inputs)):
-                loss = host(model, inputs, *args, **kwargs)
-                self.expect_replayed(inputs, every=False)  # a user may have dropped rows
+                return host(model, known, *args, **kwargs)
+            with overridden(self, rollouts=self._micro_batch(known)):
+                loss = host(model, known, *args, **kwargs)
+                self.expect_replayed(known, every=False)  # a user may have dropped rows
             return loss
 
     def expect_replayed(self, inputs: Mapping[str, Any], *, every: bool) -> None:
@@ -412,3 +432,8 @@ def scored_again(trainer: Any, output: Mapping[str, Any], *, training: bool) -> 
             trainer.model, *rows_of_batch(output), batch_size=size, **images
         )[0]
     return logps
+
+
+def _are_marked(keys: Sequence[RowKey], marks: frozenset[int]) -> Tensor:
+    """Return which rows of a scoring pass have one of these marks `[B]`, bool."""
+    return torch.tensor([mark_of(key) in marks for key in keys], dtype=torch.bool)

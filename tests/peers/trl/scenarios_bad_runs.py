@@ -270,6 +270,43 @@ def oversampled(model: str, out: str, block: Any, **overrides: Any) -> dict[str,
     }
 
 
+def handled(model: str, out: str, block: Any, how: str, **overrides: Any) -> dict[str, Any]:
+    """Train with a class that scores its rows once more, and that drops, moves or shortens `bad_rows`; row 5 of batch 2 is bad.
+
+    Returns how many rows each of these passes had as constants.
+    """
+    constants: list[int] = []
+
+    class Scoring(MismatchGRPOTrainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if how == "dropped":
+                inputs = {name: values for name, values in inputs.items() if name != "bad_rows"}
+            elif how == "moved":
+                inputs = inputs | {
+                    "bad_rows": inputs["bad_rows"].roll(1),
+                    "completion_ids": inputs["completion_ids"] + 1,
+                }
+            elif how == "shortened":
+                inputs = inputs | {"bad_rows": inputs["bad_rows"][1:]}
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
+            tokens, mask = (torch.cat([inputs[name] for name in of_both], dim=1) for of_both in names)
+            logps, *_ = self._get_per_token_logps_and_entropies(model, tokens, mask, inputs["completion_ids"].size(1))
+            constants.append(int((logps == 0).all(1).sum()))
+            return loss + 0.1 * (logps * inputs["completion_mask"]).mean()
+
+    args = MismatchGRPOConfig(**arguments(out, mismatch=block, bf16=False, beta=0.1, max_steps=3, **overrides))
+    trainer: Any = Scoring(model=model, reward_funcs=graded, args=args, train_dataset=rows())
+    error = ""
+    with spoiling(trainer, "nan", [ROW], [2]):
+        try:
+            trainer.train()
+        except MismatchError as raised:
+            error = f"{type(raised).__name__}: {raised}"
+    finite = all(bool(values.isfinite().all()) for values in trainer.model.parameters())
+    return {"constants": constants, "error": error, "finite": finite}
+
+
 def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
     """Score a known row and one of other tokens in a pass of a user's own, while a batch is scored."""
     trainer = built(model, out, block, max_steps=1, **overrides)

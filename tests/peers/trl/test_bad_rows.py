@@ -189,6 +189,28 @@ def test_a_row_that_is_trained_on_with_a_later_batch_stays_bad(
     assert parameters == found["None"]["parameters"] and len(set(parameters)) == again + 1
 
 
+@pytest.mark.parametrize("how", ["", "dropped"])
+def test_a_pass_that_a_users_class_takes_around_ours_trains_on_no_bad_row(
+    run: Run, dense: Path, tmp_path: Path, how: str
+) -> None:
+    found = run(runs.handled, model=dense, out=tmp_path, block=ALL, how=how).expect()
+    assert found["error"] == "" and found["finite"] and found["constants"] == [0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("moved", "marks a bad row that the micro-batch does not have"),
+        ("shortened", "has 7 rows, and the micro-batch 8"),
+    ],
+)
+def test_marks_of_bad_rows_that_do_not_fit_their_micro_batch_are_refused(
+    run: Run, dense: Path, tmp_path: Path, how: str, said: str
+) -> None:
+    error = run(runs.handled, model=dense, out=tmp_path, block=ALL, how=how).expect()["error"]
+    assert error.startswith("ConfigError: inputs['bad_rows'] ") and said in error
+
+
 @pytest.mark.numeric
 def test_a_pass_of_a_users_own_over_some_rows_of_a_batch_is_not_taken_for_the_batch(
     run: Run, moe: Path, tmp_path: Path
