@@ -454,7 +454,8 @@ _CORRECTION = (
                 "verl's correction and mismatch.correction would both weigh the same tokens. Remove one of the two.")
             for key in ("rollout_is", "rollout_rs", "bypass_mode")
         ),
-        Row("mismatch.correction.level", one_of("geometric"), _NOT_IN_VERL, read=_of_correction("level")),
+        Row("mismatch.correction.level", one_of("geometric"), f"{_NOT_IN_VERL} Levels of verl are 'token' and 'sequence'.",
+            read=_of_correction("level")),
         Row("mismatch.correction.veto", other_than(), _NOT_IN_VERL, read=_of_correction("veto")),
         Row("mismatch.correction.confidence", other_than(), _NOT_IN_VERL, read=_of_correction("confidence")),
         Row("mismatch.correction.lower", lambda value, asked: value is not None and asked.clips,

@@ -105,14 +105,14 @@ REFUSED: list[tuple[list[str], str, dict[str, Any], list[str]]] = [
             f"+{ACTOR}.policy_loss.rollout_correction={{rollout_is:sequence}}",
         ],
         *ACTS,
-        ["policy_loss.rollout_correction with", "Remove it"],
+        ["policy_loss.rollout_correction: verl's loss reads this copy", "Remove it"],
     ),
-    ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "'bypass'"]),
+    ([f"{ACTOR}.policy_loss.loss_mode=gspo"], "correction", {"preset": "bypass_pg_is"}, ["'gspo'", "bypass mode"]),
     ([f"{ACTOR}.policy_loss.loss_mode=dro"], "correction", {"preset": "opsm"}, ["'dro'", "off_policy_threshold"]),
     ([f"{ACTOR}.entropy_coeff=0.01"], "correction", {"preset": "opsm"}, ["entropy_coeff=0.01", "off_policy_threshold"]),
-    ([], "correction", {"preset": "geo_mask"}, ["level='geometric'", "no setting", "'token' or 'sequence'"]),
-    ([], "correction", {"preset": "slime_mis"}, ["veto=0.0001", "no setting"]),
-    ([], "correction", {"preset": "slime_cis"}, ["lower=0.5", "bound='mask'"]),
+    ([], "correction", {"preset": "geo_mask"}, ["level='geometric'", "cannot do this", "'token' and 'sequence'"]),
+    ([], "correction", {"preset": "slime_mis"}, ["veto=0.0001", "cannot do this"]),
+    ([], "correction", {"preset": "slime_cis"}, ["lower=0.5", "bound=mask"]),
     ([], "correction", {"preset": "bypass_pg_is", "normalize": True}, ["normalize", "micro-batch"]),
     ([], "kl", {"estimator": "full", "coef": 0.1}, ["estimator='full'", "logits", ", ".join(ESTIMATORS)]),
     ([f"{ACTOR}.use_kl_loss=True"], "kl", {"coef": 0.1, "reward_path": "rewards"}, ["use_kl_loss=True", "second"]),
@@ -266,7 +266,7 @@ def test_a_policy_loss_that_ignores_the_weights_of_a_correction_is_refused_at_th
         **dict.fromkeys(("ignores", "logs", "takes the mean", "bypass_mode", "draws", "corrects some", "reacts hardly"), same),
         **dict.fromkeys(("draws by numpy", "is not finite"), shaky),
     }.items():  # fmt: skip
-        assert found[name].startswith(f"ConfigError: {ACTOR}.policy_loss.loss_mode={name!r}: this loss has terms")
+        assert found[name].startswith(f"ConfigError: {ACTOR}.policy_loss.loss_mode={name!r} with mismatch.correction")
         assert said in found[name]
     assert "scenarios_driver.policy_losses.<locals>.<lambda>" in found["ignores"]
     # The run's own rows may suit a loss that these do not.
