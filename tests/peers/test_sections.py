@@ -19,7 +19,7 @@ else:
 
 pytestmark = pytest.mark.engine
 # What a message says to do.
-REMEDIES = ("emove", "leave out", "eave it out", "set ", "use ", "Use ", "allowed:")
+REMEDIES = ("emove", "leave out", "eave it out", "set ", "Set ", "use ", "Use ", "Choose ", "allowed:")
 
 
 @pytest.fixture(scope="module")

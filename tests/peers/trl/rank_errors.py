@@ -134,6 +134,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         kl=None if block.kl is None else KlTerm(block.kl, 0.1), checks=Checks(True),
         ranks=WORLD, correction=correction, lr=None, log=SimpleNamespace(**vars(LOG)),
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
+        held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
     mm.scoring, mm.objective = Scoring(mm), Objective(mm)
     mm.scoring.expect_old = lambda *_: None  # nothing is scored

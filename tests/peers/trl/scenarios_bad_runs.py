@@ -282,10 +282,7 @@ def handled(model: str, out: str, block: Any, how: str, **overrides: Any) -> dic
             if how == "dropped":
                 inputs = {name: values for name, values in inputs.items() if name != "bad_rows"}
             elif how == "moved":
-                inputs = inputs | {
-                    "bad_rows": inputs["bad_rows"].roll(1),
-                    "completion_ids": inputs["completion_ids"] + 1,
-                }
+                inputs = inputs | {"completion_ids": inputs["completion_ids"].roll(1, 1)}
             elif how == "shortened":
                 inputs = inputs | {"bad_rows": inputs["bad_rows"][1:]}
             loss = super().compute_loss(model, inputs, *args, **kwargs)
