@@ -222,7 +222,7 @@ def real_mixture() -> list[str]:
 def machine(record: Mapping[str, Any]) -> str:
     """Return the machine of a record."""
     name, *instructions = record["cpu"]
-    return f"{record['cores']} cores of an {name} ({', '.join(instructions)})"
+    return f"{record['cores']} cores of an {name} ({', '.join(instructions) or 'no AVX-512, no AMX'})"
 
 
 def real_headline() -> list[str]:
