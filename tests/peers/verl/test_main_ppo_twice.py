@@ -102,21 +102,6 @@ def test_each_reason_that_a_mixture_with_masks_has(tmp_path: Path) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("loss", ["clip_cov", "kl_cov"])
-def test_losses_that_compare_tokens_train_on_a_step_with_a_bad_row_as_if_it_had_loss_weight_0(
-    loss: str, tmp_path: Path
-) -> None:
-    group = "actor_rollout_ref.actor"
-    bounds = ("clip_cov_ratio=0.1", "clip_cov_lb=-50.0", "clip_cov_ub=50.0", "kl_cov_ratio=0.3")
-    # Their terms matter once the policy has moved, in the second pass over a batch.
-    settings = (f"{group}.ppo_epochs=2", *(f"{group}.policy_loss.{bound}" for bound in bounds))
-    steps: Steps = {1: {3: "rollout"}}
-    loss_mode = f"{group}.policy_loss.loss_mode={loss}"
-    run, left = taken_twice(tmp_path, steps, ALLOWED, loss_mode, *settings, planned=1, count=1)
-    check_steps(run, left, steps, tmp_path)
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate", "separate"])
 def test_asynchronous_steps_with_bad_rows_are_those_of_loss_weight_0(mode: tuple[str, ...], tmp_path: Path) -> None:
     steps: Steps = {2: {1: "rollout"}, 3: {0: "rollout", 2: "old", 4: "version", 5: "tokens", 7: "reference"}}

@@ -21,8 +21,6 @@ from tests.peers.verl.cpu.after_import import AfterImport
 TWICE = "VERL_CPU_TWICE"
 """Environment variable with "steps" and "file", as JSON."""
 
-COMPARING = ("clip_cov", "kl_cov")
-"""verl's losses that choose among the tokens of the mask, so that a mask changes more than the row's own part."""
 NAN = float("nan")
 AHEAD = 99
 """A version of the weights that no run of a few steps reaches."""
@@ -164,30 +162,11 @@ class Twice:
         for name in ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage"):
             batch = stages[name](trainer, batch, metrics)
         if weightless:
-            self._let_weigh_nothing(trainer, batch, weightless)
+            data = get(tq, batch, weightless, ("response_mask",))
+            data["response_mask"] = data["response_mask"] * 0
+            tq.kv_batch_put(keys=weightless, partition_id=batch.partition_id, fields=data)
         stages["_update_actor"](trainer, batch, metrics)
         return float(metrics["actor/grad_norm"])
-
-    def _let_weigh_nothing(self, trainer: Any, batch: Any, keys: list[str]) -> None:
-        """Give rows loss weight 0: by verl's mask, or by its weights in a loss that compares the tokens of the mask."""
-        import torch
-        from tensordict import TensorDict
-        from verl.trainer.ppo.v1 import trainer_base
-
-        tq = trainer_base.tq
-        if trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode not in COMPARING:
-            data = get(tq, batch, keys, ("response_mask",))
-            data["response_mask"] = data["response_mask"] * 0
-            tq.kv_batch_put(keys=keys, partition_id=batch.partition_id, fields=data)
-            return
-        masks = get(tq, batch, batch.keys, ("response_mask",))["response_mask"].unbind()
-        rows = [torch.full((len(mask),), float(key not in keys)) for key, mask in zip(batch.keys, masks, strict=True)]
-        weights = {"rollout_is_weights": torch.nested.as_nested_tensor(rows, layout=torch.jagged)}
-        tq.kv_batch_put(
-            keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(weights, batch_size=len(batch.keys))
-        )
-        if batch.fields is not None and "rollout_is_weights" not in batch.fields:
-            batch.fields = [*batch.fields, "rollout_is_weights"]
 
 
 def get(tq: Any, batch: Any, keys: list[str], names: tuple[str, ...]) -> Any:
