@@ -67,9 +67,8 @@ class Scoring:
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
         self.remembered = Remembered()
-        self.marks: frozenset[int] | None = (
-            None  # of bad rows of the micro-batch whose loss is computed; None outside of a loss
-        )
+        # Those of bad rows in the micro-batch whose loss is computed; None outside of a loss.
+        self.marks: frozenset[int] | None = None
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
