@@ -368,7 +368,8 @@ class MismatchFSDPEngine(SteeredEngine, FSDPEngineWithLMHead):
     def get_per_tensor_param(self, *args: Any, **kwargs: Any) -> Any:
         """Return the weights that the rollout gets, and its adapter, as the parent does; refuse an adapter without weights.
 
-        If the block acts, a tied output head is left out: vLLM takes the embeddings for it, and refuses a bucket that has the head alone.
+        If the block acts, a tied output head is left out: vLLM takes the embeddings for it, and refuses a bucket that has the
+        head alone.
         """
         weights, adapter = super().get_per_tensor_param(*args, **kwargs)
         if self._looked_at:
