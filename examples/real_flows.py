@@ -181,7 +181,13 @@ FLOWS = (
         ],
     ),
     trains("correction-token", "Preset `token_truncate`", {"correction": {"preset": "token_truncate"}}),
-    trains("correction-sequence", "Preset `seq_mis`", {"correction": {"preset": "seq_mis"}}),
+    trains(
+        "correction-sequence",
+        "Preset `seq_mis`",
+        {"correction": {"preset": "seq_mis"}},
+        # The configuration file has another mode, and a preset that contradicts TRL's own setting is refused.
+        *("--vllm_importance_sampling_mode", "sequence_mask"),
+    ),
     trains("kl-loss", "KL in the loss", {"kl": {"coef": 0.05, "estimator": "k2", "placement": "loss"}}),
     trains("kl-reward", "KL in the reward", {"kl": {"coef": 0.05}}),
     trains(
