@@ -37,7 +37,13 @@ CASES: dict[str, dict[str, Any]] = {
     "off-policy mask": {"off_policy_mask_threshold": 0.02},
     "no engine correction": {"vllm_importance_sampling_correction": False},
 }
-SPOILED = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+SPOILED = (
+    "advantages",
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+    "ref_per_token_logps",
+    "importance_sampling_ratio",
+)
 
 
 def slopes(loss_type: str, case: dict[str, Any], taken_out: bool) -> dict[str, Any]:
@@ -147,8 +153,9 @@ def spoiling(trainer: Any, fault: str | None, bad_rows: list[int], batches: list
 
 
 def weigh_nothing(trainer: Any, noted: dict[str, Any]) -> None:
-    """Let noted rows have no slope in the loss, by a hook on what the scoring pass returns."""
+    """Let noted rows have no slope in the loss, by a hook on what the scoring pass returns; note the largest one they had."""
     plain = trainer._get_per_token_logps_and_entropies
+    noted["slope"] = 0.0
 
     def without_slope(
         model: Any, input_ids: Tensor, attention_mask: Tensor, length: int, *args: Any, **kwargs: Any
@@ -161,9 +168,14 @@ def weigh_nothing(trainer: Any, noted: dict[str, Any]) -> None:
             for prompt, completion in noted["keys"]
         }
         kept = torch.tensor([[key not in known] for key in row_keys(input_ids, attention_mask, length)])
+
+        def without(slope: Tensor) -> Tensor:
+            noted["slope"] = max(noted["slope"], float((slope * ~kept).abs().max()))
+            return slope * kept
+
         for values in (logps, entropies):
             if values is not None and values.requires_grad:
-                values.register_hook(lambda slope: slope * kept)
+                values.register_hook(without)
         return logps, entropies, auxiliary
 
     trainer._get_per_token_logps_and_entropies = without_slope
