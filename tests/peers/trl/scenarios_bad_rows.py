@@ -14,11 +14,12 @@ from mismatch_ext.adapters.trl import (
     MismatchRLOOTrainer,
     behavior,
 )
-from mismatch_ext.adapters.trl.bad_rows import as_constants, take_out
-from mismatch_ext.adapters.trl.replay import row_keys
+from mismatch_ext.adapters.trl.bad_rows import as_constants, include_equal_rows, marks_of, take_out
+from mismatch_ext.adapters.trl.replay import row_key, row_keys
 from torch import Tensor
 from trl import GRPOTrainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -83,6 +84,19 @@ def levers() -> dict[str, Any]:
         f"{loss_type}, {name}": [slopes(loss_type, case, taken_out) for taken_out in (False, True)]
         for loss_type in LOSSES
         for name, case in CASES.items()
+    }
+
+
+def alike() -> dict[str, Any]:
+    """Return the bad rows of a batch with equal rows, and its marks: what an image shows is in no token."""
+    keys = [row_key([1], [2, 3]), row_key([1], [2, 3]), row_key([1], [2]), row_key([4], []), row_key([4], [])]
+    bad = BadRows(len(keys))
+    bad.add(1, "routes", "it lost them")
+    bad.add(3, "tokens", "it has none")
+    include_equal_rows(bad, keys)
+    return {
+        "bad": {str(row): [fault.reason, fault.message] for row, fault in bad.faults.items()},
+        "marks": marks_of(bad, keys, torch.device("cpu")).tolist(),
     }
 
 
