@@ -1,10 +1,11 @@
 """Clean runs of TRL for `false_alarms`: trainings of the shipped miniatures with no fault planted, and what their rules watch.
 
     python -m benchmarks.clean_runs train "bf16" 0 runs/clean    # a few minutes each; --steps 200
-    python -m benchmarks.clean_runs record runs/clean            # writes benchmarks/clean_runs.json
+    python -m benchmarks.clean_runs record runs/clean            # adds them to benchmarks/clean_runs.json
 
 `record` keeps of each step the metrics that alarms watch, the gap of the probes and the bad rows. It also keeps which weight
-updates were called bad, and whether beyond doubt. A run that was broken off counts up to its last step.
+updates were called bad, and whether beyond doubt. A run that was broken off counts up to its last step. A run that is recorded
+already is replaced by one of the same setting and seed.
 """
 
 from __future__ import annotations
@@ -141,13 +142,17 @@ def main() -> None:
     if given.command == "train":
         train(given.setting, given.seed, given.folder / given.setting / str(given.seed), given.steps)
         return
+    known: dict[str, dict[str, Any]] = json.loads(RECORDED.read_text(encoding="utf-8"))["runs"]
     runs: dict[str, dict[str, Any]] = {}
     for setting in SETTINGS:
+        of_seeds = known.get(setting, {})
         for folder in sorted((given.folder / setting).glob("*/mismatch")):
             kept = columns(folder)
             if all(len(values) >= LEAST for values in kept["metrics"].values()):
-                runs.setdefault(setting, {})[folder.parent.name] = kept
-    text = json.dumps({"measured": measured_on(), "rows": ROWS, "runs": runs}, separators=(",", ":"))
+                of_seeds[folder.parent.name] = {"measured": measured_on(), **kept}
+        if of_seeds:
+            runs[setting] = of_seeds
+    text = json.dumps({"rows": ROWS, "runs": runs}, separators=(",", ":"))
     RECORDED.write_text(text + "\n", encoding="utf-8")
 
 

@@ -8,7 +8,8 @@ finite.
 
 Which rows are bad travels with them, as `inputs["bad_rows"]` `[B]`, through TRL's shuffling and splitting and through a user's
 replay buffer: a mark made of a bad row's tokens, and 0 for a good row. A scoring pass may be over any part of a micro-batch, so
-that it knows a row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad, both are.
+that it knows a row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad, both are,
+also if their images differ.
 """
 
 from __future__ import annotations

@@ -103,6 +103,7 @@ class MismatchTrainer(_Host):
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
+        self._actor_updated = False  # since the last weight update
         self._resumed: dict[str, Any] = {}
         self._updated_step = self._saved_step = 0
         super().__init__(config)
@@ -174,7 +175,8 @@ class MismatchTrainer(_Host):
             self._processes.follow_weights(self.global_steps)
         with self._checks.checking("weight_sync"):
             if self._weights is not None:
-                self._weights.verify(stepped=self.config.trainer.critic_warmup <= self.global_steps)
+                self._weights.verify(stepped=self._actor_updated)
+        self._actor_updated = False
 
     def on_validate_end(self, *args: Any, **kwargs: Any) -> None:
         with self._checks.checking("rollouts"):
@@ -380,6 +382,7 @@ class MismatchTrainer(_Host):
             self._kl.send(batch)
         if not self._trains_on_nothing:
             batch = super()._update_actor(batch, metrics, *args, **kwargs)
+            self._actor_updated = True
         under_our_names(metrics)
         if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows
             metrics.update(of_ranks(self.actor_rollout_wg.mismatch_metrics()))

@@ -14,11 +14,12 @@ from mismatch_ext.adapters.trl import (
     MismatchRLOOTrainer,
     behavior,
 )
-from mismatch_ext.adapters.trl.bad_rows import as_constants, take_out
-from mismatch_ext.adapters.trl.replay import row_keys
+from mismatch_ext.adapters.trl.bad_rows import as_constants, include_equal_rows, marks_of, take_out
+from mismatch_ext.adapters.trl.replay import row_key, row_keys
 from torch import Tensor
 from trl import GRPOTrainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.log_reading import read_run
 from tests.peers.trl.scenarios_training import arguments, digest_of, graded, rows
 
@@ -37,7 +38,13 @@ CASES: dict[str, dict[str, Any]] = {
     "off-policy mask": {"off_policy_mask_threshold": 0.02},
     "no engine correction": {"vllm_importance_sampling_correction": False},
 }
-SPOILED = ("old_per_token_logps", "sampling_per_token_logps", "ref_per_token_logps", "importance_sampling_ratio")
+SPOILED = (
+    "advantages",
+    "old_per_token_logps",
+    "sampling_per_token_logps",
+    "ref_per_token_logps",
+    "importance_sampling_ratio",
+)
 
 
 def slopes(loss_type: str, case: dict[str, Any], taken_out: bool) -> dict[str, Any]:
@@ -77,6 +84,19 @@ def levers() -> dict[str, Any]:
         f"{loss_type}, {name}": [slopes(loss_type, case, taken_out) for taken_out in (False, True)]
         for loss_type in LOSSES
         for name, case in CASES.items()
+    }
+
+
+def alike() -> dict[str, Any]:
+    """Return the bad rows of a batch with equal rows, and its marks: what an image shows is in no token."""
+    keys = [row_key([1], [2, 3]), row_key([1], [2, 3]), row_key([1], [2]), row_key([4], []), row_key([4], [])]
+    bad = BadRows(len(keys))
+    bad.add(1, "routes", "it lost them")
+    bad.add(3, "tokens", "it has none")
+    include_equal_rows(bad, keys)
+    return {
+        "bad": {str(row): [fault.reason, fault.message] for row, fault in bad.faults.items()},
+        "marks": marks_of(bad, keys, torch.device("cpu")).tolist(),
     }
 
 
@@ -147,8 +167,9 @@ def spoiling(trainer: Any, fault: str | None, bad_rows: list[int], batches: list
 
 
 def weigh_nothing(trainer: Any, noted: dict[str, Any]) -> None:
-    """Let noted rows have no slope in the loss, by a hook on what the scoring pass returns."""
+    """Let noted rows have no slope in the loss, by a hook on what the scoring pass returns; note the largest one they had."""
     plain = trainer._get_per_token_logps_and_entropies
+    noted["slope"] = 0.0
 
     def without_slope(
         model: Any, input_ids: Tensor, attention_mask: Tensor, length: int, *args: Any, **kwargs: Any
@@ -161,9 +182,14 @@ def weigh_nothing(trainer: Any, noted: dict[str, Any]) -> None:
             for prompt, completion in noted["keys"]
         }
         kept = torch.tensor([[key not in known] for key in row_keys(input_ids, attention_mask, length)])
+
+        def without(slope: Tensor) -> Tensor:
+            noted["slope"] = max(noted["slope"], float((slope * ~kept).abs().max()))
+            return slope * kept
+
         for values in (logps, entropies):
             if values is not None and values.requires_grad:
-                values.register_hook(lambda slope: slope * kept)
+                values.register_hook(without)
         return logps, entropies, auxiliary
 
     trainer._get_per_token_logps_and_entropies = without_slope

@@ -30,6 +30,8 @@ from tests.peers.trl.scenarios_training import digest_of
 Inputs = dict[str, Any]
 RATE, ALPHA, ENTROPY, CLAMP, STEPS = 1e-2, 0.7, 0.05, 0.01, 3
 ALARMS = {"alarms": {"reward": {"above": -10.0, "patience": 1, "action": "stop"}}}
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+"""TRL's losses; `draw` chooses among all but the last."""
 TIED = 1e-5
 """How far apart entropies of equal prefixes may be, nats: float32 rounds them by the row that they are in."""
 ADAM_EPSILON = 1e-3
@@ -583,6 +585,12 @@ class Hand:
         elif host["loss_type"] == "sapo":
             heat = torch.where(advantages > 0, 1.0, 1.05).double()
             term = -torch.sigmoid(heat * (ratio - 1)) * 4 / heat * advantages
+        elif host["loss_type"] == "vespo":
+            # phi(w) = e^l w^k e^(-l w) of the whole response's ratio w, where TRL's defaults are k=2, l=3, or 3 and 2 if A < 0.
+            power, fall = (torch.where(advantages >= 0, *pair).double() for pair in ((2.0, 3.0), (3.0, 2.0)))
+            log_weight = (log_ratio * mask).sum(1, keepdim=True).detach()
+            weight = torch.exp(fall + power * log_weight - fall * log_weight.exp())
+            term = -weight * advantages * logps
         else:
             bounded = ratio.clamp(max=host["delta"]) if "delta" in host else ratio
             term = -torch.min(bounded * advantages, ratio.clamp(0.8, 1 + high) * advantages)
@@ -715,6 +723,30 @@ def given(model: str, out: str, cases: list[dict[str, Any]]) -> list[dict[str, A
     """Compare the runs of some cases."""
     torch.set_num_threads(1)
     return [compared(model, f"{out}/{number}", case) for number, case in enumerate(cases)]
+
+
+def each_loss(model: str, out: str) -> list[dict[str, Any]]:
+    """Compare runs of each loss without and with a KL in it, and with one and two micro-batches a step."""
+    cases = [case_of(loss, kl, accumulation) for loss in LOSSES for kl in (False, True) for accumulation in (1, 2)]
+    return given(model, out, cases)
+
+
+def case_of(loss: str, kl: bool, accumulation: int) -> dict[str, Any]:
+    """Return a case of a loss whose batches are learned from twice, so that ratios are not 1."""
+    host = {
+        "loss_type": loss, "num_generations": 4, "per_device_train_batch_size": 8 // accumulation,
+        "gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation, "num_iterations": 2,
+        "importance_sampling_level": "token", "temperature": 1.0, "scale_rewards": "group", "max_completion_length": 6,
+        "max_grad_norm": 0.0, "optim": "sgd", "lr_scheduler_type": "constant",
+    }  # fmt: skip
+    if loss == "cispo":
+        host["epsilon_high"] = 5.0
+    block: dict[str, Any] = {"lr": {"period": 2}}
+    if kl:
+        term = {"estimator": "k3", "placement": "loss", "target": "token", "ratio": "none", "baseline": "none"}
+        block["kl"] = {**term, "coef": 0.5}
+    user = {"change": "none", "call": "none", "scale": 1.0, "ours_first": False}
+    return {"host": host, "block": block, "user": user, "lora": False}
 
 
 def measured(model: str, out: str, first: int, last: int) -> list[dict[str, Any]]:

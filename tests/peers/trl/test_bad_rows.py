@@ -39,6 +39,14 @@ def test_in_each_of_trls_losses_a_bad_row_has_no_slope_and_the_others_keep_their
         assert all(map(math.isfinite, taken_out["logged"].values())), (name, taken_out["logged"])
 
 
+def test_of_rows_with_equal_tokens_either_all_are_bad_or_none_is(run: Run) -> None:
+    found = run(scenarios.alike).expect()
+    assert found["bad"].pop("0") == ["routes", "row 0 has the tokens of row 1, which is bad: it lost them"]
+    assert sorted(found["bad"]) == ["1", "3"]  # a completion without tokens has no loss weight in any case
+    first, second, other, _, empty = found["marks"]
+    assert first == second != 0 and other == empty == 0
+
+
 def check_step(found: dict[str, Any], fault: str, reason: str, rows: int) -> None:
     """Check that a run with a fault is the one without, whose rows have loss weight 0, and that it counts them."""
     stock, spoiled = found["None"], found[fault]

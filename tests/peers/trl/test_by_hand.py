@@ -83,6 +83,13 @@ def test_steps_are_the_hand_computed_ones_or_refused(
     check(run(scenarios.drawn, model=dense, out=tmp_path, first=first, last=last, timeout=800).expect())
 
 
+@pytest.mark.nightly
+def test_each_loss_with_and_without_a_kl_and_accumulation(run: Run, dense: Path, tmp_path: Path) -> None:
+    found = run(scenarios.each_loss, model=dense, out=tmp_path, timeout=300).expect()
+    assert len(found) == 8 * 2 * 2 and not any("refused" in result for result in found)
+    check(found)
+
+
 def test_a_baseline_is_of_other_samples_of_the_prompt_wherever_rows_stand(
     run: Run, dense: Path, tmp_path: Path
 ) -> None:

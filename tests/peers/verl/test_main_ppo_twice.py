@@ -101,6 +101,34 @@ def test_each_reason_that_a_mixture_with_masks_has(tmp_path: Path) -> None:
     check_steps(run, left, steps, tmp_path, experts=True)
 
 
+# Two passes over a batch: in the first one ratios are 1, and kl_cov's KL has no slope. verl's KL to the reference has no weights.
+COMPARING = (
+    "actor_rollout_ref.rollout.n=8",
+    "actor_rollout_ref.actor.use_kl_loss=False",
+    "actor_rollout_ref.actor.ppo_epochs=2",
+)
+# clip_cov chooses by ratios, which nobody knows of a row whose old log-probability is not finite.
+CLIPPED: dict[int, str] = {3: "rollout", 13: "tokens", 21: "version"}
+CLIPPING = ("clip_cov_ratio=0.3", "clip_cov_lb=-50", "clip_cov_ub=50")
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    ("loss", "options", "rows"),
+    [("clip_cov", CLIPPING, CLIPPED), ("kl_cov", ("kl_cov_ratio=0.3",), CLIPPED | {27: "old"})],
+    ids=["clip_cov", "kl_cov"],
+)
+def test_a_loss_that_compares_tokens_chooses_the_same_ones(
+    loss: str, options: tuple[str, ...], rows: dict[int, str], tmp_path: Path
+) -> None:
+    """Up to a third of the tokens are chosen, so that it matters among which."""
+    steps: Steps = {1: rows}
+    chosen = [f"actor_rollout_ref.actor.policy_loss.{option}" for option in (f"loss_mode={loss}", *options)]
+    run, left = taken_twice(tmp_path, steps, ALLOWED, *COMPARING, *chosen, planned=1, count=1)
+    assert [step["rows"] for step in left] == [32]
+    check_steps(run, left, steps, tmp_path)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("mode", [COLOCATE, SEPARATE], ids=["colocate", "separate"])
 def test_asynchronous_steps_with_bad_rows_are_those_of_loss_weight_0(mode: tuple[str, ...], tmp_path: Path) -> None:

@@ -61,6 +61,8 @@ FIELDS: dict[str, tuple[Callable[[Fields], None], tuple[str, ...]]] = {
 """What spoils a row in the queue, and the fields that it needs. `version` is a tag, and passes write `old` and `reference`."""
 WRITTEN = {"old": "old_log_probs", "reference": "ref_log_prob"}
 """Log-probabilities that a pass of the trainer writes, of which the first becomes not a number."""
+COMPARING = ("clip_cov", "kl_cov")
+"""Losses of verl's that choose tokens by comparing all of a micro-batch's: a mask would change which they choose."""
 
 
 class Twice:
@@ -160,8 +162,11 @@ class Twice:
             keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(batch.keys))
         )
         for name in ("_compute_old_log_prob", "_compute_ref_log_prob", "_compute_advantage"):
-            batch = stages[name](trainer, batch, metrics)
-        if weightless:
+            if name != "_compute_ref_log_prob" or trainer.use_reference_policy:
+                batch = stages[name](trainer, batch, metrics)
+        if trainer.config.actor_rollout_ref.actor.policy_loss.loss_mode in COMPARING:
+            weigh(tq, batch, weightless)
+        elif weightless:
             data = get(tq, batch, weightless, ("response_mask",))
             data["response_mask"] = data["response_mask"] * 0
             tq.kv_batch_put(keys=weightless, partition_id=batch.partition_id, fields=data)
@@ -172,6 +177,23 @@ class Twice:
 def get(tq: Any, batch: Any, keys: list[str], names: tuple[str, ...]) -> Any:
     """Return fields of some rows."""
     return tq.kv_batch_get(keys=list(keys), partition_id=batch.partition_id, select_fields=list(names))
+
+
+def weigh(tq: Any, batch: Any, weightless: list[str]) -> None:
+    """Give all rows the weights that verl's rollout correction has: 0 for some, 1 for the others."""
+    import torch
+    from tensordict import TensorDict
+
+    masks = get(tq, batch, batch.keys, ("response_mask",))["response_mask"].unbind()
+    weights = [
+        torch.full((len(mask),), float(key not in weightless)) for key, mask in zip(batch.keys, masks, strict=True)
+    ]
+    fields = {"rollout_is_weights": torch.nested.as_nested_tensor(weights, layout=torch.jagged)}
+    tq.kv_batch_put(
+        keys=batch.keys, partition_id=batch.partition_id, fields=TensorDict(fields, batch_size=len(weights))
+    )
+    if batch.fields is not None:  # the fields that workers fetch
+        batch.fields = [*{*batch.fields, *fields}]
 
 
 def unpacked(data: Any) -> Fields:

@@ -88,22 +88,32 @@ def findings() -> dict[str, Any]:
     return found
 
 
-def batches_without_good_rows() -> dict[str, int]:
-    """Return how many updates of the actor and the critic verl is asked for, by the bad rows of a batch of six."""
+def batches_without_good_rows() -> dict[str, Any]:
+    """Return how many updates of actor and critic verl is asked for, by the bad rows of a batch of six.
+
+    Also returns whether the check of weight updates is told of a step, after this batch and after no other one.
+    """
     from mismatch_ext.adapters.verl.driver.trainer import MismatchTrainer  # in a fork, as `steps` says
 
-    found: dict[str, int] = {}
+    found: dict[str, Any] = {}
+    told: list[bool] = []
+    weights = SimpleNamespace(look=lambda: None, verify=lambda *, stepped: told.append(stepped))
     for name, count, acts in (("one is good", 5, True), ("none is good", 6, True), ("only measured", 6, False)):
         driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
         driver._block, driver._kl = MismatchConfig(), None
         driver._checks, driver._bad = Checks(acts, lambda: 1), measure.BadKeys(batch(queue(1)))
         driver.actor_rollout_wg, driver.parameter_sync_step, driver.extra = Workers(), 1, []
+        driver._processes, driver.global_steps = SimpleNamespace(follow_weights=lambda step: None), 1
+        driver._weights, driver._actor_updated = weights, False
         given = SimpleNamespace(extra_info={})
         for row in range(count):
             driver._bad.rows.add(row, "rollout_logprobs", "")
         driver._update_critic(given, {})
         driver._update_actor(given, {})
-        found[name] = len(driver.extra)
+        told.clear()
+        for _ in range(2):
+            driver._update_weights(lambda: None)
+        found[name] = {"updates": len(driver.extra), "stepped": list(told)}
     return found
 
 
