@@ -1,7 +1,7 @@
 """Chat prompts for a real model: questions with one right answer from `reasoning-gym`, and open requests.
 
 The questions count legs and letters, and are short word problems. `make real` installs reasoning-gym, which makes them without a
-model hub. Open requests ask for longer and freer text; they have no right answer.
+model hub. Open requests ask for longer and freer text; they have no right answer. Sums have short answers, and are for runs that learn.
 """
 
 from __future__ import annotations
@@ -16,6 +16,12 @@ from datasets import Dataset
 INSTALL = "pip install -r requirements/real.txt"
 KINDS = ("leg_counting", "letter_counting", "gsm_symbolic")
 """Data sets of reasoning-gym whose answers are numbers."""
+SUMS = {
+    "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
+    "allow_parentheses": False, "allow_negation": False,
+}  # fmt: skip
+"""What makes reasoning-gym's `basic_arithmetic` a sum of two digits."""
+SEEDS_APART = 1_000_000
 REQUESTS = (
     "Write a short story about {}.",
     "List three facts about {}.",
@@ -37,8 +43,8 @@ def chat(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def questions(count: int, seed: int) -> list[Row]:
-    """Return questions with their answers, an equal number of each kind.
+def made_by_gym(kind: str, count: int, seed: int, **settings: object) -> Any:
+    """Return a data set of reasoning-gym.
 
     Raises:
         ModuleNotFoundError: reasoning-gym is not installed.
@@ -47,8 +53,13 @@ def questions(count: int, seed: int) -> list[Row]:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed; the questions need it. Run: {INSTALL}") from error
+    return reasoning_gym.create_dataset(kind, size=count, seed=seed, **settings)
+
+
+def questions(count: int, seed: int) -> list[Row]:
+    """Return questions with their answers, an equal number of each kind."""
     of_kind = -(-count // len(KINDS))
-    made = [reasoning_gym.create_dataset(kind, size=of_kind, seed=seed) for kind in KINDS]
+    made = [made_by_gym(kind, of_kind, seed) for kind in KINDS]
     mixed = itertools.chain.from_iterable(zip(*made, strict=True))
     rows = [{"prompt": chat(one["question"].strip()), "answer": str(one["answer"])} for one in mixed]
     return rows[:count]
@@ -70,6 +81,18 @@ def requests(count: int, seed: int) -> list[Row]:
 def problems(count: int, seed: int) -> Dataset:
     """Return questions to train on."""
     return Dataset.from_list(questions(count, seed))
+
+
+def sums(count: int, seed: int) -> Dataset:
+    """Return sums of two digits to train on; more of them begin with the same ones.
+
+    A solved sum stands before each, so that an answer is a number and few tokens long.
+    """
+    # reasoning-gym seeds its n-th row with seed + n, so that near seeds would share rows.
+    made = made_by_gym("basic_arithmetic", count, SEEDS_APART * (1 + seed), **SUMS)
+    example = [*chat("Calculate 2 + 3."), {"role": "assistant", "content": "5"}]
+    first = [{"role": "system", "content": "Answer with a number."}, *example]
+    return Dataset.from_list([{"prompt": [*first, *chat(one["question"])], "answer": one["answer"]} for one in made])
 
 
 def evaluation_sets(count: int) -> dict[str, Dataset]:

@@ -31,8 +31,9 @@ from examples.sequences import SequenceSums
 class ScriptArguments(shared.ScriptArguments):
     """What this script needs besides the trainer's own arguments."""
 
-    task: Literal["addition", "chat"] = field(
-        default="addition", metadata={"help": "Addition for the small models, or chat prompts (examples/chat.py)."}
+    task: Literal["addition", "chat", "sums"] = field(
+        default="addition",
+        metadata={"help": "Addition for the small models, or chat prompts or sums of two digits (examples/chat.py)."},
     )
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
     eval_when: Literal["before", "after"] = field(
@@ -46,14 +47,18 @@ def main() -> None:
     script, config = shared.parse((ScriptArguments, MismatchGRPOConfig), {"use_vllm": True, "mismatch": {}}, small={})
     # With zero steps, only the checkpoint itself is evaluated.
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
-    is_chat = script.task == "chat"
+    is_chat = script.task != "addition"
     prompts = chat if is_chat else shared
+    if script.task == "sums":
+        problems = chat.sums(rows, config.seed)
+    else:
+        problems = prompts.problems(rows, seed=1000 + config.seed)
     evaluation = prompts.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
     trainer = MismatchGRPOTrainer(
         model=shared.model_path(script),
         reward_funcs=chat.reward if is_chat else addition_reward,
         args=config,
-        train_dataset=prompts.problems(rows, seed=1000 + config.seed),
+        train_dataset=problems,
         eval_dataset=evaluation,
     )
     shared.show_progress(trainer)
@@ -61,7 +66,7 @@ def main() -> None:
     if evaluation is not None and script.eval_when == "before":
         trainer.evaluate()
     if config.max_steps > 0:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     if evaluation is not None and script.eval_when == "after":
         trainer.evaluate()
     if evaluation is not None:
