@@ -295,13 +295,30 @@ def real_learning() -> list[str]:
         return [NOT_RECORDED]
     rows = found["figures"]
     lines = table(
-        "both sides", "seed", "steps", "reward, first steps", "reward, last steps", "mean \\|Δlogp\\|, first and last",
-        "weight check, first and largest", "seconds a step",
-    )  # fmt: skip
+        "both sides",
+        "seed",
+        "steps",
+        "reward, first steps",
+        "reward, last steps",
+        "right answers, first / last",
+        "mean \\|Δlogp\\|, first / last",
+        "weight check, first / largest",
+        "seconds a step",
+    )
     for row in rows:
         rewards = [with_half_width(part) for part in row["reward"]]
         gaps, checks = (" / ".join(map(rounded, row[name])) for name in ("gap", "weight_check"))
-        cells = [row["arm"], str(row["seed"]), str(row["steps"]), *rewards, gaps, checks, f"{row['seconds']:.0f}"]
+        right = " / ".join(f"{share:.0%}".replace("%", " %") for share in row["right"])
+        cells = [
+            row["arm"],
+            str(row["seed"]),
+            str(row["steps"]),
+            *rewards,
+            right,
+            gaps,
+            checks,
+            f"{row['seconds']:.0f}",
+        ]
         lines.append(f"| {' | '.join(cells)} |")
     windows = sorted({row["window"] for row in rows})
     lines += ["", f"First and last steps: {' or '.join(map(str, windows))} of each run. Machine: {machine(found)}.", ""]

@@ -1,12 +1,14 @@
 """Chat prompts for a real model: questions with one right answer from `reasoning-gym`, and open requests.
 
 The questions count legs and letters, and are short word problems. `make real` installs reasoning-gym, which makes them without a
-model hub. Open requests ask for longer and freer text; they have no right answer. Sums have short answers, and are for runs that learn.
+model hub. Open requests ask for longer and freer text; they have no right answer. Sums have short
+answers, and are for runs that learn.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from typing import Any
@@ -84,7 +86,7 @@ def problems(count: int, seed: int) -> Dataset:
 
 
 def sums(count: int, seed: int) -> Dataset:
-    """Return sums of two digits to train on; more of them begin with the same ones.
+    """Return sums of two digits to train on, of which there are 100; more rows begin with the same ones.
 
     A solved sum stands before each, so that an answer is a number and few tokens long.
     """
@@ -103,10 +105,23 @@ def evaluation_sets(count: int) -> dict[str, Dataset]:
     }
 
 
+def last_number(completion: Any) -> str | None:
+    """Return the last number of an answer; None if it has none."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", completion[0]["content"].replace(",", ""))
+    return numbers[-1] if numbers else None
+
+
 def reward(completions: list[Any], answer: list[str], **_: object) -> list[float]:
     """Return 1 for each answer whose last number is the right one, and 0 for others and for open requests."""
+    given = [last_number(completion) for completion in completions]
+    return [float(number is not None and number == right) for number, right in zip(given, answer, strict=True)]
+
+
+def nearness(completions: list[Any], answer: list[str], **_: object) -> list[float]:
+    """Return 1 for each answer whose last number is the right one, a tenth less for each unit that it is off, and at least 0."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion[0]["content"].replace(",", ""))
-        rewards.append(float(bool(numbers) and numbers[-1] == right))
+        number = last_number(completion)
+        off = math.inf if number is None else abs(float(number) - float(right))
+        rewards.append(max(0.0, 1 - off / 10))
     return rewards

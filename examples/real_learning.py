@@ -6,9 +6,9 @@
     python -m examples.real_learning --record evidence/real_learning.json   # writes what docs/real.md shows
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
-is a sum of two digits (`examples/chat.py`). The reward is 1 for the right number and 0 for anything else. Runs with one seed get
-the same prompts in the same order. No prompt comes twice by intent, so that the reward of a step is a test of the policy that
-sampled it.
+is a sum of two digits (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each unit that it is
+off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same prompts in the same
+order. There are 100 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
@@ -50,6 +50,7 @@ LONGEST_WINDOW = 50
 """Most steps that are one figure of the table, at the begin and at the end of a run."""
 SERIES = {
     "reward": "reward",
+    "right": "rewards/reward/mean",
     "length": "completions/mean_length",
     "gap": "mismatch/logp_abs_diff_mean",
     "k3": "mismatch/k3_kl",
@@ -125,13 +126,14 @@ def figures(run: Run) -> dict[str, Any]:
     series = run.series()
     steps = len(series["reward"])
     part = window(steps)
-    rewards, gaps, checks = (known(series[name]) for name in ("reward", "gap", "weight_check"))
+    rewards, right, gaps, checks = (known(series[name]) for name in ("reward", "right", "gap", "weight_check"))
     return {
         "arm": run.arm,
         "seed": run.seed,
         "steps": steps,
         "window": part,
         "reward": [of_the_mean(rewards[:part]), of_the_mean(rewards[-part:])],
+        "right": [fmean(right[:part]), fmean(right[-part:])],
         "gap": [fmean(gaps[:part]), fmean(gaps[-part:])],
         "weight_check": [checks[0], max(checks)],
         "reached_engine": fmean(reached) if (reached := known(series["reached_engine"])) else None,
@@ -190,9 +192,10 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     for row in rows:
         first, last = (f"{mean:.2f} ± {half:.2f}" for mean, half in row["reward"])
         reached = "-" if row["reached_engine"] is None else f"{row['reached_engine']:.1%}"
+        right = " → ".join(f"{value:.0%}" for value in row["right"])
         gap = " → ".join(f"{value:.1e}" for value in row["gap"])
         table.add_row(
-            f"{row['arm']}-{row['seed']}", str(row["steps"]), str(row["window"]), f"{first} → {last}", gap,
+            f"{row['arm']}-{row['seed']}", str(row["steps"]), str(row["window"]), f"{first} → {last}", right, gap,
             f"{row['weight_check'][1]:.1e}", reached, f"{row['seconds']:.0f}",
         )  # fmt: skip
     console.print(table)

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -49,14 +49,17 @@ def main() -> None:
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
     is_chat = script.task != "addition"
     prompts = chat if is_chat else shared
+    rewards: list[Any] = [chat.reward if is_chat else addition_reward]
     if script.task == "sums":
         problems = chat.sums(rows, config.seed)
+        # Right answers are counted and not rewarded: at first there are too few of them to learn from.
+        rewards, config.reward_weights = [chat.nearness, *rewards], [1.0, 0.0]
     else:
         problems = prompts.problems(rows, seed=1000 + config.seed)
     evaluation = prompts.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
     trainer = MismatchGRPOTrainer(
         model=shared.model_path(script),
-        reward_funcs=chat.reward if is_chat else addition_reward,
+        reward_funcs=rewards,
         args=config,
         train_dataset=problems,
         eval_dataset=evaluation,

@@ -24,6 +24,7 @@ def trained(folder: Path, steps: int, *, reward: float = 0.5, gap: float = 1e-2,
     for step in range(first, steps + 1):
         metrics = {
             "reward": reward + step / 100,
+            "rewards/reward/mean": 0.25,
             "completions/mean_length": 2.0,
             "step_time": 7.0,
             "mismatch/logp_abs_diff_mean": gap,
@@ -100,7 +101,7 @@ def test_the_page_says_what_is_recorded_or_that_nothing_is(tmp_path: Path, monke
         rows.append(figures(Run(arm=arm, seed=0, folder=tmp_path / arm)))
     real_learning.record(rows, tmp_path / "real_learning.json")
     page = "\n".join(generate["real_learning"]())
-    assert "| bf16 | 0 | 6 | 0.52 ± " in page and "| 1.0e-2 / 1.0e-2 | 2.0e-2 / 2.0e-2 | 7 |" in page
+    assert "| bf16 | 0 | 6 | 0.52 ± " in page and "| 25 % / 25 % | 1.0e-2 / 1.0e-2 | 2.0e-2 / 2.0e-2 | 7 |" in page
     assert "Seed 0: in the last steps, bf16 earns +0.00 ± 0.00 more than float32." in page
     picture = generate["picture_of_learning"]()
     assert picture.count("<polyline") == 4 and ">1e-6<" in picture
