@@ -1,6 +1,6 @@
-"""Write the generated tables of the pages, and the picture of the gap: `python docs/generate.py`.
+"""Write the generated tables of the pages, and their pictures: `python docs/generate.py`.
 
-A test fails when a page or the picture is not current.
+A test fails when a page or a picture is not current.
 """
 
 from __future__ import annotations
@@ -275,6 +275,59 @@ def real_flows() -> list[str]:
     return lines
 
 
+NOT_RECORDED = "Nobody has recorded this yet."
+
+
+def learned() -> Any:
+    """Return the record of learning on the real model; None if there is none."""
+    return evidence("real_learning") if (EVIDENCE / "real_learning.json").is_file() else None
+
+
+def with_half_width(found: list[float]) -> str:
+    """Return a mean with the half width of its interval."""
+    return f"{found[0]:.2f} ± {found[1]:.2f}"
+
+
+def real_learning() -> list[str]:
+    """Return what the real model learned, by dtype and seed."""
+    found = learned()
+    if found is None:
+        return [NOT_RECORDED]
+    rows = found["figures"]
+    lines = table(
+        "both sides",
+        "seed",
+        "steps",
+        "reward, first steps",
+        "reward, last steps",
+        "right answers, first / last",
+        "mean \\|Δlogp\\|, first / last",
+        "weight check, first / largest",
+        "seconds a step",
+    )
+    for row in rows:
+        rewards = [with_half_width(part) for part in row["reward"]]
+        gaps, checks = (" / ".join(map(rounded, row[name])) for name in ("gap", "weight_check"))
+        right = " / ".join(f"{share:.0%}".replace("%", " %") for share in row["right"])
+        cells = [
+            row["arm"],
+            str(row["seed"]),
+            str(row["steps"]),
+            *rewards,
+            right,
+            gaps,
+            checks,
+            f"{row['seconds']:.0f}",
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    windows = sorted({row["window"] for row in rows})
+    lines += ["", f"First and last steps: {' or '.join(map(str, windows))} of each run. Machine: {machine(found)}.", ""]
+    for seed, apart in found["bf16 - float32"].items():
+        lines.append(f"Seed {seed}: in the last steps, bf16 earns {apart[0]:+.2f} ± {apart[1]:.2f} more than float32.")
+    lines += ["", "![Reward and gap of each step, by dtype and seed](learning.svg)"]
+    return lines
+
+
 COLORS = {"bf16": "#0072B2", "FP16": "#D55E00", "float32": "#009E73"}
 FIRST_DECADE, LAST_DECADE = -6, -1
 LEFT, DECADE = 250, 90
@@ -313,6 +366,67 @@ def picture() -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+WIDTH, HEIGHT, TOP = 300, 180, 50
+"""Size of a panel of the picture of learning, and the place of its upper edge, in pixels."""
+SMOOTHED = 10
+"""Steps that are one point of a curve of rewards."""
+
+
+def moving(values: list[float], steps: int) -> list[float]:
+    """Return the mean of each value and those before it, of at most so many steps."""
+    parts = [values[max(0, at - steps + 1) : at + 1] for at in range(len(values))]
+    return [sum(part) / len(part) for part in parts]
+
+
+def panel(
+    left: int, title: str, curves: list[tuple[str, list[float]]], ends: tuple[float, float], marks: list[str]
+) -> list[str]:
+    """Return curves between two values, each with its color, and what stands at the ends of the axis."""
+    low, high = ends
+    longest = max(len(values) for _, values in curves)
+    lines = [
+        f'<text x="{left}" y="{TOP - 10}" fill="#1b1b1f">{title}</text>',
+        f'<path d="M{left} {TOP}v{HEIGHT}h{WIDTH}" fill="none" stroke="#55565c"/>',
+        f'<text x="{left + WIDTH}" y="{TOP + HEIGHT + 18}" text-anchor="end" fill="#55565c">step {longest}</text>',
+    ]
+    for y, mark in zip((TOP + HEIGHT, TOP + 10), marks, strict=True):
+        lines.append(f'<text x="{left - 6}" y="{y}" text-anchor="end" fill="#55565c">{mark}</text>')
+    for color, values in curves:
+        points = [
+            f"{left + WIDTH * at / max(longest - 1, 1):.1f},{TOP + HEIGHT * (high - value) / (high - low):.1f}"
+            for at, value in enumerate(values)
+        ]
+        lines.append(f'<polyline points="{" ".join(points)}" fill="none" stroke="{color}" stroke-width="1.5"/>')
+    return lines
+
+
+def picture_of_learning() -> str | None:
+    """Return the picture of rewards and gaps by step, as SVG; None if there is no record."""
+    found = learned()
+    if found is None:
+        return None
+    rewards, gaps = list[tuple[str, list[float]]](), list[tuple[str, list[float]]]()
+    for row in found["figures"]:
+        color = COLORS[row["arm"]]
+        rewards.append((color, moving(row["series"]["reward"], SMOOTHED)))
+        gaps.append((color, [math.log10(value) for value in row["series"]["gap"] if value]))
+    decades = (
+        math.floor(min(min(values) for _, values in gaps)),
+        math.ceil(max(max(values) for _, values in gaps)),
+    )
+    arms = dict.fromkeys(row["arm"] for row in found["figures"])
+    named = "".join(f'<tspan fill="{COLORS[arm]}" font-weight="600"> {arm}</tspan>' for arm in arms)
+    return "\n".join([
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 270" font-family="system-ui,sans-serif" font-size="13" '
+        'role="img" aria-label="Reward and gap of each step, by dtype and seed">',
+        '<rect width="760" height="270" fill="#ffffff"/>',
+        f'<text x="50" y="20" fill="#1b1b1f">One line a seed:{named}</text>',
+        *panel(50, f"reward, mean of {SMOOTHED} steps", rewards, (0.0, 1.0), ["0", "1"]),
+        *panel(430, "mean |Δlogp|, nats per token", gaps, decades, [f"1e{decade}" for decade in decades]),
+        "</svg>",
+    ]) + "\n"  # fmt: skip
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "keys": keys,
     "short": short,
@@ -329,9 +443,11 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "real_gaps": real_gaps,
     "real_mixture": real_mixture,
     "real_flows": real_flows,
+    "real_learning": real_learning,
 }
 PAGES = ("../README.md", "config.md", "metrics.md", "real.md")
-PICTURE = HERE / "gap.svg"
+PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
+"""Pictures by file; a picture without a record is not drawn."""
 
 
 def current(name: str) -> str:
@@ -343,4 +459,7 @@ def current(name: str) -> str:
 if __name__ == "__main__":
     for name in PAGES:
         (HERE / name).write_text(current(name), encoding="utf-8")
-    PICTURE.write_text(picture(), encoding="utf-8")
+    for name, draw in PICTURES.items():
+        drawn = draw()
+        if drawn is not None:
+            (HERE / name).write_text(drawn, encoding="utf-8")

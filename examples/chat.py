@@ -1,12 +1,14 @@
 """Chat prompts for a real model: questions with one right answer from `reasoning-gym`, and open requests.
 
 The questions count legs and letters, and are short word problems. `make real` installs reasoning-gym, which makes them without a
-model hub. Open requests ask for longer and freer text; they have no right answer.
+model hub. Open requests ask for longer and freer text; they have no right answer. Sums have short
+answers, and are for runs that learn.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 from typing import Any
@@ -16,6 +18,12 @@ from datasets import Dataset
 INSTALL = "pip install -r requirements/real.txt"
 KINDS = ("leg_counting", "letter_counting", "gsm_symbolic")
 """Data sets of reasoning-gym whose answers are numbers."""
+SUMS = {
+    "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
+    "allow_parentheses": False, "allow_negation": False,
+}  # fmt: skip
+"""What makes reasoning-gym's `basic_arithmetic` a sum of two digits."""
+SEEDS_APART = 1_000_000
 REQUESTS = (
     "Write a short story about {}.",
     "List three facts about {}.",
@@ -37,8 +45,8 @@ def chat(content: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": content}]
 
 
-def questions(count: int, seed: int) -> list[Row]:
-    """Return questions with their answers, an equal number of each kind.
+def made_by_gym(kind: str, count: int, seed: int, **settings: object) -> Any:
+    """Return a data set of reasoning-gym.
 
     Raises:
         ModuleNotFoundError: reasoning-gym is not installed.
@@ -47,8 +55,13 @@ def questions(count: int, seed: int) -> list[Row]:
         import reasoning_gym
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error.name} is not installed; the questions need it. Run: {INSTALL}") from error
+    return reasoning_gym.create_dataset(kind, size=count, seed=seed, **settings)
+
+
+def questions(count: int, seed: int) -> list[Row]:
+    """Return questions with their answers, an equal number of each kind."""
     of_kind = -(-count // len(KINDS))
-    made = [reasoning_gym.create_dataset(kind, size=of_kind, seed=seed) for kind in KINDS]
+    made = [made_by_gym(kind, of_kind, seed) for kind in KINDS]
     mixed = itertools.chain.from_iterable(zip(*made, strict=True))
     rows = [{"prompt": chat(one["question"].strip()), "answer": str(one["answer"])} for one in mixed]
     return rows[:count]
@@ -72,6 +85,18 @@ def problems(count: int, seed: int) -> Dataset:
     return Dataset.from_list(questions(count, seed))
 
 
+def sums(count: int, seed: int) -> Dataset:
+    """Return sums of two digits to train on, of which there are 100; more rows begin with the same ones.
+
+    A solved sum stands before each, so that an answer is a number and few tokens long.
+    """
+    # reasoning-gym seeds its n-th row with seed + n, so that near seeds would share rows.
+    made = made_by_gym("basic_arithmetic", count, SEEDS_APART * (1 + seed), **SUMS)
+    example = [*chat("Calculate 2 + 3."), {"role": "assistant", "content": "5"}]
+    first = [{"role": "system", "content": "Answer with a number."}, *example]
+    return Dataset.from_list([{"prompt": [*first, *chat(one["question"])], "answer": one["answer"]} for one in made])
+
+
 def evaluation_sets(count: int) -> dict[str, Dataset]:
     """Return questions with one right answer, and open requests."""
     return {
@@ -80,10 +105,23 @@ def evaluation_sets(count: int) -> dict[str, Dataset]:
     }
 
 
+def last_number(completion: Any) -> str | None:
+    """Return the last number of an answer; None if it has none."""
+    numbers = re.findall(r"-?\d+(?:\.\d+)?", completion[0]["content"].replace(",", ""))
+    return numbers[-1] if numbers else None
+
+
 def reward(completions: list[Any], answer: list[str], **_: object) -> list[float]:
     """Return 1 for each answer whose last number is the right one, and 0 for others and for open requests."""
+    given = [last_number(completion) for completion in completions]
+    return [float(number is not None and number == right) for number, right in zip(given, answer, strict=True)]
+
+
+def nearness(completions: list[Any], answer: list[str], **_: object) -> list[float]:
+    """Return 1 for each answer whose last number is the right one, a tenth less for each unit that it is off, and at least 0."""
     rewards = []
     for completion, right in zip(completions, answer, strict=True):
-        numbers = re.findall(r"-?\d+(?:\.\d+)?", completion[0]["content"].replace(",", ""))
-        rewards.append(float(bool(numbers) and numbers[-1] == right))
+        number = last_number(completion)
+        off = math.inf if number is None else abs(float(number) - float(right))
+        rewards.append(max(0.0, 1 - off / 10))
     return rewards

@@ -13,7 +13,7 @@ from __future__ import annotations
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 # When run as a file, Python would look for modules only in examples/.
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -31,8 +31,9 @@ from examples.sequences import SequenceSums
 class ScriptArguments(shared.ScriptArguments):
     """What this script needs besides the trainer's own arguments."""
 
-    task: Literal["addition", "chat"] = field(
-        default="addition", metadata={"help": "Addition for the small models, or chat prompts (examples/chat.py)."}
+    task: Literal["addition", "chat", "sums"] = field(
+        default="addition",
+        metadata={"help": "Addition for the small models, or chat prompts or sums of two digits (examples/chat.py)."},
     )
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
     eval_when: Literal["before", "after"] = field(
@@ -46,14 +47,21 @@ def main() -> None:
     script, config = shared.parse((ScriptArguments, MismatchGRPOConfig), {"use_vllm": True, "mismatch": {}}, small={})
     # With zero steps, only the checkpoint itself is evaluated.
     rows = max(config.max_steps, 1) * config.generation_batch_size // config.num_generations
-    is_chat = script.task == "chat"
+    is_chat = script.task != "addition"
     prompts = chat if is_chat else shared
+    rewards: list[Any] = [chat.reward if is_chat else addition_reward]
+    if script.task == "sums":
+        problems = chat.sums(rows, config.seed)
+        # Right answers are counted and not rewarded: at first there are too few of them to learn from.
+        rewards, config.reward_weights = [chat.nearness, *rewards], [1.0, 0.0]
+    else:
+        problems = prompts.problems(rows, seed=1000 + config.seed)
     evaluation = prompts.evaluation_sets(script.eval_prompts) if script.eval_prompts else None
     trainer = MismatchGRPOTrainer(
         model=shared.model_path(script),
-        reward_funcs=chat.reward if is_chat else addition_reward,
+        reward_funcs=rewards,
         args=config,
-        train_dataset=prompts.problems(rows, seed=1000 + config.seed),
+        train_dataset=problems,
         eval_dataset=evaluation,
     )
     shared.show_progress(trainer)
@@ -61,7 +69,7 @@ def main() -> None:
     if evaluation is not None and script.eval_when == "before":
         trainer.evaluate()
     if config.max_steps > 0:
-        trainer.train()
+        trainer.train(resume_from_checkpoint=config.resume_from_checkpoint)
     if evaluation is not None and script.eval_when == "after":
         trainer.evaluate()
     if evaluation is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -35,3 +36,14 @@ def test_the_claims_hold_on_a_real_model(evidence: Callable[..., None]) -> None:
 
 def test_every_flow_passes_on_a_real_model() -> None:
     shell("python -m examples.real_flows --again --record evidence/real.json", timeout=5300)
+
+
+def test_a_real_model_learns_in_both_dtypes(tmp_path: Path) -> None:
+    """The reward rises in bf16 and in float32. A weight update that does not arrive would end the run."""
+    file = tmp_path / "record.json"
+    shell(f"python -m examples.real_learning --steps 30 --seeds 0 --out {tmp_path} --record {file}", timeout=5300)
+    coarse, control = json.loads(file.read_text(encoding="utf-8"))["figures"]
+    for row in (coarse, control):
+        (first, _), (last, _) = row["reward"]
+        assert row["steps"] == 30 and last > first, row["reward"]
+    assert all(of_float32 < of_bf16 for of_float32, of_bf16 in zip(control["gap"], coarse["gap"], strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from examples.chat import REQUESTS, THINGS, chat, requests, reward
+from examples.chat import REQUESTS, THINGS, chat, nearness, requests, reward
 
 
 def test_open_requests_are_drawn_once_each_and_the_same_each_time() -> None:
@@ -28,3 +28,10 @@ def test_open_requests_are_drawn_once_each_and_the_same_each_time() -> None:
 )
 def test_an_answer_is_judged_by_its_last_number(text: str, right: str, expected: float) -> None:
     assert reward([chat(text)], [right]) == [expected]
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("12", 1.0), ("2 + 10 = 11", 0.9), ("15.5", 0.65), ("0", 0.0), ("40", 0.0), ("twelve", 0.0)]
+)
+def test_a_graded_answer_earns_less_the_farther_it_is_off(text: str, expected: float) -> None:
+    assert nearness([chat(text)], ["12"]) == pytest.approx([expected])
