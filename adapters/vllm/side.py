@@ -136,6 +136,8 @@ class Rollout(InProcess):
         patches = []
         if block.precision is not None:
             asked |= asked_of(block.precision)
+            if "hf_overrides" in asked:  # beside those that you give
+                arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **asked["hf_overrides"]}
         if block.routing is not None and block.routing.mode == "R3":
             asked[FLAG] = True
         if current_platform.is_cpu():

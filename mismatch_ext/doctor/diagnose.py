@@ -860,6 +860,33 @@ def _by_head(
     return [_measured("head_dtype", other, sentence, ratio, part)]
 
 
+def with_heads(diagnosis: Diagnosis, sample: Sample, scores: Scores, engine_head: str | None) -> Diagnosis:
+    """Return a diagnosis with a note if one head alone computes in float32, and the gap that two heads alike leave.
+
+    The cause "head_dtype" takes an error that is small enough; the note takes the dtypes that both sides say they have.
+
+    Args:
+        diagnosis: The diagnosis.
+        sample: The tokens, as the engine sampled them.
+        scores: The trainer's side.
+        engine_head: Dtype of the engine's head, read back; None if it is not known.
+    """
+    named = any(cause.key == "head_dtype" for cause in diagnosis.causes)
+    if named or engine_head is None or scores.headed is None or scores.trainer_dtype != scores.engine_dtype:
+        return diagnosis
+    engine_is_exact, trainer_is_exact = engine_head == "float32", scores.trainer_head == "float32"
+    if engine_is_exact == trainer_is_exact:
+        return diagnosis
+    exact, other = ("engine", "trainer") if engine_is_exact else ("trainer", "engine")
+    alike = scores.headed if engine_is_exact else scores.own
+    now, then = (float(np.abs(sample.engine - side).mean()) for side in (scores.trainer, alike))
+    note = (
+        f"the {exact}'s head computes in float32 and the {other}'s does not: the gap is {now:.2e} nats per token, and {then:.2e} "
+        "with a trainer whose head is like the engine's. mismatch.precision.head sets both"
+    )
+    return replace(diagnosis, notes=(*diagnosis.notes, note))
+
+
 def _by_router(flips: tuple[float, float], most_flips: tuple[int, float] | None, part: Part | None) -> NamedCause:
     """Return the cause that the engine's experts show, where rounding would not choose so many others."""
     sentence = (
