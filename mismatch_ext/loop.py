@@ -483,6 +483,7 @@ class Run:
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
                 self._log.observe(batch.split, *gap)
+                self._log.observe_cached(batch.split, *gap, batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):

@@ -426,6 +426,7 @@ class TrlRun(MeasuredRun):
             gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
             held.routes = [None if record is None else record.routing for record in records]
             self.log.observe(self.split, *gap)
+            self.log.observe_cached(self.split, *gap, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:

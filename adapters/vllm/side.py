@@ -53,6 +53,10 @@ class InProcess:
         """Sample `count` tokens after each prompt of `[N, P]`, with seeds of their own."""
         return decode_tokens(self.llm, tokens.tolist(), count)
 
+    def decode_afresh(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample as `decode` does, but pass the prefix cache by."""
+        return decode_tokens(self.llm, tokens.tolist(), count, afresh=True)
+
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms with what was sent (`Sending.samples`), and a CPU's output head with its weights."""
         comparisons = compare_tensors(self.llm, sent, before)
