@@ -76,6 +76,9 @@ class PrecisionConfig:
 
     dtype: Literal["float16", "bfloat16", "float32"]
     """Compute dtype of both sides. Master weights of the trainer stay float32."""
+    head: Literal["float32"] | None = None
+    """`float32` lets the output head multiply in float32 on both sides, outside of the trainer's autocast; None leaves
+    both heads as they are."""
     init_scale: Annotated[Number, Field(ge=1)] = 2.0**16
     """First loss scale, read in float16 only; a power of two keeps scaling exact."""
     growth_interval: Count = 400

@@ -191,6 +191,8 @@ def trainer_settings(
     }
     if held:
         settings["weights"] = max(held, key=held.__getitem__)
+    if reading.head_dtype == "float32" != reading.compute_dtype:
+        settings["head"] = "float32"
     return settings | more
 
 

@@ -42,8 +42,9 @@ from mismatch_ext.growth import Growth, grown
 from mismatch_ext.log_reading import METRICS_FILE, SCHEMA, Segment, parse_line, read_run
 from mismatch_ext.names import PREFIX, SHORT, HostNames, own_name
 from mismatch_ext.precision.audit import AuditReport, EngineReading, TrainerReading
+from mismatch_ext.prefix_cache import cache_metrics, cache_sums, no_cache_sums
 from mismatch_ext.ranks import ONE_PROCESS, Ranks
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.states import from_json, state, to_json
 from mismatch_ext.sums import Sums, merged, over_ranks, part, prefixed
 from mismatch_ext.terminal import say_in_run
@@ -410,6 +411,7 @@ class RunLog:
         self._sampling = SamplingSettings()
         self._gaps: dict[tuple[str, bool], Sums] = {}
         self._masked: dict[str, Sums] = {}
+        self._cached: dict[str, Sums] = {}
         self._drift: Sums | None = None
         self._bad_rows: dict[str, Sums] = {}  # by split, since the last flush
         self._faults: dict[str, list[Fault]] = {}
@@ -585,6 +587,13 @@ class RunLog:
         before = self._gaps.get((split, native))
         self._gaps[split, native] = sums if before is None else merged(before, sums)
 
+    def observe_cached(
+        self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[RolloutRecord | None]
+    ) -> None:
+        """Add the gap of a batch apart for prompts from the engine's prefix cache; arguments as for `cache_sums`."""
+        sums = cache_sums(old, rollout, mask, records)
+        self._cached[split] = merged(self._cached[split], sums) if split in self._cached else sums
+
     def mask(self, split: str, kept_mask: Tensor, response_mask: Tensor) -> None:
         """Add what a correction leaves of a batch; arguments as for `masked_sums`."""
         sums = masked_sums(kept_mask, response_mask)
@@ -663,7 +672,7 @@ class RunLog:
         truncated = self._sampling.truncates_support
         scalars, native = (gap_metrics(part(sums, of), support_truncated=truncated) for of in ("gap", "native"))
         scalars |= {f"native/{name}": value for name, value in native.items()}
-        scalars |= masked_metrics(part(sums, "masked"))
+        scalars |= masked_metrics(part(sums, "masked")) | cache_metrics(part(sums, "cache"))
         if drift := part(sums, "drift"):
             scalars |= drift_metrics(drift, support_truncated=truncated)
         scalars |= self._flush_bad_rows(split, step, part(sums, "bad_rows"))
@@ -702,6 +711,7 @@ class RunLog:
             sums |= prefixed(name, gap)
         masked = self._masked.pop(split, None)
         sums |= prefixed("masked", masked_sums(nothing, nothing) if masked is None else masked)
+        sums |= prefixed("cache", self._cached.pop(split, no_cache_sums()))
         bad_rows = self._bad_rows.pop(split, None)
         sums |= prefixed("bad_rows", BadRows(0).sums() if bad_rows is None else bad_rows)
         if split == "train" and self._drift is not None:

@@ -54,6 +54,8 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
+from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
+from mismatch_ext.precision.heads import ChoosesHead, HeadScores, is_one_sided, name_one_sided
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
@@ -165,7 +167,7 @@ class Run:
         return self
 
     def _begin(self, state: dict[str, Any] | None) -> None:
-        readiness = surplus = attention = None
+        readiness = surplus = attention = one_sided_head = None
         with self._together():
             if self.trainer.device.type == "mps":
                 raise ConfigError(
@@ -195,6 +197,8 @@ class Run:
                 surplus = self.trainer.surplus()
             with self._checks.checking("attention"):
                 attention = self.trainer.dropped_attention()
+            with self._checks.checking("precision"):
+                one_sided_head = self._one_sided_head()
             bias = self.rollout.sampling.ratio_bias(renormalized=self.rollout.reading().renormalizes)
             groups = self.trainer.optimizer.param_groups
             nothing = untrained(parameter for group in groups for parameter in group["params"])
@@ -202,6 +206,7 @@ class Run:
                 "readiness": readiness,
                 "vocabulary": surplus,
                 "attention": attention,
+                ONE_SIDED_HEAD: one_sided_head,
                 "ratio_bias": bias,
                 NOTHING_TRAINED: nothing,
             }
@@ -221,6 +226,21 @@ class Run:
             needs_scaler = policy.needs_scaler
             scaler = LossScaler.of(precision, self.trainer.device.type) if needs_scaler else None
             self.trainer.compute_in(policy.dtype, scaler)
+            if policy.head is not None:
+                if not isinstance(self.trainer, ChoosesHead):
+                    raise ConfigError(
+                        f"mismatch.precision.head: {type(self.trainer).__name__} has no keep_head_in_float32, so that its output "
+                        "head cannot be set. Use TrainedModel, or leave out mismatch.precision.head."
+                    )
+                self.trainer.keep_head_in_float32()
+
+    def _one_sided_head(self) -> str | None:
+        """Return a warning, measured on probe tokens, if the head of one side alone computes in float32."""
+        trainer, engine, side = self.trainer.reading(), self.rollout.reading(), self.trainer
+        if not is_one_sided(trainer, engine) or not isinstance(side, ChoosesHead):
+            return None
+        tokens = draw_probes(self.trainer.vocabulary(), self.rollout.longest)
+        return name_one_sided(trainer, engine, HeadScores.of(side, self.rollout, tokens))
 
     def _audited(self, transfer: SyncReading | None = None) -> AuditReport | None:
         """Compare the precision that both sides compute in with the config's; None without a `precision` section."""
@@ -463,6 +483,7 @@ class Run:
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
                 self._log.observe(batch.split, *gap)
+                self._log.observe_cached(batch.split, *gap, batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):

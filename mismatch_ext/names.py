@@ -24,6 +24,9 @@ TAUS = (1.1, 2.0)
 PARTS_OF_STALE = ("numerics/", "stale/")
 """What figures of the gap's parts begin with where rollouts may be of older weights."""
 
+PARTS_OF_CACHE = ("cached/", "fresh/")
+"""What figures of the gap begin with, of responses whose prompt the engine took from its prefix cache, and of the others."""
+
 
 @dataclass(frozen=True)
 class Measure:

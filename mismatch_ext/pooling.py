@@ -13,13 +13,13 @@ from numpy.typing import NDArray
 
 from mismatch_ext.alarms import STALENESS
 from mismatch_ext.log_reading import RunData
-from mismatch_ext.names import PARTS_OF_STALE, PREFIX
+from mismatch_ext.names import PARTS_OF_CACHE, PARTS_OF_STALE, PREFIX
 
 Floats = NDArray[np.float64]
 
 NATIVE = "native/"
 NUMERICS = "numerics/"
-KINDS = (NATIVE, *PARTS_OF_STALE)
+KINDS = (NATIVE, *PARTS_OF_STALE, *PARTS_OF_CACHE)
 """Prefixes of figures over other tokens, or from another pass, than the gap; each prefix has its own count of tokens."""
 ROUTING_WEIGHT = "routing/compared_tokens"
 WEIGHTS = {

@@ -274,6 +274,7 @@ class RolloutRecord:
         request_id: The engine's or caller's name for the request, used in messages.
         routing: Routes from any token of the sequence up to the last token, or the one before it; None if not recorded.
         support: The ids that each response token was sampled from; None if not recorded.
+        cached_tokens: Prompt tokens whose keys and values the engine took from its prefix cache; None if unknown.
         fault: Why the row cannot be trained on; None if it can. A record with a fault has 0 for log-probabilities that are not
             finite, and neither routes nor support if these do not fit. `record_of` makes one.
 
@@ -292,6 +293,7 @@ class RolloutRecord:
     request_id: str | None = None
     routing: RoutingTrace | None = None
     support: TokenSupport | None = None
+    cached_tokens: int | None = None
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
@@ -344,6 +346,7 @@ def to_records(
     routing: Sequence[RoutingTrace | None] | None = None,
     supports: Sequence[TokenSupport | None] | None = None,
     finish_reasons: Sequence[str | None] | None = None,
+    cached_tokens: Sequence[int | None] | None = None,
     names: Sequence[str] | None = None,
 ) -> list[RolloutRecord]:
     """Make records of columns with an entry per rollout; a log-probability is None where the engine reported NaN.
@@ -351,7 +354,8 @@ def to_records(
     A rollout whose log-probabilities, routes or support are wrong becomes a record with a `fault`.
     """
     count = len(prompt_ids)
-    columns = [[None] * count if column is None else column for column in (routing, supports, finish_reasons)]
+    given = (routing, supports, finish_reasons, cached_tokens)
+    columns = [[None] * count if column is None else column for column in given]
     return [
         record_of(
             prompt_ids=tuple(prompt),
@@ -363,8 +367,9 @@ def to_records(
             request_id=str(row) if names is None else names[row],
             routing=trace,
             support=support,
+            cached_tokens=cached,
         )
-        for row, (prompt, response, logprobs, trace, support, reason) in enumerate(
+        for row, (prompt, response, logprobs, trace, support, reason, cached) in enumerate(
             zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
         )
     ]

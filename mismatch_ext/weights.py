@@ -55,7 +55,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -115,6 +115,8 @@ REMEDIES = {
     OUTPUT_HEAD: "The engine keeps a packed or converted copy of its output head, which has to be made again after each update. "
     "A head that is tied to the embeddings has no tensor of its own in an update, so this is easy to miss. In vLLM on a CPU, "
     "call lm_head.quant_method.process_weights_after_loading(lm_head), as mismatch_ext.adapters.vllm.update_weights does.",
+    "stale_cache": "The prefix cache holds keys and values of older weights: reset it after each update (in vLLM "
+    "LLM.reset_prefix_cache, or POST /reset_prefix_cache).",
     "decodes_nan": "Its prefill's are: an engine that has computed with NaN may still read it from its KV cache. Start the run "
     "again, or the engine.",
 }
@@ -551,6 +553,14 @@ def draw_probes(vocabulary: Tensor, longest: int | None = None) -> Tensor:
     return vocabulary[rows.to(vocabulary.device)]
 
 
+@runtime_checkable
+class DecodesAfresh(Protocol):
+    """An engine that can pass its prefix cache by."""
+
+    def decode_afresh(self, tokens: Tensor, count: int) -> Decoded:
+        """Decode as `decode` does, without reading keys and values of prompts from the prefix cache."""
+
+
 class WeightVerifier:
     """Verifies every weight update of one engine: both sides score the same probe tokens.
 
@@ -666,6 +676,8 @@ class WeightVerifier:
             self.state = replace(self.state, decode=decode)
             # If prefill is wrong too, that is the cause to name.
             worse = decode_verdict if verdict.ok and not decode_verdict.ok else verdict
+            if worse is decode_verdict:
+                worse = replace(worse, message=self._by_cache(worse))
             verdict, gap = replace(verdict, status=worse.status, message=worse.message), worse.gap_mean
         # Decode and prefill are two passes over the same weights, so that an update's size explains nothing between them.
         explained = 0.0 if verdict.status == "stale_decode" else FACTOR * max(moved, verdict.baseline)
@@ -746,6 +758,19 @@ class WeightVerifier:
             )
         scores = self._scored(torch.cat([self.probes, decoded.tokens.to(self.probes.device)]))
         return scores[: len(self.probes)], decode_look(decoded, scores[len(self.probes) :, -count:])
+
+    def _by_cache(self, verdict: SyncVerdict) -> str:
+        """Return the message of a decode that differs from prefill, with the prefix cache for its cause if that alone does it."""
+        if not isinstance(self.rollout, DecodesAfresh) or not math.isfinite(verdict.gap_mean):
+            return verdict.message
+        decoded = self.rollout.decode_afresh(self.prompts, self.decoded)
+        gap = decode_look(decoded, self._scored(decoded.tokens.to(self.probes.device))[:, -self.decoded :]).gap
+        if gap > min(verdict.threshold, verdict.gap_mean / 2):
+            return verdict.message
+        return (
+            f"The engine's decode differs from its prefill by {verdict.gap_mean:.3g} nats per token, and by {gap:.3g} past its "
+            f"prefix cache. {REMEDIES['stale_cache']}"
+        )
 
     @property
     def _side(self) -> str:

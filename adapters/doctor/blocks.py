@@ -130,7 +130,7 @@ def compared(scorer: Scorer, states: HiddenStates) -> list[Block]:
 
 def compared_head(scorer: Scorer, engines: tuple[Tensor, Tensor] | None) -> Block | None:
     """Compare the logits of an engine's output head with those of the trainer's, as `compared` compares blocks."""
-    from mismatch_ext.adapters.transformers.doctor.scorer import head_of
+    from mismatch_ext.adapters.transformers.head import head_of
 
     head = head_of(scorer.model)
     if engines is None or head is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
@@ -10,10 +11,12 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, Run
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
+from mismatch_ext.doctor.diagnose import AFRESH, ALONE, DECODE, REVERSED, SAMPLED_AGAIN, Engine, Rung
 
 # Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
+# Number of prompts that are sampled again without the prefix cache, if decode differs from prefill and some were in it.
+FRESH_ROWS = 16
 
 
 @runtime_checkable
@@ -22,6 +25,16 @@ class ScoresAlone(DoctorsEngine, Protocol):
 
     def score_alone(self, sample: Sample) -> Sample:
         """Score as `score` does, but send each response's request only after the one before was answered."""
+
+
+@runtime_checkable
+class SamplesAfresh(DoctorsEngine, Protocol):
+    """An engine that can pass its prefix cache by, and counts the prompts that it took from it."""
+
+    cached_prompts: int
+
+    def sample_afresh(self, asked: ToSample) -> Sample:
+        """Sample as `sample` does, without reading the prefix cache."""
 
 
 def engine_rungs(
@@ -68,6 +81,7 @@ def engine_rungs(
             ToSample(prompts=first, responses=NEUTRAL_ROWS, max_tokens=max_tokens, sampling=sampling)
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
+    cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
     rungs.append(Rung.of("engine", DECODE, decode))
     rows = range(min(ROWS, len(again.responses)))
     some = _with_tokens(again, list(rows))
@@ -75,7 +89,16 @@ def engine_rungs(
     rungs.append(Rung.of("engine", REVERSED, backwards.engine - some.engine))
     few = _with_tokens(again, list(rows)[:ALONE_ROWS])
     rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
-    return Engine(rungs=tuple(rungs), decode=decode, prefill=prefill)
+    found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
+    if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart(0.0):
+        return found
+    few_prompts = prompts[:FRESH_ROWS]
+    sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
+    afresh = engine.sample_afresh(
+        ToSample(prompts=few_prompts, responses=len(few_prompts), max_tokens=max_tokens, sampling=sampling)
+    )
+    fresh = afresh.engine - engine.score(afresh).engine
+    return replace(found, rungs=(*rungs, Rung.of("engine", AFRESH, fresh)), afresh=fresh)
 
 
 def _neutral(sides: Run) -> bool:

@@ -70,7 +70,7 @@ def examine(
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
 
     from mismatch_ext.doctor import Sample, rescored
-    from mismatch_ext.doctor.diagnose import distance, farther, other_model, request_or_engine
+    from mismatch_ext.doctor.diagnose import distance, farther, other_model, request_or_engine, with_heads
 
     prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
@@ -97,6 +97,8 @@ def examine(
         _ensure_known("--engine-model" if sides.server is None else "--server", sides.model, model, sample.responses)
         diagnosis, scorer = _diagnosed(sides, model, sample, rung, engine=rungs, seed=seed, quick=quick)
         diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *notes))
+        if isinstance(engine, ReadBack):
+            diagnosis = with_heads(diagnosis, sample, scorer.scores, engine.reading.head_dtype)
         if isinstance(engine, ServedEngine):
             diagnosis = replace(diagnosis, notes=(*engine.notes(sides.model, sample), *diagnosis.notes))
             if diagnosis.verdict in ("partly", "unexplained"):

@@ -196,7 +196,8 @@ def _trainers(model: nn.Module, sides: Run, sample: Sample) -> Floats:
     """Return the trainer's log-probabilities `[N]` by float32's log-softmax, as trainers and engines compute it: bits count."""
     from mismatch_ext.adapters.transformers.attention import trainer_implementation
     from mismatch_ext.adapters.transformers.doctor.models import routing_shape
-    from mismatch_ext.adapters.transformers.doctor.scorer import as_trainer, head_of, passes, round_weights
+    from mismatch_ext.adapters.transformers.doctor.scorer import as_trainer, passes, round_weights
+    from mismatch_ext.adapters.transformers.head import head_of
 
     weights_dtype, shape = torch_dtype(sides.trainer_weights), routing_shape(model)
     head, attention = head_of(model) if sides.head else None, trainer_implementation(model, sides.attention)

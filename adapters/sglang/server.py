@@ -106,6 +106,7 @@ def read_server(info: Mapping[str, Any], *, original_logprobs: bool | None = Non
         kv_cache_dtype=spelled(info["kv_cache_dtype"]),
         logprobs_mode="raw_logprobs" if original_logprobs else "processed_logprobs",
         quantization=next((str(value)[:60] for value in quantizations if value not in (None, "", "unquant")), None),
+        head_dtype="float32" if info.get("enable_fp32_lm_head") is True else spelled(info["dtype"]),
     )
 
 
@@ -171,6 +172,8 @@ def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> l
          unquantized if policy.quantization is None else f"--quantization {policy.quantization}",
          "Quantized weights are not the trainer's." if policy.quantization is None else
          "mismatch.precision.engine_weights asks for it."),
+        (policy.head not in (None, reading.head_dtype), "enable_fp32_lm_head", "false", "true",
+         "--enable-fp32-lm-head", "mismatch.precision.head asks for an output head in float32."),
         (reading.logprobs_mode != LOGPROBS_MODE, ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}",
          "Log-probabilities then ignore the temperature that is sampled with."),
     )  # fmt: skip

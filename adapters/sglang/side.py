@@ -109,6 +109,7 @@ class Rollout:
                 "dtype": block.precision.dtype,
                 "quantization": block.precision.engine_weights,
                 "kv_cache_dtype": block.precision.engine_kv_cache,
+                "enable_fp32_lm_head": True if block.precision.head == "float32" else None,
             }
             asked |= {name: value for name, value in wanted.items() if value is not None}
         if block.routing is not None and block.routing.mode == "R3":

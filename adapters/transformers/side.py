@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +12,7 @@ import torch
 from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.attention import DroppedCap, dropped_cap
 from mismatch_ext.adapters.transformers.checkpoint import checkpoint_parameters
+from mismatch_ext.adapters.transformers.head import head_of, in_float32, keep_in_float32, read_head
 from mismatch_ext.adapters.transformers.reading import read_trainer
 from mismatch_ext.adapters.transformers.scoring import MOST_LOGITS, Autocast, evaluating, logits_width
 from mismatch_ext.adapters.transformers.vocabulary import VocabularySurplus, plain_vocabulary, surplus_of
@@ -97,9 +99,30 @@ class TrainedModel:
         self.autocast = nullcontext if half is None else partial(torch.autocast, self.device.type, half)
         self.scaler = scaler
 
+    def keep_head_in_float32(self) -> None:
+        """Let the output heads of model and reference multiply in float32 from now on, outside of autocast.
+
+        Raises:
+            ConfigError: A head is not a linear layer of transformers.
+        """
+        for model in (self._plain, self.reference):
+            if model is not None:
+                keep_in_float32(model)
+
+    def score_by_head(self, tokens: Tensor, *, exact: bool) -> Tensor:
+        """Return log-probabilities as `score` does, with a head in float32 if `exact`, else with a plain one."""
+        with in_float32(head_of(self._plain), exact=exact):
+            return self.score(tokens)
+
+    @property
+    def _plain(self) -> nn.Module:
+        """The model within DDP."""
+        return self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+
     def reading(self) -> TrainerReading:
-        """Return the dtypes and the scaler that the model computes with, read back from them."""
-        return read_trainer(self.model, self.autocast, self.scaler, self.device)
+        """Return the dtypes, also of the output head, and the scaler that the model computes with, read back from them."""
+        reading = read_trainer(self.model, self.autocast, self.scaler, self.device)
+        return replace(reading, head_dtype=read_head(self._plain, self.autocast))
 
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Yield names and tensors of the present weights."""
@@ -184,8 +207,7 @@ class TrainedModel:
 
     def dropped_attention(self) -> DroppedCap | None:
         """Return what the model's attention leaves out of the model, measured on probe tokens; None if nothing."""
-        plain = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        return dropped_cap(plain, lambda: self.score(draw_probes(self.vocabulary())))
+        return dropped_cap(self._plain, lambda: self.score(draw_probes(self.vocabulary())))
 
     @property
     def routing(self) -> Any:

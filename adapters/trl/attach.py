@@ -174,6 +174,8 @@ class Attached(MeasuredRun):
         self.checked = Noted(self, vocabulary=vocabulary)
         self.checked.begin()
         self.look_at_vocabulary(vocabulary)
+        with self.checks.checking("precision"), together(self.ranks):
+            self.warn_of_one_sided_head(vocabulary)
 
     def _wrap_trainer(self) -> None:
         """Take the place of the trainer's methods."""

@@ -99,6 +99,7 @@ class MismatchConfigMixin(_Host):
         refuse(TRAINERS, type(self), block)
         if block.precision is not None:
             self._follow_precision(block.precision.dtype)
+            self._follow_head(block.precision.head)
         self._follow_objective(block)
         super().__post_init__()
         self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
@@ -160,6 +161,17 @@ class MismatchConfigMixin(_Host):
             if (given and dtype != computes) or (name == "bf16" and given is False and dtype == computes):
                 raise ConfigError(f"{name}={given} contradicts mismatch.precision.dtype={dtype!r}; remove {name}.")
         self.fp16, self.bf16 = dtype == "float16", dtype == "bfloat16"
+
+    def _follow_head(self, head: str | None) -> None:
+        """Set TRL's own option of a head in float32, without which its fused head multiplies under autocast."""
+        if head is None:
+            return
+        if not hasattr(self, "cast_lm_head_to_fp32"):
+            raise ConfigError(
+                f"mismatch.precision.head with {type(self).__name__}: TRL's trainer has no output head in float32 there. Remove "
+                "it, or use MismatchGRPOConfig."
+            )
+        self.cast_lm_head_to_fp32 = True
 
 
 @dataclass

@@ -12,6 +12,7 @@ from mismatch_ext.adapters.doctor.hosts import OTHER_KERNELS, Dataset, HostRun, 
 from mismatch_ext.adapters.transformers.attention import PORTABLE
 from mismatch_ext.adapters.transformers.doctor.models import ensure_checkpoint, with_room
 from mismatch_ext.adapters.transformers.peft_adapters import whole
+from mismatch_ext.adapters.vllm.engine import asked_of
 
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import canonical
@@ -59,6 +60,10 @@ def read_trl(path: Path, checkpoint: str | None = None, *, served: bool = False)
         "trust_remote_code": (args.trust_remote_code, f"{where}: trust_remote_code"),
         "generation_config": ("auto", "vLLM's default, which TRL leaves"),
     }
+    if block is not None and block.precision is not None:
+        of_precision = asked_of(block.precision)
+        del of_precision["dtype"]  # the side's own
+        arguments |= {key: (value, f"{where}: mismatch.precision") for key, value in of_precision.items()}
     routing = None if block is None else block.routing
     own_dtype = "vLLM's own choice for the checkpoint: TRL says none"
     flag = "fp16" if args.fp16 else "bf16" if args.bf16 else "dtype"

@@ -200,7 +200,8 @@ class CheckedGeneration:
                 bad,
                 routing=self._routing(outputs, bad),
                 supports=supports,
-                finish_reasons=_finish_reasons(outputs, result[1]),
+                finish_reasons=_of_completions(outputs, result[1], lambda output, completion: completion.finish_reason),
+                cached_tokens=_of_completions(outputs, result[1], _cached_tokens),
             )
         return result
 
@@ -265,14 +266,21 @@ class CheckedGeneration:
         agree(self._refused, self.run.ranks)
 
 
-def _finish_reasons(outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]]) -> list[str] | None:
-    """Return why each completion ended; None where the outputs seen are not those of the completions."""
-    seen = [completion for output in outputs for completion in output.outputs]
-    known = {id(completion.token_ids): completion.finish_reason for completion in seen}
+def _of_completions(
+    outputs: Sequence[Any], completion_ids: Sequence[Sequence[int]], read: Callable[[Any, Any], Any]
+) -> list[Any] | None:
+    """Return what is read of each completion and its output; None where the outputs seen are not those of the completions."""
+    seen = [(output, completion) for output in outputs for completion in output.outputs]
+    known = {id(completion.token_ids): read(output, completion) for output, completion in seen}
     if all(
         id(ids) in known for ids in completion_ids
     ):  # with tensor parallelism TRL takes the rank's own from those of all ranks
         return [known[id(ids)] for ids in completion_ids]
-    if [list(completion.token_ids) for completion in seen] != [list(ids) for ids in completion_ids]:
+    if [list(completion.token_ids) for _, completion in seen] != [list(ids) for ids in completion_ids]:
         return None
-    return [completion.finish_reason for completion in seen]
+    return [read(output, completion) for output, completion in seen]
+
+
+def _cached_tokens(output: Any, completion: Any) -> int | None:
+    """Return how many prompt tokens came from the prefix cache; of several completions, vLLM says it of one of them."""
+    return getattr(output, "num_cached_tokens", None) if len(output.outputs) == 1 else None

@@ -6,6 +6,7 @@ The trainer holds it as `trainer.mm`. `run.TrlRun` is that of a config that acts
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -21,15 +22,18 @@ from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
 from mismatch_ext.adapters.transformers.alarms import AlarmCallback
 from mismatch_ext.adapters.transformers.attention import dropped_cap, implementation_of
+from mismatch_ext.adapters.transformers.head import head_of, in_float32, keep_in_float32, read_head
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
 from mismatch_ext.adapters.transformers.lr import LrCallback
 from mismatch_ext.adapters.transformers.scoring import active_dropout
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.config import ratio_bias, step_of_checkpoint
+from mismatch_ext.adapters.trl.head import read_fused_head
 from mismatch_ext.adapters.trl.overridden import overridden
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
+from trl.trainer import grpo_trainer
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
@@ -44,6 +48,8 @@ from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReadin
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
+from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
+from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_sided
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error
 from mismatch_ext.rollout import SamplingSettings
@@ -60,7 +66,10 @@ FIXES = TrainerFixes(
     float16_on_cpu="accelerate ignores fp16=True on a CPU without saying so; use mismatch-ext's trainer, which turns autocast "
     "on, or set accelerator.native_amp=True and a LossScaler('cpu') yourself.",
     flags=(("float16", "fp16=True"), ("bfloat16", "bf16=True")),
+    head="Set cast_lm_head_to_fp32 and mismatch.precision.head alike; see that nothing replaces TRL's head",
 )
+FLAG_OF_HEAD = "cast_lm_head_to_fp32"
+"""TRL's option of an output head in float32."""
 Gap = tuple[Tensor, Tensor, Tensor]
 """The trainer's log-probabilities at sampling time, the engine's, and the mask of the policy's tokens, `[B, T]` each."""
 
@@ -123,7 +132,7 @@ class TrainerRun:
 
     def audit(self, sync: SyncReading | None = None) -> None:
         """Read both sides' dtypes back, and refuse those that are not as asked."""
-        trainer = self.read_trainer()
+        trainer = dataclasses.replace(self.read_trainer(), head_dtype=self.read_head())
         self.readings = {"trainer": trainer}
         if self.engine is None:
             return
@@ -145,6 +154,15 @@ class TrainerRun:
         if self.trainer.is_deepspeed_enabled:
             return read_deepspeed(accelerator, self.trainer.model)
         return read_trainer(self.trainer.model, accelerator.autocast, accelerator.scaler, accelerator.device)
+
+    def read_head(self) -> str | None:
+        """Read back the dtype that the trainer's output head multiplies in; None if its weights are sharded."""
+        if not self.prepared:
+            return None
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if getattr(self.trainer.args, FLAG_OF_HEAD, False) and hasattr(grpo_trainer, "add_fused_lm_head"):
+            return read_fused_head(model, self.autocast)  # whose products are not those of the model's own head
+        return read_head(model, self.autocast)
 
     @property
     def compute_dtype(self) -> str:
@@ -210,7 +228,6 @@ class TrainerRun:
             host="trl",
             temperature=float(trainer.temperature),
             replays=routing is not None and routing.mode == "R3",
-            head="float32" if getattr(trainer.args, "cast_lm_head_to_fp32", False) else "",
             attention=implementation_of(trainer.accelerator.unwrap_model(trainer.model)),
         )
 
@@ -261,6 +278,28 @@ class TrainerRun:
         reshard(model)  # a weight update sends shards, and FSDP2 keeps whole weights for a backward pass
         forget_order(self.trainer.accelerator)
         return scores
+
+    def keep_head_in_float32(self) -> None:
+        """Let the output heads of policy and reference multiply in float32 in passes that do not go through TRL's own head."""
+        for model in (self.trainer.model, self.trainer.ref_model):
+            if model is not None:
+                keep_in_float32(self.trainer.accelerator.unwrap_model(model))
+
+    def score_by_head(self, token_ids: Tensor, *, exact: bool) -> Tensor:
+        """Return the trainer's log-probabilities of probe tokens by a head in float32 if `exact`, else by a plain one."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        with in_float32(head_of(model), exact=exact):
+            return self.score(token_ids)
+
+    def warn_of_one_sided_head(self, vocabulary: Tensor) -> None:
+        """Warn if the head of one side alone computes in float32, with what it costs on probes of token ids `[V]`."""
+        trainer, engine = self.readings["trainer"], self.readings["engine"]
+        if not is_one_sided(trainer, engine):
+            return
+        scores = None
+        if self.engine.fresh:
+            scores = HeadScores.of(self, self.engine, draw_probes(vocabulary, self.engine.longest))
+        self.warn(ONE_SIDED_HEAD, name_one_sided(trainer, engine, scores))
 
     def sent(self, dtypes: frozenset[str]) -> None:
         """Audit both sides once more at the first weight update, with the dtypes that went over."""

@@ -56,6 +56,15 @@ def check_tied(model: Any) -> None:
             )
 
 
+def check_head(model: Any) -> None:
+    """Refuse a head in float32 for adapters on a model that ties it: TRL looks for the embeddings where adapters hide them."""
+    if model.config.get_text_config().tie_word_embeddings:
+        raise ConfigError(
+            "mismatch.precision.head with adapters on a model that ties its output head to the embeddings: TRL's "
+            "cast_lm_head_to_fp32 fails there. Remove mismatch.precision.head, or train without adapters."
+        )
+
+
 class Base:
     """The base model of a policy that trains adapters."""
 

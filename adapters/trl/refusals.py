@@ -157,6 +157,10 @@ DEEPSPEED = (
         for name in ("init_scale", "growth_interval")
     ),
     Row(
+        "precision", "mismatch.precision.head={b.precision.head!r} with DeepSpeed", lambda s, b: b.precision.head is not None,
+        "it casts the head's weights with all others", "leave it out", PrecisionError,
+    ),
+    Row(
         "precision", "mismatch.precision with torch_autocast in DeepSpeed's configuration",
         lambda s, b: s.get("torch_autocast", {}).get("enabled"),
         "TRL scores completions outside of that autocast, and would update in another dtype than it scores in",

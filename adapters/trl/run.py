@@ -35,7 +35,7 @@ from mismatch_ext.adapters.trl.engines import UNCOMPILED
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback
 from mismatch_ext.adapters.trl.kl import KlReward
-from mismatch_ext.adapters.trl.lora import Base, check_base, check_tied
+from mismatch_ext.adapters.trl.lora import Base, check_base, check_head, check_tied
 from mismatch_ext.adapters.trl.measured import MeasuredRun
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -64,7 +64,7 @@ from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch
-from mismatch_ext.precision.audit import EngineReading, audit
+from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
@@ -168,6 +168,8 @@ class TrlRun(MeasuredRun):
         if trainer.use_vllm and is_peft_model(trainer.model):
             check_base(trainer.model)
             check_tied(trainer.model)
+            if self.block.precision is not None and self.block.precision.head is not None:
+                check_head(trainer.model)
         if self.block.routing is not None:
             try:
                 self.scoring.routing = ScoreReplay(self.block.routing, trainer.model, trainer.args.seed)
@@ -205,6 +207,8 @@ class TrlRun(MeasuredRun):
         check_reference(trainer.accelerator, trainer.ref_model is not None)
         if trainer.use_vllm:
             self.find_engine()
+        if self.block.precision is not None and self.block.precision.head is not None:
+            self.keep_head_in_float32()
         self.audit()
         self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
@@ -216,6 +220,7 @@ class TrlRun(MeasuredRun):
                 self.checked = self._wrapped_engine(patch_digest, vocabulary)
             self.checked.begin()
             self.look_at_vocabulary(vocabulary)
+            self.warn_of_one_sided_head(vocabulary)
         self.log.announce()
 
     def _reward_kl(self) -> None:
@@ -230,6 +235,12 @@ class TrlRun(MeasuredRun):
         trainer, loss_type = self.trainer, getattr(self.trainer, "loss_type", "")
         if self.readiness is not None:
             self.warn(READINESS, self.readiness)
+        if self.audit_report is not None and HEAD_UNREAD in self.audit_report.unread:
+            self.warn(
+                "head",
+                "mismatch.precision.head: the trainer's weights are sharded, so that the dtype of its output head was not read "
+                "back; TRL's cast_lm_head_to_fp32 is set.",
+            )
         if (added := self.objective.reads.sentence()) is not None:
             self.warn("trl_loss", added)
         settings = None if self.correction is None else self.correction.settings
@@ -415,6 +426,7 @@ class TrlRun(MeasuredRun):
             gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
             held.routes = [None if record is None else record.routing for record in records]
             self.log.observe(self.split, *gap)
+            self.log.observe_cached(self.split, *gap, records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:

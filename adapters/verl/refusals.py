@@ -402,6 +402,8 @@ PRECISION = (
     ),
     *under(
         lambda asked: asked.block.precision is not None,
+        Row("mismatch.precision.head", given,
+            "no engine of verl 0.9.1 lets the actor's output head multiply in float32 apart from the rest. Remove it."),
         Row(f"{KWARGS}.sglang.quantization", _other_than_verls,
             f"verl quantizes what it sends to SGLang by {ROLLOUT}.quantization only, so that the first update would end the "
             f"run. Remove it, set {ROLLOUT}.quantization='fp8', and name that in {ENGINE_WEIGHTS}."),

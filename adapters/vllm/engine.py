@@ -36,9 +36,13 @@ def runner(llm: LLM) -> Any:
     return worker.model_runner
 
 
-def asked_of(precision: PrecisionConfig) -> dict[str, str]:
+def asked_of(precision: PrecisionConfig) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that make an engine compute as the `precision` section says."""
-    parts = {"quantization": precision.engine_weights, "kv_cache_dtype": precision.engine_kv_cache}
+    parts = {
+        "quantization": precision.engine_weights,
+        "kv_cache_dtype": precision.engine_kv_cache,
+        "hf_overrides": None if precision.head is None else {"head_dtype": precision.head},
+    }
     # A checkpoint with integer weights names its quantization method itself.
     return {"dtype": precision.dtype} | {name: value for name, value in parts.items() if value is not None}
 
@@ -55,7 +59,7 @@ def read_engine(llm: LLM) -> EngineReading:
         llm: An engine in this process.
 
     Returns:
-        Model, parameter and KV-cache dtypes, log-probability mode and quantization.
+        Dtypes of model, parameters, output head and KV cache, log-probability mode and quantization.
     """
     return reading_of(runner(llm), llm.llm_engine.vllm_config)
 
@@ -85,7 +89,20 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
         kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
         logprobs_mode=str(config.logprobs_mode),
         quantization=quantization_of(model_runner.model, config.quantization),
+        head_dtype=head_dtype(model_runner.model, canonical(config.dtype)),
     )
+
+
+def head_dtype(model: Any, model_dtype: str) -> str:
+    """Return the dtype in which a model's output head multiplies: the model's, unless its logits processor has another.
+
+    Args:
+        model: The engine's model.
+        model_dtype: The engine's compute dtype.
+    """
+    found = {getattr(module, "head_dtype", None) for module in model.modules()} - {None}
+    names = {canonical(dtype) for dtype in found} - {model_dtype}
+    return names.pop() if names else model_dtype
 
 
 def quantization_of(model: Any, asked: str | None) -> str | None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import torch
 from torch import Tensor
@@ -52,7 +54,13 @@ def score_tokens(llm: LLM, token_ids: list[list[int]]) -> Tensor:
     return torch.tensor(rows, dtype=torch.float64)
 
 
-def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
+def of_no_cache(prompts: Sequence[Sequence[int]]) -> list[TokensPrompt]:
+    """Return prompts that meet nothing in an engine's prefix cache: a salt of their own is part of the cache's keys."""
+    salt = uuid4().hex
+    return [{"prompt_token_ids": list(ids), "cache_salt": salt} for ids in prompts]
+
+
+def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int, *, afresh: bool = False) -> Decoded:
     """Sample tokens after prompts with the engine's present weights, at temperature 1 and without truncation.
 
     Each request has its own seed, and an end-of-sequence token does not end it. The engine's random numbers stay as they are.
@@ -61,6 +69,7 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
         llm: An engine in this process.
         token_ids: N prompts of the same length P.
         count: Number of tokens to sample after each prompt.
+        afresh: Whether nothing of the prompts is taken from the prefix cache.
 
     Raises:
         EngineError: The engine fails.
@@ -72,6 +81,8 @@ def decode_tokens(llm: LLM, token_ids: list[list[int]], count: int) -> Decoded:
         for row in range(len(token_ids))
     ]
     prompts: list[TokensPrompt] = [{"prompt_token_ids": list(ids)} for ids in token_ids]
+    if afresh:
+        prompts = of_no_cache(token_ids)
     # Even for requests with seeds, vLLM's CPU sampler also draws from torch's global generator, and drops what it drew.
     with forked_rng(torch.device("cpu")), asking_engine("decode after probe tokens"):
         requests = llm.generate(prompts, sampling, use_tqdm=False)

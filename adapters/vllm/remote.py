@@ -138,7 +138,7 @@ class RemoteEngine:
         first, *others = self.http.rpc(READ)
         counts: dict[str, int] = dict(first["parameter_dtypes"])
         for worker in others:
-            for key in ("model_dtype", "kv_cache_dtype", "logprobs_mode", "quantization"):
+            for key in ("model_dtype", "head_dtype", "kv_cache_dtype", "logprobs_mode", "quantization"):
                 if worker[key] != first[key]:
                     raise EngineError(
                         f"the workers of the vLLM server at {self.http.url} differ in {key}: {first[key]!r} and {worker[key]!r}; "

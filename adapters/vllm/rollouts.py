@@ -56,6 +56,8 @@ def to_records(
         provenance=provenance,
         routing=routing,
         finish_reasons=[completion.finish_reason for completion in completions],
+        # Of several responses to a prompt, vLLM says only what one of them took from the cache.
+        cached_tokens=[getattr(output, "num_cached_tokens", None) for output in outputs] if n == 1 else None,
     )
 
 

@@ -80,6 +80,10 @@ class ServerCheck:
         if precision is not None and spelled(reading.model_dtype) != precision.dtype:
             why = f"it computes in {reading.model_dtype}, and mismatch.precision.dtype is {precision.dtype!r}"
             flags.append((f"--dtype {precision.dtype}", why))
+        if precision is not None and precision.head not in (None, reading.head_dtype):
+            found = "cannot be read back" if reading.head_dtype is None else f"computes in {reading.head_dtype}"
+            why = f"mismatch.precision.head is {precision.head!r}, and its output head {found}"
+            flags.append((f'--hf-overrides \'{{"head_dtype": "{precision.head}"}}\'', why))
         if precision is not None:
             flags += self._quantized(PrecisionPolicy.of(precision), reading)
         if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:

@@ -53,6 +53,10 @@ class InProcess:
         """Sample `count` tokens after each prompt of `[N, P]`, with seeds of their own."""
         return decode_tokens(self.llm, tokens.tolist(), count)
 
+    def decode_afresh(self, tokens: Tensor, count: int) -> Decoded:
+        """Sample as `decode` does, but pass the prefix cache by."""
+        return decode_tokens(self.llm, tokens.tolist(), count, afresh=True)
+
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
         """Compare embeddings and norms with what was sent (`Sending.samples`), and a CPU's output head with its weights."""
         comparisons = compare_tensors(self.llm, sent, before)
@@ -136,6 +140,8 @@ class Rollout(InProcess):
         patches = []
         if block.precision is not None:
             asked |= asked_of(block.precision)
+            if "hf_overrides" in asked:  # beside those that you give
+                arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **asked["hf_overrides"]}
         if block.routing is not None and block.routing.mode == "R3":
             asked[FLAG] = True
         if current_platform.is_cpu():

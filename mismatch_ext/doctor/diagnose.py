@@ -80,6 +80,7 @@ ENGINES, ROUTES, TRAINERS, ATTENTION, LAYOUT, DECODED = (
 # An engine's differences from itself.
 DECODE, SAMPLED_AGAIN = "decode against prefill", "as sampled against its score as a prompt"
 REVERSED, ALONE = "prompts in reverse order", "one prompt at a time"
+AFRESH = "decode against prefill, past the prefix cache"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,11 +121,22 @@ class Engine:
     decode: Floats
     prefill: Floats | None
     notes: tuple[str, ...] = ()
+    afresh: Floats | None = None
+    """As `decode`, of tokens that were sampled past the prefix cache; None if that was not tried."""
+    cached_prompts: int = 0
+    """Number of prompts that the engine took from its prefix cache, in part or whole."""
 
     def decodes_apart(self, rounding: float) -> bool:
         """Whether its decode differs from its prefill by more than other batches and rounding, in nats per token, explain."""
+        return float(np.abs(self.decode).mean()) > self._noise(rounding)
+
+    def has_stale_cache(self, rounding: float) -> bool:
+        """Whether its decode is its prefill's as soon as it passes the prefix cache by, for one that decodes apart."""
+        return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._noise(rounding)
+
+    def _noise(self, rounding: float) -> float:
         batches = max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
-        return float(np.abs(self.decode).mean()) > max(APART * max(rounding, batches), FLOAT32)
+        return max(APART * max(rounding, batches), FLOAT32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -455,7 +467,8 @@ def diagnose(
     if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
         named.append(_by_router(scores.flips, scores.most_flips, parts.get(ROUTES)))
     if apart is not None:
-        named.insert(0, _by_decode(apart, parts.get(DECODED)))
+        by_engine = _by_cache if apart.has_stale_cache(noise.mean) else _by_decode
+        named.insert(0, by_engine(apart, parts.get(DECODED)))
     if late := judge_start(sample):
         sentence = f"the mask starts {late} token{'s'[: late > 1]} late in every response: it leaves out what the engine sampled"
         named.append(_measured("mask", "reporting", sentence, late, None))
@@ -860,6 +873,33 @@ def _by_head(
     return [_measured("head_dtype", other, sentence, ratio, part)]
 
 
+def with_heads(diagnosis: Diagnosis, sample: Sample, scores: Scores, engine_head: str | None) -> Diagnosis:
+    """Return a diagnosis with a note if one head alone computes in float32, and the gap that two heads alike leave.
+
+    The cause "head_dtype" takes an error that is small enough; the note takes the dtypes that both sides say they have.
+
+    Args:
+        diagnosis: The diagnosis.
+        sample: The tokens, as the engine sampled them.
+        scores: The trainer's side.
+        engine_head: Dtype of the engine's head, read back; None if it is not known.
+    """
+    named = any(cause.key == "head_dtype" for cause in diagnosis.causes)
+    if named or engine_head is None or scores.headed is None or scores.trainer_dtype != scores.engine_dtype:
+        return diagnosis
+    engine_is_exact, trainer_is_exact = engine_head == "float32", scores.trainer_head == "float32"
+    if engine_is_exact == trainer_is_exact:
+        return diagnosis
+    exact, other = ("engine", "trainer") if engine_is_exact else ("trainer", "engine")
+    alike = scores.headed if engine_is_exact else scores.own
+    now, then = (float(np.abs(sample.engine - side).mean()) for side in (scores.trainer, alike))
+    note = (
+        f"the {exact}'s head computes in float32 and the {other}'s does not: the gap is {now:.2e} nats per token, and {then:.2e} "
+        "with a trainer whose head is like the engine's. mismatch.precision.head sets both"
+    )
+    return replace(diagnosis, notes=(*diagnosis.notes, note))
+
+
 def _by_router(flips: tuple[float, float], most_flips: tuple[int, float] | None, part: Part | None) -> NamedCause:
     """Return the cause that the engine's experts show, where rounding would not choose so many others."""
     sentence = (
@@ -882,6 +922,17 @@ def _by_decode(engine: Engine, part: Part | None) -> NamedCause:
     mean = float(np.abs(engine.decode).mean())
     sentence = f"the engine's decode differs from its own prefill by {mean:.1e} nats per token"
     return _measured(DECODED, "engine", sentence, mean, part)
+
+
+def _by_cache(engine: Engine, part: Part | None) -> NamedCause:
+    """Return the cause that only prompts from the prefix cache show: their keys and values are of other weights."""
+    assert engine.afresh is not None
+    mean, afresh = (float(np.abs(errors).mean()) for errors in (engine.decode, engine.afresh))
+    sentence = (
+        "the prefix cache is older than the weights: the engine's decode differs from its own prefill by "
+        f"{mean:.1e} nats per token with {engine.cached_prompts} prompts from the cache, and by {afresh:.1e} past it"
+    )
+    return _measured("stale_cache", "engine", sentence, mean, part)
 
 
 def _measured(key: str, family: str, sentence: str, parameter: float, part: Part | None) -> NamedCause:

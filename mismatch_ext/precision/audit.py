@@ -16,13 +16,17 @@ from mismatch_ext.errors import PrecisionError
 from mismatch_ext.precision.dtypes import LOGPROBS_MODE, NAMES, PrecisionPolicy, TrainerFixes, spelled
 
 NONE = "none"
+HEAD_UNREAD = "trainer's output head"
+"""Stands in `AuditReport.unread` if a head in float32 was asked for and the trainer's cannot be read."""
+HEAD_ARGUMENTS = {"vllm": "hf_overrides={'head_dtype': 'float32'}", "sglang": "enable_fp32_lm_head=True"}
+"""What starts an engine with an output head in float32."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerReading:
     """The precision of the live trainer: trainable parameters by dtype, autocast's dtype of a float32 product in the forward
-    pass (None: off), the loss scaler's "class", "enabled" and "scale", and the dtype of gradient sums over ranks (None: the
-    masters', or no sum).
+    pass (None: off), the loss scaler's "class", "enabled" and "scale", the dtype of gradient sums over ranks (None: the
+    masters', or no sum), and the dtype that the output head multiplies in (None: it cannot be read).
     """
 
     parameter_dtypes: Mapping[str, int]
@@ -30,6 +34,7 @@ class TrainerReading:
     scaler: Mapping[str, Any] | None
     reduce_dtype: str | None
     device: str
+    head_dtype: str | None = None
 
     @property
     def compute_dtype(self) -> str:
@@ -42,7 +47,8 @@ class TrainerReading:
 @dataclass(frozen=True, kw_only=True)
 class EngineReading:
     """The precision of the live engine: its dtype after "auto" was resolved, its parameters by dtype (empty if out of reach in
-    another process), its KV cache's dtype ("auto": the compute dtype), and which log-probabilities it returns.
+    another process), its KV cache's dtype ("auto": the compute dtype), which log-probabilities it returns, and the dtype that its
+    output head multiplies in (None: it cannot be read).
     """
 
     engine: str
@@ -52,6 +58,7 @@ class EngineReading:
     kv_cache_dtype: str
     logprobs_mode: str
     quantization: str | None
+    head_dtype: str | None = None
 
     @property
     def renormalizes(self) -> bool:
@@ -140,6 +147,8 @@ def audit(
     checks += [] if sync is None else _sync_checks(policy, sync)
     checks += [] if engine is None else engine_checks(policy, engine)
     unread = tuple(side for side, reading in (("sync", sync), ("engine", engine)) if reading is None)
+    if policy.head is not None and trainer.head_dtype is None:
+        unread += (HEAD_UNREAD,)
     return AuditReport(dtype=policy.dtype, checks=tuple(checks), unread=unread)
 
 
@@ -178,7 +187,14 @@ def _trainer_checks(policy: PrecisionPolicy, trainer: TrainerReading, fixes: Tra
         reduce = spelled(trainer.reduce_dtype)
         fix = f"{fixes.reduction}: a sum over ranks in a half dtype overflows or loses bits that its terms still have."
         checks.append(Check("trainer", "gradient reduction", " or ".join(allowed), reduce, reduce in allowed, fix))
+    if trainer.head_dtype is not None:
+        checks.append(_head_check(policy, "trainer", trainer.head_dtype, f"{fixes.head}."))
     return checks
+
+
+def _head_check(policy: PrecisionPolicy, side: str, found: str | None, fix: str) -> Check:
+    head = "unknown" if found is None else spelled(found)
+    return Check(side, "output head", " or ".join(policy.head_dtypes), head, head in policy.head_dtypes, fix)
 
 
 def _sync_checks(policy: PrecisionPolicy, sync: SyncReading) -> list[Check]:
@@ -229,6 +245,13 @@ def engine_checks(policy: PrecisionPolicy, engine: EngineReading) -> list[Check]
                 "weight update.",
             )
         )  # fmt: skip
+    if policy.head is not None or engine.head_dtype is not None:
+        fix = (
+            f"Start {name} with {HEAD_ARGUMENTS.get(engine.engine, 'a head in float32')}."
+            if policy.head is not None
+            else f"Start {name} without another dtype for its head."
+        )
+        checks.append(_head_check(policy, "engine", engine.head_dtype, fix))
     return [
         *checks,
         Check(

@@ -76,16 +76,17 @@ def is_finer(first: object, second: object) -> bool:
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """One dtype for both sides (arXiv 2510.26788, for float16), and what the engine quantizes on purpose."""
+    """One dtype for both sides (arXiv 2510.26788, for float16), another for their output heads, and what the engine quantizes."""
 
     dtype: str
     quantization: str | None = None
     kv_cache: str | None = None
+    head: str | None = None  # None is `dtype` or float32
 
     @classmethod
     def of(cls, precision: PrecisionConfig) -> PrecisionPolicy:
         """Return the policy that the `precision` section asks for."""
-        return cls(precision.dtype, precision.engine_weights, precision.engine_kv_cache)
+        return cls(precision.dtype, precision.engine_weights, precision.engine_kv_cache, precision.head)
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "dtype", canonical(self.dtype))
@@ -94,6 +95,11 @@ class PrecisionPolicy:
     def needs_scaler(self) -> bool:
         """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
         return self.dtype == "float16"
+
+    @property
+    def head_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of an output head."""
+        return tuple(dict.fromkeys((self.dtype, "float32"))) if self.head is None else (self.head,)
 
     @property
     def kv_cache_dtypes(self) -> tuple[str, ...]:
@@ -113,6 +119,9 @@ class TrainerFixes:
     autocast: str = "Run the forward passes under torch.autocast(dtype=torch.{dtype}); see that no wrapper ends it."
     float16_on_cpu: str | None = None  # takes its place where autocast is off on a CPU
     flags: tuple[tuple[str, str], ...] = ()
+    head: str = (
+        "Let TrainedModel set the head by mismatch.precision.head, and see that nothing replaces the head's forward"
+    )
     reduction: str = "Set reduce_dtype of the sharding's mixed-precision policy to float32"
 
     def for_autocast(self, dtype: str, *, off_on_cpu: bool) -> str:

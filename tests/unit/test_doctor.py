@@ -14,7 +14,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
-from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split
+from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split, with_heads
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
@@ -112,6 +112,29 @@ def test_a_head_in_float32_on_one_side_is_named_by_the_sizes_of_errors(
     assert found.verdict == ("clean" if name is None else "explained")
     if name is not None:
         assert found.causes[0].said.startswith(name) and found.causes[0].status == "measured"
+
+
+@pytest.mark.parametrize(
+    ("engine_head", "told"), [("float32", ""), ("bfloat16", "float32"), ("bfloat16", ""), (None, "")]
+)
+def test_a_head_on_one_side_is_noted_by_what_both_sides_say_where_its_error_is_too_small_to_be_named(
+    engine_head: str | None, told: str
+) -> None:
+    sample, scores = drawn()
+    _, other = drawn(trainer_rounding=0.8 * ROUNDING)
+    scores = replace(scores, headed=other.trainer, trainer_head=told, engine_dtype="bfloat16", trainer_dtype="bfloat16")
+    found = diagnose(sample, scores)
+    noted = with_heads(found, sample, scores, engine_head)
+    alike = other.trainer if engine_head == "float32" else scores.own
+    gaps = [f"{np.abs(sample.engine - side).mean():.2e}" for side in (scores.trainer, alike)]
+    one_sided = (engine_head == "float32") != (told == "float32")
+    assert found.verdict == noted.verdict == "clean"
+    if not one_sided:
+        assert noted == found
+        return
+    exact = "engine" if engine_head == "float32" else "trainer"
+    (note,) = noted.notes[len(found.notes) :]
+    assert note.startswith(f"the {exact}'s head computes in float32") and all(gap in note for gap in gaps)
 
 
 PLANTED = {
@@ -512,7 +535,7 @@ def test_what_to_change_in_a_loop_of_your_own_is_taken_as_it_stands() -> None:
     calls = [line for line in lines if line.startswith("SamplingSettings")]
     for line in calls:
         eval(line, {"SamplingSettings": SamplingSettings})
-    assert len(blocks) == 3 and len(calls) == 5 and "SamplingSettings(temperature=0.7)" in calls
+    assert len(blocks) == 4 and len(calls) == 5 and "SamplingSettings(temperature=0.7)" in calls
 
 
 def test_a_temperature_beside_a_truncation_is_searched_at_another_temperature_of_the_trainer() -> None:

@@ -46,6 +46,20 @@ def test_a_decode_of_other_tokens_is_named_without_a_share() -> None:
     assert found.verdict == "partly" and "decode_path" not in {part.name for part in found.parts}
 
 
+@pytest.mark.parametrize(("past", "key"), [(0.0, "stale_cache"), (0.3, "decode_path"), (None, "decode_path")])
+def test_a_decode_that_is_right_past_the_prefix_cache_names_the_cache(past: float | None, key: str) -> None:
+    sample, scores = drawn(extra=lambda z: drift(z, 0.2))
+    prefill = scores.own
+    said = said_by(sample.engine - prefill, prefill)
+    engine = replace(said, afresh=None if past is None else np.full(64, past), cached_prompts=7)
+    (cause,) = diagnose(sample, scores, engine=engine).causes
+    assert cause.key == key
+    if key == "stale_cache":
+        figure = f"{np.abs(said.decode).mean():.1e}"
+        assert f"by {figure} nats per token with 7 prompts from the cache, and by 0.0e+00 past it" in cause.said
+        assert "reset_prefix_cache" in cause.remedy.vllm
+
+
 def test_a_decode_within_rounding_or_within_the_engines_own_batches_is_no_cause() -> None:
     assert not stale_decode(size=0.0).causes
     noisy = stale_decode(batches=1.0)

@@ -123,6 +123,15 @@ def test_each_problem_is_found_alone_and_names_the_flag(
         found.raise_for_problems()
 
 
+def test_a_head_in_float32_is_asked_for_by_its_flag() -> None:
+    head = MismatchConfig.parse({"precision": {"dtype": "float16", "head": "float32"}})
+    (problem,) = verdict({"enable_fp32_lm_head": False}, config=head).problems
+    assert problem.flag == "--enable-fp32-lm-head"
+    assert not verdict({"enable_fp32_lm_head": True}, config=head).problems
+    assert read_server(GOOD | {"enable_fp32_lm_head": True}).head_dtype == "float32"
+    assert read_server(GOOD).head_dtype == "float16"
+
+
 def test_all_problems_come_in_one_verdict() -> None:
     changes: dict[str, Any] = {}
     for change, field, _, _ in PROBLEMS:

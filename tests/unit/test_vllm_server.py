@@ -204,8 +204,9 @@ def _without_plugin(body: Any) -> Any:
     return 500, {"error": {"message": f"'Worker' object has no attribute '{body['method']}'"}}
 
 
-def _read_back(*dtypes: str, release: str | None = None) -> Any:
-    fields = {"engine": "vllm", "version": "0.30.0", "logprobs_mode": "processed_logprobs", "quantization": None}
+def _read_back(*dtypes: str, release: str | None = None, head_dtype: str | None = None) -> Any:
+    fields: dict[str, Any] = {"engine": "vllm", "version": "0.30.0", "logprobs_mode": "processed_logprobs"}
+    fields |= {"quantization": None, "head_dtype": head_dtype}
     of = [fields | {"model_dtype": d, "kv_cache_dtype": d, "parameter_dtypes": {d: 5}} for d in dtypes]
     return lambda body: {"results": [worker | {"mismatch": release or installed("mismatch-ext")} for worker in of]}
 
@@ -231,6 +232,16 @@ class TestWhatAServerMustBe:
         for flag in ("--weight-transfer-config '{\"backend\": \"nccl\"}'", "--logprobs-mode processed_logprobs",
                      "--dtype float16", "--enable-return-routed-experts"):  # fmt: skip
             assert f"\n  {flag} " in said, said
+
+    @pytest.mark.parametrize("head", [None, "float32"])
+    def test_a_head_in_float32_is_read_back_and_its_flag_is_named(self, head: str | None) -> None:
+        block = {"precision": {"dtype": "bfloat16", "head": "float32"}}
+        said = _checked(_server(dtype="torch.bfloat16"), block, _read_back("bfloat16", head_dtype=head or "bfloat16"))
+        flag = '--hf-overrides \'{"head_dtype": "float32"}\''
+        assert (flag in said and "its output head computes in bfloat16" in said) == (head is None)
+        assert head is None or said == ""
+        unread = _checked(_server(dtype="torch.bfloat16"), block, _without_plugin)
+        assert flag in unread and "its output head cannot be read back" in unread
 
     def test_a_cpu_takes_weights_in_requests_alone(self) -> None:
         said = _checked(_server(), {}, _without_plugin, device="cpu")

@@ -277,6 +277,30 @@ def test_an_engine_that_does_not_answer_says_nothing_of_its_weights() -> None:
     assert "no answer within 120 seconds" in said[0][2]
 
 
+@pytest.mark.parametrize("past_is_right", [True, False])
+def test_a_stale_decode_is_blamed_on_the_prefix_cache_if_it_is_right_past_it(past_is_right: bool) -> None:
+    trainer, engine, verifier, said = started()
+    engine.captured = copy.deepcopy(engine.model)
+    asked = []
+
+    def decode_afresh(tokens: Tensor, count: int) -> Decoded:
+        asked.append(count)
+        cached, engine.decoder = engine.decoder, engine.model if past_is_right else engine.decoder
+        try:
+            return engine.decode(tokens, count)
+        finally:
+            engine.decoder = cached
+
+    engine.decode_afresh = decode_afresh  # type: ignore[attr-defined]
+    assert verifier.verify(engine.sample()) is not None and not asked  # nothing is asked of a decode that is right
+    trainer.train()
+    with pytest.raises(WeightSyncError) as error:
+        verifier.verify(engine.receive(trainer.model))
+    assert len(asked) == 1 and ("past its prefix cache" in str(error.value)) == past_is_right
+    assert ("reset it after each update" in str(error.value)) == past_is_right
+    assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
+
+
 def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
     trainer, engine, verifier, _ = started()
     trainer.train()

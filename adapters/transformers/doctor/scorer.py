@@ -19,6 +19,7 @@ from mismatch_ext.adapters.transformers.attention import (
     without_caps,
 )
 from mismatch_ext.adapters.transformers.doctor.models import end_tokens, routing_shape
+from mismatch_ext.adapters.transformers.head import head_of, in_float32
 from mismatch_ext.adapters.transformers.routing import record_routing, replay_routing
 from mismatch_ext.adapters.transformers.scoring import evaluating, logits_width
 from torch import Tensor, nn
@@ -573,32 +574,6 @@ def is_head(head: nn.Module, hidden: Tensor, logits: Tensor) -> bool:
 def passing_hidden(head: nn.Module) -> Iterator[None]:
     """Let a model return the input of its head instead of its logits."""
     hook = head.register_forward_hook(lambda module, inputs, output: inputs[0])
-    try:
-        yield
-    finally:
-        hook.remove()
-
-
-def head_of(model: nn.Module) -> nn.Linear | None:
-    """Return the linear layer that maps a model's last hidden states to logits; None if it is not a linear layer."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
-    return head if isinstance(head, nn.Linear) else None
-
-
-@contextmanager
-def in_float32(head: nn.Linear | None) -> Iterator[None]:
-    """Let a head multiply in float32, outside of autocast, as TRL's `cast_lm_head_to_fp32` does; weights keep their dtype."""
-    if head is None:
-        yield
-        return
-
-    def again(module: nn.Linear, inputs: tuple[Tensor, ...], output: Any) -> Tensor:
-        hidden = inputs[0]
-        with torch.autocast(hidden.device.type, enabled=False):
-            bias = None if module.bias is None else module.bias.float()
-            return nn.functional.linear(hidden.float(), module.weight.float(), bias)
-
-    hook = head.register_forward_hook(again)
     try:
         yield
     finally:

@@ -38,6 +38,7 @@ Make = Callable[..., Any]
 R3 = {"routing": {"mode": "R3"}}
 MASKS: dict[str, Any] = {"sampling_mask": {}}
 FP16 = {"precision": {"dtype": "float16"}}
+HEAD = {"precision": {"dtype": "bfloat16", "head": "float32"}}
 SURGE = {"lr": {}}
 NOWHERE = "/nowhere/model"  # whoever loads it fails with an OSError
 
@@ -131,6 +132,8 @@ CASES: list[tuple[str, Any, dict[str, Any], list[str]]] = [
     ("config", SURGE, {"top_p": 1.5}, ["RecordError", "sampling top_p=1.5", "allowed: 0 < x <= 1"]),
     ("config", {}, {"use_vllm": False}, ["use_vllm=False with a mismatch block without"]),
     ("config", FP16, {"bf16": True}, ["bf16=True contradicts mismatch.precision.dtype='float16'"]),
+    ("config", HEAD, RLOO, ["mismatch.precision.head with MismatchRLOOConfig", "use MismatchGRPOConfig"]),
+    ("launch", HEAD, {"deepspeed": {}}, ["PrecisionError", "precision.head='float32' with DeepSpeed", "leave it out"]),
     ("config", SURGE, LAYERWISE, ["mismatch.lr with optim='galore_adamw_layerwise'"]),
     ("config", {"lr": {"trigger": "mismatch_kl"}}, {"use_vllm": False}, ["use_vllm=False with mismatch.lr.trigger="]),
     ("config", {"kl": {"coef": 0.1}}, RLOO, ["mismatch.kl with MismatchRLOOConfig"]),

@@ -183,6 +183,7 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
         ),
         (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
+        (("+mismatch.precision.head=float32",), "mismatch.precision.head='float32': no engine of verl 0.9.1"),
         (("actor_rollout_ref.ref.strategy=megatron",), "actor_rollout_ref.ref.strategy='megatron'"),
         (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
         (
