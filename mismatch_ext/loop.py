@@ -59,7 +59,7 @@ from mismatch_ext.precision.heads import ChoosesHead, HeadScores, is_one_sided, 
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.presets import resolve
-from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, together
+from mismatch_ext.ranks import ONE_PROCESS, Ranks, first_error, number_of_training, together
 from mismatch_ext.required import Required
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, routes_of, unrouted
@@ -143,6 +143,7 @@ class Run:
         self._grid: GridWatch | None = None
         self._loss_parts: list[float] = []
         self._broken_pass: str | None = None
+        self._training = 0  # number of it among the trainings that these ranks have begun
         self._stepped = self._transfer_audited = self._started = self._ended = False
 
     # Begin.
@@ -156,6 +157,7 @@ class Run:
         """
         if self._started:
             raise LoopError("the run has been started already; build another Run for another training.")
+        self._training = number_of_training(self.ranks)
         try:
             with self._together():
                 state = None if resume is None else _saved_state(Path(resume))
@@ -874,7 +876,7 @@ class Run:
     def _end_after(self, error: BaseException) -> None:
         """End the run as failed; if that fails too, the second error becomes a note of the first, which is still raised."""
         try:
-            self._end("failed", first_error(error))
+            self._end("failed", first_error(error, self._training))
         except Exception as second:  # noqa: BLE001  # whatever it is, the first error matters more
             error.add_note(f"The end of the run was not written: {type(second).__name__}: {second}")
 

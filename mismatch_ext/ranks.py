@@ -135,21 +135,27 @@ def _cause(words: str) -> str:
     return re.sub(r"^(?:(?:rank \d+|\w+): ?)*", "", words)
 
 
-_failures = itertools.count()
+_trainings = itertools.count(1)
 
 
-def first_error(error: BaseException) -> str:
-    """Return the words of the error that ended a run on the first rank to fail; a later one gets them as a note of its own.
+def number_of_training(ranks: Ranks) -> int:
+    """Return the number of a training that begins, the same on all of its ranks, which all call this; 0 if it has only one."""
+    return next(_trainings) if ranks.size > 1 else 0
 
-    The others see no more than a lost connection; what the rank left in the store by which they have met tells why.
+
+def first_error(error: BaseException, training: int) -> str:
+    """Return the words of the error that ended a training on the first rank to fail; a later one gets them as a note of its own.
+
+    The others see no more than a lost connection; what the rank left in the store by which they have met tells why. `training` is
+    what `number_of_training` returned: ranks may have failed unequally often before.
     """
     of_this_rank = f"{type(error).__name__}: {error}"
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+    if not training or not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return of_this_rank
     here = f"rank {dist.get_rank()}: {of_this_rank}"
     try:
         store = dist.distributed_c10d._get_default_store()
-        first = store.compare_set(f"mismatch_ext/error/{next(_failures)}", "", here).decode()
+        first = store.compare_set(f"mismatch_ext/error/{training}", "", here).decode()
     except Exception:  # noqa: BLE001  # the store went with the rank that held it
         return of_this_rank
     if _cause(first) == _cause(of_this_rank):

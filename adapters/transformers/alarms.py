@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +10,14 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from mismatch_ext.log import RunLog
+
+
+def is_of_step(logs: Mapping[str, Any]) -> bool:
+    """Tell whether logs are the Trainer's own of a training step, which all ranks log: it adds the rate to the loss.
+
+    Others may be a user's, on the main process alone.
+    """
+    return "loss" in logs and "learning_rate" in logs
 
 
 class AlarmCallback(TrainerCallback):
@@ -59,7 +67,7 @@ class AlarmCallback(TrainerCallback):
         if logs is None:
             return
         log = self._log()
-        if "loss" in logs:  # otherwise an evaluation, or the sum of a training that has ended
+        if is_of_step(logs):  # otherwise an evaluation, the sum of a training that has ended, or a user's
             if log.watch(state.global_step, logs) is not None:
                 self._unsaved = True
                 control.should_training_stop = control.should_save = True

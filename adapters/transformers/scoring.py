@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Most elements of the logits of a chunk of probes: 64 MiB in float32.
-MOST_LOGITS = 2**24
+MOST_LOGITS = 2**26
+"""Most elements of the logits of a pass: 128 MiB in half precision. A pass over a sharded model gathers all of its weights."""
+WIDENED = 2**24
+"""Most elements of them that are in float32 at a time: 64 MiB."""
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -74,11 +76,13 @@ def score_tokens(model: nn.Module, token_ids: Tensor, autocast: Autocast = nullc
     Returns:
         Log-probabilities `[N, T-1]`, float64, on the CPU.
     """
-    # Sequences are scored in chunks, because over a large vocabulary all their logits would take hundreds of megabytes.
+    # Sequences are scored in chunks, because over a large vocabulary all their logits would take gigabytes.
     width = logits_width(model)
     chunk = 1 if width is None else max(1, MOST_LOGITS // (token_ids.shape[1] * width))
     parts = []
     for rows in torch.split(token_ids, chunk):
         logits = probe_logits(model, rows, autocast)[:, :-1]
-        parts.append(torch.log_softmax(logits.float(), dim=-1).gather(-1, rows[:, 1:, None])[..., 0])
+        few = max(1, WIDENED // logits[0].numel())
+        for some, targets in zip(torch.split(logits, few), torch.split(rows[:, 1:, None], few), strict=True):
+            parts.append(torch.log_softmax(some.float(), dim=-1).gather(-1, targets)[..., 0])
     return torch.cat(parts).double().cpu()

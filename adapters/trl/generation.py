@@ -140,14 +140,14 @@ class CheckedGeneration:
         # One pass for both: TRL merges LoRA adapters for each pass, and merging into half-precision weights does not come out the
         # same twice.
         self._sending = engine.Sending()
-        with nullcontext() if self.base is None else self.base.kept():
-            sent = self._plain_parameters(*args, **kwargs)
-            if self.checks.acts:  # otherwise the engine gets what TRL sends
-                sent = under_checkpoint_names(self._sent_model(), sent)
-            for name, parameter in sent:
-                with self.checks.checking("weight_sync"):
-                    self._sending.note(name, parameter)
-                yield name, parameter
+        plain = partial(self._plain_parameters, *args, **kwargs)
+        sent = plain() if self.base is None else self.base.with_adapters(plain)
+        if self.checks.acts:  # otherwise the engine gets what TRL sends
+            sent = under_checkpoint_names(self._sent_model(), sent)
+        for name, parameter in sent:
+            with self.checks.checking("weight_sync"):
+                self._sending.note(name, parameter)
+            yield name, parameter
 
     def _sent_model(self) -> Any:
         """Return the model whose parameters TRL names: unwrapped, and without adapters, which TRL merges."""

@@ -20,7 +20,7 @@ from mismatch_ext.adapters.accelerate.ranks import AcceleratorRanks
 from mismatch_ext.adapters.accelerate.sharded import held, is_sharded, same_everywhere
 from mismatch_ext.adapters.torch.shards import reshard
 from mismatch_ext.adapters.transformers import read_trainer, score_tokens
-from mismatch_ext.adapters.transformers.alarms import AlarmCallback
+from mismatch_ext.adapters.transformers.alarms import AlarmCallback, is_of_step
 from mismatch_ext.adapters.transformers.attention import dropped_cap, implementation_of
 from mismatch_ext.adapters.transformers.head import head_of, in_float32, keep_in_float32, read_head
 from mismatch_ext.adapters.transformers.header import PACKAGES, of_arguments
@@ -51,7 +51,7 @@ from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
 from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_sided
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.ranks import first_error
+from mismatch_ext.ranks import first_error, number_of_training
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.versions import installed
@@ -325,10 +325,11 @@ class TrainerRun:
         training = self.trainer.model.training
         split, prefix = ("train", "") if training else (self.eval_split, "eval_")
         extra, by_layer = dict[str, float](), dict[str, float]()
+        of_step = is_of_step(logs)
         ended = "train_runtime" in logs or (not training and any(name.endswith("_runtime") for name in logs))
-        if "loss" in logs or ended:
+        if of_step or ended:
             # The host's own, of a step, an evaluation or the end: a user's may be on the main process alone.
-            extra, by_layer = self.extra_metrics(split, training and "loss" in logs)
+            extra, by_layer = self.extra_metrics(split, training and of_step)
         logs.update({prefix + name: value for name, value in extra.items()})
         host(logs, *args, **kwargs)
         logs.update(self.alarms.left_out)  # `evaluate` returns them, and `metric_for_best_model` may be one
@@ -401,6 +402,7 @@ class TrainerRun:
     @contextlib.contextmanager
     def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
         """Begin a training's metrics file, and write how the training ends: no callback is told that one has failed."""
+        number = number_of_training(self.ranks)
         with self.checks.checking("metrics"):
             last = resume_from_checkpoint is True
             self._checkpoint = (
@@ -425,7 +427,7 @@ class TrainerRun:
         except BaseException as error:
             with contextlib.suppress(RunDirectoryError), self.checks.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
-                self.log.end("failed", first_error(error))
+                self.log.end("failed", first_error(error, number))
             raise
         finally:
             if self.lr is not None:

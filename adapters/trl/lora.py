@@ -2,14 +2,14 @@
 
 TRL merges adapters into the base for each weight update, W + BA, and takes BA off again afterwards. In half precision the sum
 is rounded and so is the difference: the base wanders, and each update starts from what the last one left (huggingface/trl#6688).
-Here the base's own tensors are put back after each update. What the engine gets is still rounded to its grid: an adapter that
+Here each layer is merged in a copy while it is sent. What the engine gets is still rounded to its grid: an adapter that
 is smaller than half a unit in the last place of the weights vanishes there.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -65,58 +65,102 @@ def check_head(model: Any) -> None:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Weights of the base that adapters change, and the layers of these."""
+
+    layers: list[Any]
+    weights: set[nn.Parameter]
+
+
 class Base:
-    """The base model of a policy that trains adapters."""
+    """The base model of a policy that trains adapters.
+
+    Attributes:
+        rounding: The error of rounding W + BA in the last update divided by BA, as Frobenius norms over all layers; None while BA
+            is 0.
+    """
 
     def __init__(self, model: Any, engine_dtype: str) -> None:
         self._model = model
         self._grid: torch.dtype = getattr(torch, engine_dtype)
-        self._kept: dict[nn.Parameter, Tensor] = {}  # by identity; a tied weight is one
-        # The error of rounding W + BA in the last update divided by BA, as Frobenius norms over all layers; None while BA is 0.
         self.rounding: float | None = None
 
-    @contextmanager
-    def kept(self) -> Iterator[None]:
-        """Put the base's weights back, bit for bit, when a merge in a block is undone."""
-        merge, unmerge = self._model.merge_adapter, self._model.unmerge_adapter
-        restored = False
+    def with_adapters(self, send: Callable[[], Iterable[tuple[str, Tensor]]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield what TRL sends, with W + BA in the place of each adapted weight W.
 
-        def merged(*args: Any, **kwargs: Any) -> None:
-            for _, base in layers_of(self._model):
-                for weight in base.parameters(recurse=False):
-                    # A frozen weight is copied once, and to the host, because a device may have no room for it.
-                    if weight not in self._kept or weight.requires_grad:
-                        self._kept[weight] = weight.detach().to("cpu", copy=True)
-            merge(*args, **kwargs)
-            self.rounding = self._rounding()
+        W itself is never changed, so that an update which is broken off leaves it as it is. Only one layer's sum is held at a
+        time. Raises WeightSyncError at the end if a layer's adapters were not sent.
+        """
+        places = list(self._places())
+        # TRL sends another tensor object of the same memory.
+        place_of = {weight.data_ptr(): number for number, place in enumerate(places) for weight in place.weights}
+        squares = torch.zeros(2, dtype=torch.float64)
+        left, merges = set(range(len(places))), False
+        present, merged = -1, dict[int, Tensor]()  # the place that is being sent, and its sums
 
-        def unmerged(*args: Any, **kwargs: Any) -> None:
-            nonlocal restored
-            unmerge(*args, **kwargs)
-            for _, base in layers_of(self._model):
-                for weight in base.parameters(recurse=False):
-                    weight.data.copy_(self._kept[weight])
-            restored = True
+        def merge(adapter_names: None = None, safe_merge: bool = False) -> None:
+            nonlocal merges
+            merges = True
 
-        with shadowed(self._model, merge_adapter=merged, unmerge_adapter=unmerged):
-            yield
-        if not restored:
+        with shadowed(self._model, merge_adapter=merge, unmerge_adapter=lambda *_, **__: None):
+            for name, parameter in send():
+                number = place_of.get(parameter.data_ptr())
+                if number is None or not merges:
+                    yield name, parameter
+                    continue
+                if present != number:
+                    present = number
+                    merged, of_place = self._merged(places[number])
+                    squares += of_place
+                    left.discard(number)
+                yield name, merged[parameter.data_ptr()]
+        if left:
             raise WeightSyncError(
-                "TRL sent the weights of a model with adapters without its merge_adapter and unmerge_adapter: the engine has got "
-                "the base alone, or the base was changed. Use a version of TRL that `mismatch-ext compat` names."
+                f"TRL sent the weights of {len(left)} layers of {len(places)} without the adapters that it was to merge into "
+                "them: the engine has got the base alone. Use a version of TRL that `mismatch-ext compat` names."
             )
+        error, size = squares.tolist()
+        self.rounding = (error / size) ** 0.5 if size > 0 else None
+
+    def _places(self) -> Iterable[_Place]:
+        """Return the weights that have adapters; layers that tie theirs are one place."""
+        places: dict[nn.Parameter, _Place] = {}
+        for layer, base in layers_of(self._model):
+            weights = list(base.parameters(recurse=False))
+            place = places.setdefault(weights[0], _Place(layers=[], weights=set()))
+            place.layers.append(layer)
+            place.weights.update(weights)
+        return places.values()
 
     @torch.no_grad()
-    def _rounding(self) -> float | None:
-        error = size = 0.0
-        for layer, base in layers_of(self._model):
-            # Adapters of other kinds than W + BA, such as DoRA's, are left out.
-            added = [name for name in layer.merged_adapters if name not in getattr(layer, "lora_variant", {name: None})]
-            if not added:
-                continue
-            weight = getattr(base, getattr(layer, "parameter_name", "weight"))
-            delta = torch.stack([layer.get_delta_weight(name).float() for name in added]).sum(0)
-            exact = self._kept[weight].to(weight.device).float() + delta
-            error += float((weight.to(self._grid).float() - exact).square().sum())
-            size += float(delta.square().sum())
-        return (error / size) ** 0.5 if size > 0 else None
+    def _merged(self, place: _Place) -> tuple[dict[int, Tensor], Tensor]:
+        """Return weights with their adapters, by the place of W in memory, and the squares of their error and of BA."""
+        own = {weight: weight.data for weight in place.weights}
+        try:
+            for weight in own:
+                weight.data = weight.data.clone()
+            for layer in place.layers:
+                layer.merge()
+            merged = {values.data_ptr(): weight.data for weight, values in own.items()}
+            squares = torch.stack([self._squares(layer, own) for layer in place.layers]).sum(0)
+            for weight in own:
+                weight.data = weight.data.clone()  # from which peft takes BA off again
+            for layer in place.layers:
+                layer.unmerge()
+        finally:
+            for weight, values in own.items():
+                weight.data = values
+        return merged, squares
+
+    def _squares(self, layer: Any, own: Mapping[Any, Tensor]) -> Tensor:
+        """Return the sums of squares `[2]` of what rounding changes in a merged layer, and of BA; on the CPU."""
+        # Adapters of other kinds than W + BA, such as DoRA's, are left out.
+        added = [name for name in layer.merged_adapters if name not in getattr(layer, "lora_variant", {name: None})]
+        if not added:
+            return torch.zeros(2, dtype=torch.float64)
+        weight = getattr(layer.get_base_layer(), getattr(layer, "parameter_name", "weight"))
+        delta = torch.stack([layer.get_delta_weight(name).float() for name in added]).sum(0)
+        exact = own[weight].float() + delta
+        error = weight.to(self._grid).float() - exact
+        return torch.stack([error.square().sum(), delta.square().sum()]).double().cpu()

@@ -7,6 +7,7 @@ package's class stands among the bases of a trainer: outside of a user's `_compu
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -347,10 +348,17 @@ def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
 
 def _stand_in(trainer: Any, logps: Tensor) -> Any:
     """Return a copy of a trainer whose loss is of given log-probabilities, and leaves the trainer's log as it is."""
-    args, accelerator, stand_in = copy(trainer.args), copy(trainer.accelerator), copy(trainer)
+    args, accelerator = copy(trainer.args), copy(trainer.accelerator)
+    # Not by `copy`, which a class that is pickled may have changed.
+    stand_in = object.__new__(type(trainer))
+    vars(stand_in).update(vars(trainer))
     entropies = torch.zeros_like(logps)
-    # What TRL logs over ranks is dropped, and costs no collective.
-    accelerator.gather = accelerator.reduce = lambda tensor, *_, **__: tensor
+
+    def dropped(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
+        # TRL only logs what it takes over ranks. On the CPU `item` does not wait for a device; NaN shows if a loss reads it.
+        return torch.full(tensor.shape, math.nan, device="cpu")
+
+    accelerator.gather = accelerator.reduce = dropped
     vars(stand_in).update(
         args=args,
         accelerator=accelerator,

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Annotated, Any, Protocol
 
+import torch
 from pydantic import Field
 from torch import Tensor
 
@@ -135,7 +136,7 @@ class RouteReplay:
         """Run the forward pass of a micro-batch under recorded routes; the model itself routes passes over other tokens.
 
         `mask` is True where a row has a recorded route `[R]`, `real` at tokens that are not padding `[R]`. For the split
-        `REFERENCE` nothing is measured. Raises RoutingError or ReplayError.
+        `REFERENCE` nothing is measured. Raises RoutingError or ReplayError, in evaluations on this rank alone.
         """
         policy = split != REFERENCE
         checks, drawn = policy and not self._checked, policy and self.draws.agreement(split)
@@ -146,7 +147,7 @@ class RouteReplay:
         self.forwards += replay.forwards
         self.others[split] += replay.others
         if checks:
-            self._check(trace, replay.native, mask)
+            self._check(trace, replay.native, mask, split)
         if drawn:
             # Compare the comparable rows; the other recorded rows count neither as compared nor as rows without a route.
             same = self._checkable(trace, mask)
@@ -157,14 +158,17 @@ class RouteReplay:
         """Return the recorded rows `[R]` that come from the scoring weights, because other weights choose other experts."""
         return mask
 
-    def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor) -> None:
-        """Check once that routes are plausible for this model; if one rank refuses them, all ranks do."""
+    def _check(self, trace: RoutingTrace, native: RoutingTrace, mask: Tensor, split: str) -> None:
+        """Check that routes are plausible for this model, in training until all ranks had some; if one refuses them, all do."""
         mask = self._checkable(trace, mask)
-        recorded = bool(mask.any())
-        with together(self._ranks):
-            if recorded:
+        # Ranks may have different numbers of evaluation batches, which meet no collective.
+        ranks = self._ranks if split == "train" else ONE_PROCESS
+        with together(ranks, flags=1) as told:
+            told.here[0] = not bool(mask.any())
+            if not told.here[0]:
                 check_plausible(trace, native, mask)
-        self._checked = all(self._ranks.gather(recorded))
+        lacks_routes = told.anywhere[0]
+        self._checked = split == "train" and not lacks_routes
 
     def take_agreement(self, split: str, ranks: Ranks = ONE_PROCESS) -> dict[str, float]:
         """Return `agreement_metrics` of a split since the last call, over all ranks, which all must call this."""
@@ -174,4 +178,5 @@ class RouteReplay:
     def take_others(self, split: str, ranks: Ranks = ONE_PROCESS, *, sharing: int = 1) -> dict[str, float]:
         """Return the passes over other tokens since the last call, of all ranks, `sharing` of which run one pass together."""
         mine = self.others.pop(split, 0) + (self.others.pop(REFERENCE, 0) if split == "train" else 0)
-        return {OTHER_PASSES: sum(ranks.gather(mine)) / sharing}
+        whole = ranks.sum(torch.tensor(float(mine), dtype=torch.float64))
+        return {OTHER_PASSES: float(whole) / sharing}

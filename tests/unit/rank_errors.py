@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from mismatch_ext import Run
-from mismatch_ext.ranks import WORLD
+from mismatch_ext.ranks import WORLD, first_error, number_of_training
 from mismatch_ext.rollout import Batch
 from tests.unit.loops import PROMPTS, sides
 
@@ -79,6 +79,18 @@ def one(name: str, fails: bool, folder: Path) -> str:
     return "nothing"
 
 
+def after_another_failure(fails: bool) -> str:
+    """Fail in a training after another in which this rank alone had failed, and return the words of the first rank to fail."""
+    earlier = number_of_training(WORLD)
+    if fails:
+        first_error(OSError("of the training before"), earlier)
+    training = number_of_training(WORLD)
+    if not fails:
+        first_error(OSError("disk is full"), training)
+    dist.barrier()
+    return first_error(OSError("connection lost"), training) if fails else "nothing"
+
+
 def ended(folder: Path) -> str:
     """Return what the metrics file says of the run's end."""
     written = [path.read_text().splitlines()[-1] for path in folder.rglob("metrics.jsonl")] if folder.is_dir() else []
@@ -92,6 +104,9 @@ def main(rank: int, folder: Path, names: list[str]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{folder / 'meet'}", rank=rank, world_size=2, timeout=limit)
     for number, name in enumerate(names):
         failing = 0 if name.split()[-1] in ("init", "write", "save") else 1  # files are written on rank 0
+        if name == "fail again":
+            print(f"{name}: {after_another_failure(rank == failing)}", flush=True)
+            continue
         try:
             said = one(name, rank == failing, folder / str(number) / "run")
         except Exception as error:  # noqa: BLE001  # that is what is looked at

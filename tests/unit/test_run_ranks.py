@@ -207,6 +207,11 @@ def test_an_error_between_two_checks_ends_every_rank_and_is_told(verb: str, tmp_
     assert "This rank failed after rank 1: " in main and main.count(words) == 2  # in the note and in the metrics file
 
 
+def test_the_first_error_of_a_training_is_told_after_trainings_that_failed_on_one_rank(tmp_path: Path) -> None:
+    _, failing = printed_by_ranks(tmp_path, "fail again")
+    assert [line for line in failing if line.startswith("fail again")] == ["fail again: rank 0: OSError: disk is full"]
+
+
 def test_an_error_on_one_rank_ends_every_rank(tmp_path: Path) -> None:
     told = printed_by_ranks(tmp_path, *FAILURES)
     for lines in told:

@@ -21,25 +21,24 @@ from tests.peers.transformers.test_plausible import engine, traced
 
 
 class Two(OneProcess):
-    """The first of two ranks, the other of which has the values that are given, in turn."""
+    """The first of two ranks; the other has an error, or has told these of its passes to lack routes, or measured the same."""
 
     size = 2
 
-    def __init__(self, *other: Any) -> None:
-        self.other = list(other)
+    def __init__(self, *lacks: bool, words: tuple[str, str] | None = None) -> None:
+        self.lacks, self.words, self.asked = list(lacks), words, 0
 
     def gather(self, value: Any) -> list[Any]:
-        return [value, self.other.pop(0)]
+        self.asked += 1
+        return [value, self.words]
 
     def sum(self, values: Tensor) -> Tensor:
-        if values.numel() > 1 or not self.other:
-            return values + values
-        # One number asks whether a rank has failed, and words travel only if one has.
-        if isinstance(self.other[0], tuple):
+        self.asked += 1
+        if self.words is not None:
             return values + 1
-        if not bool(values.any()):
-            self.other.pop(0)
-        return values
+        if self.lacks:
+            return values + torch.tensor([0.0, float(self.lacks.pop(0))])
+        return values + values
 
 
 def replay_of(rate: float = 1.0, seed: int = 0, **options: Any) -> RouteReplay:
@@ -71,12 +70,25 @@ def test_the_first_pass_is_checked_whatever_is_drawn() -> None:
 def test_ranks_refuse_together() -> None:
     trace = engine()[3]
     with pytest.raises(RoutingError, match="rank 1: no good"):
-        run(replay_of(ranks=Two(("RoutingError", "no good"))), trace)
+        run(replay_of(ranks=Two(words=("RoutingError", "no good"))), trace)
     wrong = traced(trace, FAULTS["rows late"][0](trace.experts.to(torch.int64)))
-    waiting = replay_of(ranks=Two(None, False, None, None))
+    waiting = replay_of(ranks=Two(True, False))
     run(waiting, trace)
     with pytest.raises(RoutingError, match="shifted by one"):  # a rank without routes has checked nothing yet
         run(waiting, wrong)
+
+
+def test_evaluations_are_checked_by_each_rank_alone() -> None:
+    """Ranks may have different numbers of them, also before the first batch of training."""
+    trace, ranks = engine()[3], Two()
+    replay = replay_of(ranks=ranks)
+    run(replay, trace, "eval/default")
+    wrong = traced(trace, FAULTS["rows late"][0](trace.experts.to(torch.int64)))
+    with pytest.raises(RoutingError, match="shifted by one"):
+        run(replay, wrong, "eval/default")
+    assert ranks.asked == 0
+    run(replay, trace)
+    assert ranks.asked == 1
 
 
 def test_what_was_measured_is_told_once_by_split() -> None:
@@ -91,7 +103,8 @@ def test_what_was_measured_is_told_once_by_split() -> None:
     assert differing == [1.0, *[0.0] * (len(trace.layers) - 1)]
     assert replay.take_agreement("train") == {} and replay.take_agreement("eval/default") != {}
     assert replay.take_others("train") == {OTHER_PASSES: 2.0} and replay.take_others("train") == {OTHER_PASSES: 0.0}
-    assert replay.take_others("train", Two(4), sharing=2) == {OTHER_PASSES: 2.0}
+    replay.others["train"] = 3
+    assert replay.take_others("train", Two(), sharing=2) == {OTHER_PASSES: 3.0}  # of two ranks with as many
 
 
 def test_a_saved_choice_goes_on_and_a_damaged_one_is_refused() -> None:

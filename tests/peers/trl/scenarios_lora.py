@@ -94,8 +94,9 @@ def drift(model: str, out: str) -> dict[str, Any]:
 
 def lose(trainer: Any) -> None:
     """Let no adapter be merged any more, so that the engine gets the base alone."""
-    trainer.model.merge_adapter = lambda *args, **kwargs: None
-    trainer.model.unmerge_adapter = lambda *args, **kwargs: None
+    for layer, _ in layers_of(trainer.model):
+        layer.merge = lambda *args, **kwargs: None  # type: ignore[assignment]
+        layer.unmerge = lambda *args, **kwargs: None  # type: ignore[assignment]
 
 
 def loaded_to_be_read(model: str, out: str, way: str) -> dict[str, Any]:

@@ -318,14 +318,15 @@ def one_fails(model: str, out: str) -> dict[str, Any]:
 
 
 def alone(dense: str, out: str) -> dict[str, Any]:
-    """Let a rank log by itself."""
+    """Let a rank log by itself, a loss too."""
     trainer = build(dense, out, {"lr": {}}, model_init_kwargs=None)
     trainer.model.train()
     trainer.mm.log.begin(None)
     for step in (1.0, 2.0):
         if trainer.accelerator.is_main_process:
             trainer.log({"mine": step})
-        trainer.log({"loss": step})
+            trainer.log({"loss": step})
+        trainer.log({"loss": step, "learning_rate": 0.1})
     logged = [entry["mine"] for entry in trainer.state.log_history if "mine" in entry]
     return {"logged": logged}
 

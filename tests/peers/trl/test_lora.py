@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
-from mismatch_ext.adapters.trl.lora import check_base, check_tied
+from mismatch_ext.adapters.trl.lora import Base, check_base, check_tied, layers_of
 from peft import LoraConfig, TrainableTokensConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
-from mismatch_ext.errors import ConfigError
+from mismatch_ext.errors import ConfigError, WeightSyncError
 from tests.peers.scenarios import Run, named
 from tests.peers.trl.test_everything import BALANCED, EVERYTHING
 
@@ -47,6 +49,60 @@ def test_the_base_stays_as_it_is_and_an_adapter_that_is_not_merged_is_named(
     assert found["ours"] == 0.0 and found["TRL's"] > 1e-3, found
     assert 0 < found["rounding"] < 10
     assert "weight update" in found["lost"] and "stale" in found["lost"], found
+
+
+def adapted_model(dense: Path, config: Any = None) -> tuple[Any, Base]:
+    """Return a model in bfloat16 with adapters that have learned something, and what sends it."""
+    torch.manual_seed(0)
+    loaded = AutoModelForCausalLM.from_pretrained(dense, dtype=torch.bfloat16)
+    model = get_peft_model(loaded, config or LoraConfig(r=2, target_modules=["q_proj", "o_proj"]))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model, Base(model, "bfloat16")
+
+
+def as_trl_sends(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the weights as TRL 1.16 does of a model with adapters."""
+    model.merge_adapter()
+    for name, parameter in model.named_parameters():
+        if model.prefix not in name:
+            yield name, parameter.data
+    model.unmerge_adapter()
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "tied rows"])
+def test_the_engine_gets_what_trl_merges(dense: Path, kind: str) -> None:
+    of_lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], use_dora=kind == "dora")
+    model, base = adapted_model(dense, TrainableTokensConfig(token_indices=[1, 2]) if kind == "tied rows" else of_lora)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    ours = {name: values.clone() for name, values in base.with_adapters(lambda: as_trl_sends(model))}
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    theirs = {name: values.clone() for name, values in as_trl_sends(model)}
+    assert ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    assert any(not torch.equal(ours[name], before[name]) for name in ours)
+    if kind == "lora":
+        assert base.rounding is not None and 0 < base.rounding < 1
+
+
+@pytest.mark.parametrize("adapted_layers", [0, 1, 3])
+def test_an_update_that_breaks_off_leaves_the_base_unmerged(dense: Path, adapted_layers: int) -> None:
+    model, base = adapted_model(dense)
+    before = [(parameter, parameter.detach().clone()) for parameter in model.parameters()]
+    sent = base.with_adapters(lambda: as_trl_sends(model))
+    while adapted_layers:
+        adapted_layers -= "base_layer" in next(sent)[0]
+    sent.close()  # as Python does with a generator that an error has left behind
+    assert all(torch.equal(parameter, old) for parameter, old in before)
+    assert not any(layer.merged for layer, _ in layers_of(model))
+
+
+def test_adapters_that_were_not_sent_are_named(dense: Path) -> None:
+    model, base = adapted_model(dense)
+    copies = lambda: ((name, values.clone()) for name, values in as_trl_sends(model))  # noqa: E731
+    with pytest.raises(WeightSyncError, match="the engine has got the base alone"):
+        deque(base.with_adapters(copies), maxlen=0)
 
 
 def test_a_quantized_base_is_refused(dense: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,6 +70,30 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
     found = objective.read_aggregation(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
+
+
+def test_a_copy_of_a_trainer_waits_for_no_device_and_asks_no_pickle() -> None:
+    """A class that Ray pickles leaves out what it cannot send."""
+    from types import SimpleNamespace
+    from typing import Any
+
+    import torch
+    from mismatch_ext.adapters.trl import objective
+
+    class Pickled:
+        args = accelerator = SimpleNamespace()
+        sized = 3
+
+        def __reduce__(self) -> Any:
+            raise TypeError("an engine cannot be pickled")
+
+    trainer = Pickled()
+    trainer.sized = 5
+    stand_in = objective._stand_in(trainer, torch.zeros(1, 2))
+    assert stand_in.sized == 5 and type(stand_in) is Pickled
+    on_device = torch.zeros(2, 3, device="meta")  # whose values cannot be read
+    for name in ("gather", "reduce"):
+        assert math.isnan(getattr(stand_in.accelerator, name)(on_device, reduction="sum").mean().item())
 
 
 def test_a_replaced_loss_is_not_taken_for_trls(run: Run, dense: Path, tmp_path: Path) -> None:
