@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from mismatch_ext.doctor import Diagnosis, Sample, Scores, diagnose, report, rescored
+from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.files import write_whole
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.log_reading import DOCTOR_FILE
@@ -182,10 +183,14 @@ def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what,
     responses_BT, sampled_BT = rollout(policy, prompts_BT, generator, PENALTY)
     scored_BT, _ = score(policy, prompts_BT, responses_BT)
     oracle = cast(policy, torch.float32)  # the weights that the engine holds, in exact arithmetic
+    oracle_BT, logits_BTV = score(oracle, prompts_BT, responses_BT)
+    exact_BT, _ = score(cast(policy, torch.float64), prompts_BT, responses_BT)
+    float32_error = float((oracle_BT.double() - exact_BT).abs().mean())
     scores = Scores(
         trainer=scored_BT.double().flatten().numpy(),
         own=scored_BT.double().flatten().numpy(),
-        logits=score(oracle, prompts_BT, responses_BT)[1].flatten(0, 1),
+        logits=logits_BTV.flatten(0, 1),
+        float32_error=own_rounding(float32_error, logits_BTV.numpy(), oracle_BT.numpy()),
         engine_dtype="bfloat16",
         trainer_dtype="bfloat16",
     )

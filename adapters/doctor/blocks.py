@@ -19,7 +19,7 @@ from torch.nn.functional import linear
 from mismatch_ext.doctor import Diagnosis, Sample
 from mismatch_ext.doctor.diagnose import STANDS_OUT, Block, rescored
 from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
-from mismatch_ext.doctor.fits import FLOAT32, ROUNDING
+from mismatch_ext.doctor.fits import FLOAT32_UNITS, ROUNDING
 from mismatch_ext.weights import OUTPUT_HEAD
 
 if TYPE_CHECKING:
@@ -166,7 +166,7 @@ def _block(at: At, error: Tensor, rounding_error: Tensor) -> Block:
 def alike(scorer: Scorer, blocks: Sequence[Block]) -> tuple[tuple[Block, ...], str]:
     """Return the blocks that both sides cut out of their layers alike, and which are left out; empty if none is."""
     size, error = rescored(scorer.sample, scorer.scores)
-    if size > ROUNDING and float(np.abs(error).mean()) > FLOAT32:
+    if size > ROUNDING and float(np.abs(error).mean()) > FLOAT32_UNITS * scorer.scores.float32_error:
         return tuple(blocks), ""
     kept = tuple(block for block in blocks if block.kind in KINDS.values() or block.error < CUT_DIFFERENTLY)
     others = dict.fromkeys(block.kind for block in blocks if block not in kept)

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from mismatch_ext.cli import folder
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.fits import FLOAT32
 from mismatch_ext.doctor.gate import Gate, measured
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
@@ -33,8 +32,6 @@ from mismatch_ext.terminal import say
 from mismatch_ext.versions import installed
 
 BATCHES, RESPONSES, QUICK = 8, 64, 2
-# In float32 each side errs about as much as the model's own rounding, and kernels of another order of sums by some times more.
-FLOAT32_UNITS = 8.0
 # The engine starts with made-up weights, so that it can only agree if those that are sent arrive.
 DUMMY = {"load_format": "dummy"}
 # Variables by which engines and libraries promise equality, or change the last bit.
@@ -171,9 +168,8 @@ def gated(
     ]
     if exact:
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
-    error = scorer.float32_error() if "float32" in (sides.dtype, sides.trainer_dtype) else 0.0
-    if error:
-        looked.append(f"float32 is {error:.2g} nats per token from float64 on this model")
+    if "float32" in (sides.dtype, sides.trainer_dtype):
+        looked.append(f"rounding to float32 moves this model by {scorer.scores.float32_error:.2g} nats per token")
     rung("blocks of the trainer")
     blocks, left_out = alike(scorer, compared(scorer, states))
     return measured(
@@ -188,7 +184,6 @@ def gated(
         f"{installed('transformers')} in {sides.trainer_dtype}, padding: {sides.layout}",
         looked=[*looked, *([f"blocks: {left_out}"] if left_out and not exact else [])],
         exact=exact,
-        float32=max(FLOAT32, FLOAT32_UNITS * error),
     )
 
 

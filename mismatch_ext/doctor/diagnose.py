@@ -17,7 +17,18 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.doctor.causes import HOSTS, Cause, Remedy, remedy
-from mismatch_ext.doctor.fits import BEFORE_HEAT, FLOAT32, OTHER_HEAT, ROUNDING, SLOPES, Explained, Fit, Noise, Search
+from mismatch_ext.doctor.fits import (
+    BEFORE_HEAT,
+    FLOAT32_UNITS,
+    LAST_PLACE,
+    OTHER_HEAT,
+    ROUNDING,
+    SLOPES,
+    Explained,
+    Fit,
+    Noise,
+    Search,
+)
 from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start, judge_tokens
@@ -99,13 +110,19 @@ class Rung:
     changes_the_policy: bool = False
 
     @classmethod
-    def of(cls, side: str, name: str, apart: Floats, float32: Floats | None = None) -> Rung:
-        """Measure differences of log-probabilities `[N]`, and the same differences in float32."""
+    def of(
+        cls, side: str, name: str, apart: Floats, float32: Floats | None = None, *, float32_error: float = 0.0
+    ) -> Rung:
+        """Measure differences of log-probabilities `[N]`, and the same differences in float32.
+
+        `float32_error` is `Scores.float32_error`: differences in float32 beyond its multiple are no rounding.
+        """
         exact = None if float32 is None else np.abs(float32)
+        most = FLOAT32_UNITS * float32_error
         return cls(
             side=side, name=name, mean=float(np.abs(apart).mean()), largest=float(np.abs(apart).max()), tokens=len(apart),
             float32=None if exact is None else float(exact.mean()),
-            changes_the_policy=exact is not None and bool(exact.mean() > FLOAT32 and (exact > FLOAT32).mean() > FEW),
+            changes_the_policy=exact is not None and bool(exact.mean() > most and (exact > most).mean() > FEW),
         )  # fmt: skip
 
 
@@ -126,17 +143,18 @@ class Engine:
     cached_prompts: int = 0
     """Number of prompts that the engine took from its prefix cache, in part or whole."""
 
-    def decodes_apart(self, rounding: float) -> bool:
-        """Whether its decode differs from its prefill by more than other batches and rounding, in nats per token, explain."""
-        return float(np.abs(self.decode).mean()) > self._noise(rounding)
+    def decodes_apart(self, noise: Noise) -> bool:
+        """Whether its decode differs from its prefill by more than other batches and rounding explain."""
+        return float(np.abs(self.decode).mean()) > self._explained(noise)
 
-    def has_stale_cache(self, rounding: float) -> bool:
+    def has_stale_cache(self, noise: Noise) -> bool:
         """Whether its decode is its prefill's as soon as it passes the prefix cache by, for one that decodes apart."""
-        return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._noise(rounding)
+        return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._explained(noise)
 
-    def _noise(self, rounding: float) -> float:
+    def _explained(self, noise: Noise) -> float:
+        """Return what other batches and rounding explain, in nats per token."""
         batches = max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
-        return max(APART * max(rounding, batches), FLOAT32)
+        return max(APART * max(noise.mean, batches), noise.exact)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,6 +166,9 @@ class Scores:
     # The oracle's `[N, V]`, float32, before the temperature: the trainer's model in float32, with weights rounded to the
     # engine's dtype, under the engine's routes if they are known.
     logits: Tensor | Logits
+    # What float32 itself errs on this model, in nats: the mean of |float32 - float64| over log-probabilities of the sample, and
+    # at least a last place (`own_rounding`).
+    float32_error: float
     headed: Floats | None = None  # `own` with a head in float32; None if that is the same
     native: Floats | None = None  # the oracle's under the trainer's own routes; None for a model without experts
     # Shares of (token, layer) at which the oracle's own router chooses other experts than the engine did, and than the same
@@ -205,7 +226,7 @@ class Block:
     @property
     def ratio(self) -> float:
         """The engine's error in units of rounding, at least float32's: about 1 if the block computes what the trainer's does."""
-        return self.error / max(self.own, 1e-6)
+        return self.error / max(self.own, FLOAT32_UNITS * LAST_PLACE)
 
     @property
     def place(self) -> str:
@@ -328,7 +349,7 @@ class Diagnosis:
         gap, before = float(np.abs(after).mean()), max(float(np.abs(error).mean()), 1e-300)
         predicted, fell = 1 - float(np.abs(error - prediction).mean()) / before, 1 - gap / before
         slope = self.noise.slope(error - after, prediction)
-        mended = left <= ROUNDING or gap <= FLOAT32
+        mended = left <= ROUNDING or gap <= self.noise.exact
         sure = mended and SLOPES[0] <= slope <= SLOPES[1]
         whole = (
             self.verdict != "partly" or predicted >= (MOST_SAMPLED if set(families) <= set(SAMPLED) else MOST) * fell
@@ -400,7 +421,7 @@ def diagnose(
     _ensure_finite(sample, scores)
     rng = np.random.default_rng(seed)
     table = LogitTable.of(sample, scores.logits, scores.temperature)
-    noise = Noise.of(scores.own - table.logprob, table.spread)
+    noise = Noise.of(scores.own - table.logprob, table.spread, scores.float32_error)
     listed = [*of_logits(table, scores.end_tokens), *causes]
     tokens = judge_tokens(table)
 
@@ -415,7 +436,7 @@ def diagnose(
     explained = search.explain(listed, sample.engine - table.logprob, truncated=truncated)
     # If the causes leave more than rounding, and the engine's decode differs from its prefill, then the part that only the decode
     # makes is measured, and the causes have to explain only the prefill.
-    apart = engine if engine and not noise.is_rounding(explained.rest) and engine.decodes_apart(noise.mean) else None
+    apart = engine if engine and not noise.is_rounding(explained.rest) and engine.decodes_apart(noise) else None
     prefill = None if apart is None else apart.prefill
     if prefill is not None:
         explained = search.explain(listed, prefill - table.logprob)
@@ -450,7 +471,7 @@ def diagnose(
     elif named and complete and tokens.truncated is not None and {cause.family for cause in named} == {"reporting"}:
         named.append(_by_tokens(tokens, scores.temperature))
     # `noise.measured` does not count here: it is false for a float32 engine, where a half-precision trainer makes the whole gap.
-    if trainer_ratio > COARSER and parts[TRAINERS].mean > FLOAT32:
+    if trainer_ratio > COARSER and parts[TRAINERS].mean > noise.exact:
         named.append(_by_trainer(trainer_ratio, parts[TRAINERS], scores))
     if complete and not named and scores.headed is not None and noise.measured:
         engines, trainers, headed = (
@@ -458,16 +479,16 @@ def diagnose(
         )
         named += _by_head(sample, scores, engines, trainers, headed, parts)
     attention_drops = scores.attended is not None and noise.size(terms[ATTENTION]) > COARSER
-    if attention_drops and parts[ATTENTION].mean > FLOAT32:
+    if attention_drops and parts[ATTENTION].mean > noise.exact:
         named.append(_by_attention(sample, scores, noise.size(terms[ATTENTION]), parts[ATTENTION]))
     if scores.straight is not None:
-        named += _by_layout(scores, noise.size(terms[LAYOUT]), parts[LAYOUT])
+        named += _by_layout(scores, noise, terms[LAYOUT], parts[LAYOUT])
     # Behind an error of arithmetic, or of a named cause, a router sees other hidden states and chooses otherwise for that reason.
     plain = complete and all(fit.cause.family in ("sampling", "reporting") for fit in explained.named)
     if plain and scores.flips is not None and scores.flips[0] > max(FLIPS * scores.flips[1], FEW_FLIPS):
         named.append(_by_router(scores.flips, scores.most_flips, parts.get(ROUTES)))
     if apart is not None:
-        by_engine = _by_cache if apart.has_stale_cache(noise.mean) else _by_decode
+        by_engine = _by_cache if apart.has_stale_cache(noise) else _by_decode
         named.insert(0, by_engine(apart, parts.get(DECODED)))
     if late := judge_start(sample):
         sentence = f"the mask starts {late} token{'s'[: late > 1]} late in every response: it leaves out what the engine sampled"
@@ -477,21 +498,21 @@ def diagnose(
     # Nor is it if the trainer errs more than rounding and that has no name.
     exact = (
         trainer_ratio <= TRAINER_ROUNDING
-        or parts[TRAINERS].mean <= FLOAT32
+        or parts[TRAINERS].mean <= noise.exact
         or any(cause.family == "trainer" for cause in named)
     )
     # What hits one token in a hundred moves neither median nor mean; of few tokens a hundredth is a single one.
     rare = (
         not named
         and len(sample.row) >= LEAST_TOKENS
-        and float(np.abs(explained.rest).mean()) > FLOAT32
+        and float(np.abs(explained.rest).mean()) > noise.exact
         and engines_noise.tail_ratio(explained.rest) > APART
     )
     sound = complete and exact and not rare and (bool(named) or abs(tokens.z) < SURE)
     missing = 0.0 if complete else max(0.0, float(np.abs(explained.rest).mean()) - engines_noise.mean)
     missing = missing if exact else max(missing, parts[TRAINERS].mean - noise.mean)
     # No note beside a named cause, because a change of the logits also changes the size of rounding errors.
-    finer = not named and noise.measured and left < FINER and float(np.abs(explained.error).mean()) > FLOAT32
+    finer = not named and noise.measured and left < FINER and float(np.abs(explained.error).mean()) > noise.exact
     gap = sample.engine - scores.trainer
     mean_gap = float(np.abs(gap).mean())
     return Diagnosis(
@@ -535,7 +556,7 @@ def diagnose(
         flips=scores.flips,
         most_flips=scores.most_flips,
         seen=int(sample.place.max()) + 1,
-        begins=None if complete else begins(sample.place, explained.rest, noise.mean),
+        begins=None if complete else begins(sample.place, explained.rest, noise.mean, noise.exact),
         engine_dtype=scores.engine_dtype,
         trainer_dtype=scores.trainer_dtype,
         rungs=tuple(
@@ -553,7 +574,7 @@ def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
     """Return an engine's error on tokens that it scored again at temperature 1: in units of rounding, and per token `[N]`."""
     table = LogitTable.of(sample, scores.logits, scores.temperature)
     error = sample.engine - table.logprob
-    return Noise.of(scores.own - table.logprob, table.spread).size(error), error
+    return Noise.of(scores.own - table.logprob, table.spread, scores.float32_error).size(error), error
 
 
 def distance(sample: Sample, scores: Scores) -> float:
@@ -567,17 +588,20 @@ def distance(sample: Sample, scores: Scores) -> float:
     return float(np.median(error[telling] / table.spread[telling])) if telling.any() else 0.0
 
 
-def begins(place: Integers, error: Floats, rounding: float) -> int | None:
-    """Return the place `[N]` in a response behind which an error `[N]` begins, given rounding's mean; None if at once."""
+def begins(place: Integers, error: Floats, rounding: float, exact: float = 0.0) -> int | None:
+    """Return the place `[N]` in a response behind which an error `[N]` begins; None if at once.
+
+    `rounding` is rounding's mean, and `exact` the mean error that is rounding in float32, both in nats per token.
+    """
     order = np.argsort(place, kind="stable")
     sizes = np.abs(error)[order]
     before = np.cumsum(sizes) / np.arange(1, len(sizes) + 1)
-    small = np.flatnonzero(before <= max(ROUNDING * rounding, FLOAT32))
+    small = np.flatnonzero(before <= max(ROUNDING * rounding, exact))
     if not len(small) or small[-1] + 1 >= len(sizes) or small[-1] + 1 < LEAST_BEFORE:
         return None
     first = int(place[order][small[-1]]) + 1
     behind = float(np.abs(error[place >= first]).mean()) if (place >= first).any() else 0.0
-    return first if behind > APART * max(rounding, FLOAT32) else None
+    return first if behind > APART * max(rounding, exact) else None
 
 
 def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) -> Diagnosis:
@@ -587,11 +611,12 @@ def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) 
     if diagnosis.verdict != "clean" or not late.any():
         return replace(diagnosis, longest=longest)
     engine_error, rounding_error = (np.abs(side - table.logprob) for side in (sample.engine, scores.own))
-    allowed = max(APART * float(rounding_error.mean()), FLOAT32)
+    exact = FLOAT32_UNITS * scores.float32_error
+    allowed = max(APART * float(rounding_error.mean()), exact)
     late_error = float(engine_error[late].mean())
     if late_error <= allowed:
         return replace(diagnosis, seen=int(sample.place.max()) + 1, longest=longest)
-    first = begins(sample.place, engine_error, float(rounding_error.mean()))
+    first = begins(sample.place, engine_error, float(rounding_error.mean()), exact)
     note = f"{int(late.sum())} tokens beyond token {diagnosis.seen}: the engine errs {late_error:.1e} nats per token"
     return replace(
         diagnosis, verdict="unexplained", unexplained=late_error, notes=(*diagnosis.notes, note), longest=longest,
@@ -608,7 +633,7 @@ def with_blocks(diagnosis: Diagnosis, blocks: Sequence[Block]) -> Diagnosis:
 
 def request_or_engine(diagnosis: Diagnosis, left: float, error: Floats) -> Diagnosis:
     """Return the diagnosis with which half of the engine's side differs, by its error on the same prompts `[N]`, nats."""
-    exact = float(np.abs(error).mean()) <= FLOAT32
+    exact = diagnosis.noise is not None and float(np.abs(error).mean()) <= diagnosis.noise.exact
     if left > ROUNDING and not exact:
         differs = "its weights, configuration or arithmetic differ, whatever is asked of it"
     elif exact or left**2 - 1 <= LEAST_PART * max(0.0, diagnosis.ratio**2 - 1):
@@ -723,7 +748,7 @@ def without_cancelling(
     if max(shares.values(), default=0.0) <= CANCELS or min(shares.values()) >= 1 - CANCELS:
         return "", parts
     two = [max(shares, key=shares.__getitem__), min(shares, key=shares.__getitem__)]
-    beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > FLOAT32 for name in two)
+    beyond = all(noise.size(terms[name]) > COARSER and float(np.abs(terms[name]).mean()) > noise.exact for name in two)
     bare = [replace(part, share=None, low=None, high=None, share_k3=None) for part in parts]
     return "reference" if beyond else "rounding", bare
 
@@ -799,10 +824,11 @@ def _by_trainer(ratio: float, part: Part, scores: Scores) -> NamedCause:
     )  # fmt: skip
 
 
-def _by_layout(scores: Scores, ratio: float, part: Part) -> list[NamedCause]:
+def _by_layout(scores: Scores, noise: Noise, term: Floats, part: Part) -> list[NamedCause]:
     """Return the cause that the trainer's batch layout shows, if the layout does more than change the rounding."""
     changed = [rung for rung in scores.rungs if rung.name == scores.layout and rung.changes_the_policy]
-    if not changed and (ratio <= COARSER or part.mean <= FLOAT32):
+    ratio = noise.size(term)
+    if not changed and (ratio <= COARSER or part.mean <= noise.exact):
         return []
     moves = f"moves the trainer's log-probabilities by {part.mean:.1e} nats per token"
     sentence = f"{scores.layout} {moves}, {ratio:.1f} of rounding's"

@@ -15,10 +15,11 @@ import numpy as np
 from mismatch_ext.doctor.causes import Cause
 from mismatch_ext.doctor.sample import Floats, Sample
 
-# Nats per token; two float32 programs differ by less than this.
-FLOAT32 = 1e-5
-# Nats: float32's own rounding of a log-probability.
-FLOOR = 3e-7
+# Two float32 programs differ by up to so many times what one of them errs on this model: each of them errs (2), and kernels that
+# add in another order err by some times more (4). `Scores.float32_error` is what one errs.
+FLOAT32_UNITS = 8.0
+# One unit in the last place of float32, as a share of the number.
+LAST_PLACE = float(np.finfo(np.float32).eps)
 # A token's spread below this is rounding of float64.
 CERTAIN = 1e-8
 # Median of |x| over the standard deviation of a normal distribution.
@@ -57,6 +58,16 @@ TOGETHER = (OTHER_HEAT, "top_p", "top_k", "min_p")
 GOLDEN = (math.sqrt(5) - 1) / 2
 
 
+def own_rounding(measured: float, *values: Floats) -> float:
+    """Return what a model errs in float32, in nats per token: what was measured, but at least one last place.
+
+    Some models round nothing: a shallow one, or one whose sums come out exact. A log-probability that is written down and read
+    again still loses a last place, at the size of the largest finite one of `values`, which are logits or log-probabilities.
+    """
+    largest = max(float(np.abs(part[np.isfinite(part)]).max(initial=0.0)) for part in values)
+    return max(measured, LAST_PLACE * largest)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Noise:
     r"""Rounding errors of the trainer's own arithmetic in the engine's dtype, whitened by how each token depends on its logits.
@@ -68,32 +79,44 @@ class Noise:
     scale: float  # robust standard deviation of the whitened errors
     tail: float  # 99th percentile of their sizes, in units of `scale`
     mean: float  # mean size of the errors themselves, in nats
+    float32_error: float  # mean size of the model's own rounding in float32, in nats
     measured: bool  # whether they lie above float32's own rounding
     errors: Floats  # they themselves, in nats [N]
     spread: Floats  # the oracle's `LogitTable.spread` [N]
 
     @classmethod
-    def of(cls, errors: Floats, spread: Floats) -> Noise:
-        """Measure the trainer's own arithmetic: its errors `[N]` in the engine's dtype, and `LogitTable.spread` of the oracle."""
+    def of(cls, errors: Floats, spread: Floats, float32_error: float) -> Noise:
+        """Measure the trainer's own arithmetic.
+
+        `errors` `[N]` are its errors in the engine's dtype, `spread` is the oracle's `LogitTable.spread`, and `float32_error` is
+        `Scores.float32_error`: the oracle knows no log-probability better than that.
+        """
         telling = spread > 1e-3
         sigma = float(np.median(np.abs(errors[telling]) / spread[telling])) / NORMAL if telling.any() else 0.0
-        weight = np.sqrt(spread**2 + (FLOOR / max(sigma, 1e-7)) ** 2)
+        weight = np.sqrt(spread**2 + (float32_error / max(sigma, float32_error)) ** 2)
         sizes = np.abs(errors / weight)
         median = float(np.median(sizes)) / NORMAL
-        scale = max(median, FLOOR)
+        scale = max(median, float32_error)
         return cls(
             weight=weight,
             scale=scale,
             tail=max(float(np.quantile(sizes, TAIL)) / scale, 1.0),
             mean=float(np.abs(errors).mean()),
-            measured=median > FLOOR and sigma > 1e-6,
+            float32_error=float32_error,
+            measured=min(median, sigma) > float32_error,
             errors=errors,
             spread=spread,
         )
 
     def heated(self, ratio: float, spread: Floats) -> Noise:
         """Return what these errors of logits are at `ratio` times the temperature, where the oracle's spread is this `[N]`."""
-        return Noise.of(self.errors * spread / np.maximum(self.spread, CERTAIN) / ratio, spread)
+        errors = self.errors * spread / np.maximum(self.spread, CERTAIN) / ratio
+        return Noise.of(errors, spread, self.float32_error / ratio)
+
+    @property
+    def exact(self) -> float:
+        """The mean error up to which a side counts as rounding in float32, in nats per token."""
+        return FLOAT32_UNITS * self.float32_error
 
     def ratio(self, errors: Floats) -> float:
         """Return the whitened median error over that of the trainer's own arithmetic: about 1 if it is only rounding."""
@@ -101,7 +124,7 @@ class Noise:
 
     def size(self, errors: Floats) -> float:
         """Return the larger of the ratios of medians and of means; a median does not see what hits under half of the tokens."""
-        return max(self.ratio(errors), float(np.abs(errors).mean()) / max(self.mean, FLOOR))
+        return max(self.ratio(errors), float(np.abs(errors).mean()) / max(self.mean, self.float32_error))
 
     def tail_ratio(self, errors: Floats) -> float:
         """Return the same ratio at the 99th percentile, which shows faults that hit few tokens."""
@@ -109,7 +132,7 @@ class Noise:
 
     def is_rounding(self, errors: Floats) -> bool:
         """Whether errors are only rounding, by their median and their mean."""
-        return self.size(errors) <= ROUNDING or float(np.abs(errors).mean()) <= FLOAT32
+        return self.size(errors) <= ROUNDING or float(np.abs(errors).mean()) <= self.exact
 
     def likelihood(self, errors: Floats) -> Floats:
         """Return the log-likelihood of each error as rounding, up to a constant `[N]`."""
@@ -224,7 +247,7 @@ class Search:
                         error=error, named=pair, fits=tuple(first), rest=error - pair[0].finite - pair[1].finite
                     )
             # In float32, the small error that a fitted parameter leaves would look like another cause.
-            if float(np.abs(rest).mean()) <= FLOAT32:
+            if float(np.abs(rest).mean()) <= self.noise.exact:
                 break
         return Explained(error=error, named=tuple(named), fits=tuple(first), rest=rest)
 

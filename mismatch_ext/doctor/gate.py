@@ -21,7 +21,7 @@ from mismatch_ext.doctor.diagnose import (
     Scores,
     judge_attention,
 )
-from mismatch_ext.doctor.fits import FLOAT32, ROUNDING, Noise
+from mismatch_ext.doctor.fits import ROUNDING, Noise
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.gap import k3
@@ -100,13 +100,11 @@ def measured(
     sides: str = "",
     looked: Sequence[str] = (),
     exact: bool = False,
-    float32: float = FLOAT32,
 ) -> Gate:
     """Return the gate's figures of a sample, whose tokens `[N]` are of several batches.
 
     `trainer` are the trainer's log-probabilities as it computes them, `equal_blocks` the share of tokens at which both sides'
     blocks are equal to the last bit, `no_blocks` why none are given. `exact` asks for that equality, instead of the other limits.
-    `float32` is the error, nats per token, up to which a side counts as rounding in float32.
     """
     gap = sample.engine - trainer.astype(np.float64)
     equal = sample.engine.astype(np.float32) == trainer.astype(np.float32)
@@ -123,7 +121,7 @@ def measured(
         counted = (
             [Figure(name=f"blocks that differ, of {len(blocks)}", value=float(len(out)), limit=0.0)] if blocks else []
         )
-        figures = [*_sizes(gap), largest, *_errors(sample, scores, float32), *_routes(scores), bits, *counted]
+        figures = [*_sizes(gap), largest, *_errors(sample, scores), *_routes(scores), bits, *counted]
     first_block = (first or f"none of {len(blocks)}") if blocks else f"not compared: {no_blocks}"
     part = sample.place * STRETCHES // (int(sample.place.max()) + 1)
     stretches = [(part == number) for number in np.unique(part)]
@@ -156,10 +154,10 @@ def _sizes(gap: Floats) -> list[Figure]:
     ]
 
 
-def _errors(sample: Sample, scores: Scores, float32: float) -> list[Figure]:
+def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     """Return both sides' errors against the oracle in units of rounding; in nats where float32 explains them."""
     table = LogitTable.of(sample, scores.logits, scores.temperature)
-    noise = Noise.of(scores.own - table.logprob, table.spread)
+    noise = Noise.of(scores.own - table.logprob, table.spread, scores.float32_error)
     native = table.logprob if scores.native is None else scores.native
     figures = []
     for side, error, limit in (
@@ -167,9 +165,9 @@ def _errors(sample: Sample, scores: Scores, float32: float) -> list[Figure]:
         (TRAINERS_ERROR, native - scores.trainer, TRAINER_ROUNDING),
     ):
         mean = float(np.abs(error).mean())
-        small = Figure(name=f"{side} (nats per token)", value=mean, limit=float32)
+        small = Figure(name=f"{side} (nats per token)", value=mean, limit=noise.exact)
         large = Figure(name=f"{side} in units of rounding", value=noise.size(error), limit=limit)
-        figures.append(small if mean <= float32 else large)
+        figures.append(small if mean <= noise.exact else large)
     return figures
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from mismatch_ext.doctor.diagnose import APART, LEAST_TOKENS, NEAR, TRAINER_ROUNDING, Diagnosis, Scores
-from mismatch_ext.doctor.fits import FLOAT32, FLOOR, TAIL, Noise, narrowed
+from mismatch_ext.doctor.fits import FLOAT32_UNITS, TAIL, Noise, narrowed
 from mismatch_ext.doctor.logits import TEMPERATURES, LogitTable
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.gap import k3
@@ -46,13 +46,13 @@ def against_logged(
     apart, table = logged - scores.trainer, LogitTable.of(sample, scores.logits, scores.temperature)
     plain = scores.trainer if scores.straight is None else scores.straight
     own, trainers = (scores.own - table.logprob)[known], [(side - table.logprob)[known] for side in (plain, logged)]
-    mean, tail = _over(apart[known], own, *trainers)
+    mean, tail = _over(apart[known], scores.float32_error, own, *trainers)
     far = float(np.abs(apart[known]).mean())
     note = (
         f"by the log's own trainer_logprobs {from_engine}; --model scores them {far:.1e} nats apart "
         f"from the log's trainer, {mean:.1f} times its rounding, {tail:.1f} times for the largest hundredth"
     )
-    if _agrees(apart[known], 1 + TRAINER_ROUNDING, own, *trainers):
+    if _agrees(apart[known], 1 + TRAINER_ROUNDING, scores.float32_error, own, *trainers):
         return replace(diagnosis, notes=(*diagnosis.notes, note))
     if scored_late:
         note += "; the log's may be of later weights than those that sampled, so this does not show another trainer"
@@ -60,9 +60,10 @@ def against_logged(
     note += ": it is not the trainer of the log"
     heat = _temperature(table, logged, known, stated)
     at_heat = LogitTable.of(sample, scores.logits, heat)
-    heated = Noise.of(plain - table.logprob, table.spread).heated(heat / scores.temperature, at_heat.spread)
+    own_noise = Noise.of(plain - table.logprob, table.spread, scores.float32_error)
+    heated = own_noise.heated(heat / scores.temperature, at_heat.spread)
     if abs(heat / scores.temperature - 1) >= NEAR and _agrees(
-        (logged - at_heat.logprob)[known], TRAINER_ROUNDING, heated.errors[known]
+        (logged - at_heat.logprob)[known], TRAINER_ROUNDING, heated.float32_error, heated.errors[known]
     ):
         note += f", and with --temperature {heat:.3g} it is"
     named = [cause.key for cause in diagnosis.causes]
@@ -73,24 +74,25 @@ def against_logged(
     )  # fmt: skip
 
 
-def _over(apart: Floats, rounding: Floats, *trainers: Floats) -> tuple[float, float]:
+def _over(apart: Floats, float32_error: float, rounding: Floats, *trainers: Floats) -> tuple[float, float]:
     """Return how many times rounding differences are, in nats: in the mean, and for the largest hundredth.
 
     If both `trainers` err more than `rounding`, the smaller of their errors takes its place: one alone is a fault, not a scale.
+    Rounding is at least `float32_error`, that of `Scores`.
     """
 
     def over(measure: Callable[[Floats], Any]) -> float:
         size, own, *errors = (float(measure(np.abs(part))) for part in (apart, rounding, *trainers))
-        return size / max(own, min(errors, default=0.0), FLOOR)
+        return size / max(own, min(errors, default=0.0), float32_error)
 
     return over(np.mean), over(partial(np.quantile, q=TAIL))
 
 
-def _agrees(apart: Floats, most: float, rounding: Floats, *trainers: Floats) -> bool:
-    mean, tail = _over(apart, rounding, *trainers)
+def _agrees(apart: Floats, most: float, float32_error: float, rounding: Floats, *trainers: Floats) -> bool:
+    mean, tail = _over(apart, float32_error, rounding, *trainers)
     # Of few tokens the largest hundredth is a single one.
     within = mean <= most and (tail <= APART or len(apart) < LEAST_TOKENS)
-    return within or float(np.abs(apart).mean()) <= FLOAT32
+    return within or float(np.abs(apart).mean()) <= FLOAT32_UNITS * float32_error
 
 
 def _temperature(table: LogitTable, logged: Floats, known: np.ndarray, stated: float | None) -> float:

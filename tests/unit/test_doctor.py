@@ -15,6 +15,7 @@ from torch import Tensor
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Cause, Diagnosis, Sample, Scores, diagnose, remedy, report
 from mismatch_ext.doctor.diagnose import ANOTHER, distance, other_model, split, with_heads
+from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.doctor.logits import LogitTable
 from mismatch_ext.doctor.tokens import TokensTest, judge_ends, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
@@ -58,7 +59,14 @@ def drawn(
         logprobs=tuple(map(tuple, said.view(responses, LENGTH).tolist())),
     )
     own = score(rounded(ROUNDING))
-    return sample, Scores(trainer=score(rounded(trainer_rounding)), own=own, logits=logits, temperature=temperature)
+    scores = Scores(
+        trainer=score(rounded(trainer_rounding)),
+        own=own,
+        logits=logits,
+        float32_error=own_rounding(0.0, logits.numpy()),
+        temperature=temperature,
+    )
+    return sample, scores
 
 
 def nucleus(p: float) -> Callable[[Tensor], Tensor]:

@@ -11,6 +11,7 @@ from mismatch_ext.adapters.doctor.blocks import summary
 
 from mismatch_ext.doctor import Diagnosis, diagnose, report
 from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, Block, Engine, Rung
+from mismatch_ext.doctor.fits import FLOAT32_UNITS
 from tests.unit.test_doctor import ROUNDING, drawn, drift
 
 LEFT = "prompts padded on the left, without position_ids"
@@ -70,7 +71,7 @@ def laid_left(size: float, *, float32: float) -> Diagnosis:
     """Diagnose a trainer whose padding moves its log-probabilities, and that differs in float32 by so much."""
     sample, scores = drawn()
     moved = size * np.random.default_rng(0).normal(size=len(scores.trainer))
-    rung = Rung.of("trainer", LEFT, moved, np.full(64, float32))
+    rung = Rung.of("trainer", LEFT, moved, np.full(64, float32), float32_error=scores.float32_error)
     padded = replace(scores, trainer=scores.trainer + moved, straight=scores.trainer, layout=LEFT, rungs=(rung,))
     return diagnose(sample, padded)
 
@@ -92,8 +93,11 @@ def test_padding_that_changes_the_policy_or_errs_beyond_rounding_is_named(size: 
 def test_near_ties_of_a_router_are_not_taken_for_another_policy() -> None:
     few = np.zeros(1000)
     few[3] = 0.5
-    assert few.mean() > 1e-5 and not Rung.of("trainer", "packed", few, few).changes_the_policy
-    assert Rung.of("trainer", "packed", few, np.full(1000, 2e-5)).changes_the_policy
+    own = 1e-6
+    assert few.mean() > FLOAT32_UNITS * own
+    assert not Rung.of("trainer", "packed", few, few, float32_error=own).changes_the_policy
+    beyond = np.full(1000, 2 * FLOAT32_UNITS * own)
+    assert Rung.of("trainer", "packed", few, beyond, float32_error=own).changes_the_policy
 
 
 def test_the_largest_gap_is_taken_apart() -> None:

@@ -140,7 +140,10 @@ def first_tokens(sample: Sample, scores: Scores, count: int) -> tuple[Sample, Sc
         logprobs=tuple(row[:count] for row in sample.logprobs),
     )  # fmt: skip
     return part, Scores(
-        trainer=scores.trainer[kept], own=scores.own[kept], logits=scores.logits[torch.from_numpy(kept)]
+        trainer=scores.trainer[kept],
+        own=scores.own[kept],
+        logits=scores.logits[torch.from_numpy(kept)],
+        float32_error=scores.float32_error,
     )
 
 
@@ -213,6 +216,30 @@ def test_a_trainer_within_rounding_of_the_logs_is_judged(size: float) -> None:
     logged[::7] = np.nan
     found = against_logged(diagnose(sample, scores), sample, scores, logged)
     assert found.verdict == "clean" and "2,057 tokens; --model scores them" in report(found), report(found)
+
+
+def rounds_nothing(engine_off: float) -> tuple[Sample, Scores]:
+    """Return the scores of a model without any rounding, and an engine that is so many nats off, at random."""
+    sample, scores = drawn(engine_rounding=0.0)
+    exact = LogitTable.of(sample, scores.logits, 1.0).logprob
+    off = engine_off * np.random.default_rng(0).normal(size=(RESPONSES, LENGTH))
+    logprobs = tuple(map(tuple, (exact.reshape((RESPONSES, LENGTH)) + off).tolist()))
+    return replace(sample, logprobs=logprobs), replace(scores, trainer=exact, own=exact)
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "clean"), (1e-7, "clean"), (1e-4, "unexplained")])
+def test_a_model_that_rounds_nothing_is_judged_by_a_last_place(off: float, verdict: str) -> None:
+    """float32_error is 0 before its floor; a log that is written in float32 and read again is 1e-7 off."""
+    found = diagnose(*rounds_nothing(off))
+    assert found.verdict == verdict and np.isfinite(found.ratio), report(found)
+
+
+@pytest.mark.parametrize(("off", "verdict"), [(0.0, "clean"), (1e-7, "clean"), (1e-4, "other_trainer")])
+def test_a_log_of_a_model_that_rounds_nothing_is_its_own_up_to_a_last_place(off: float, verdict: str) -> None:
+    sample, scores = rounds_nothing(0.0)
+    logged = scores.trainer + off * np.random.default_rng(1).normal(size=len(scores.trainer))
+    found = against_logged(diagnose(sample, scores), sample, scores, logged)
+    assert found.verdict == verdict, report(found)
 
 
 def test_another_trainer_on_a_few_tokens_is_seen_in_the_tail() -> None:

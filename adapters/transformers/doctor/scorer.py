@@ -27,6 +27,7 @@ from torch.func import functional_call
 
 from mismatch_ext.doctor import Sample, Scores
 from mismatch_ext.doctor.diagnose import Rung
+from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.doctor.sample import Floats
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
@@ -114,6 +115,7 @@ class Scorer:
         if implementation_of(model) != self._complete:
             model.set_attn_implementation(self._complete)  # type: ignore[operator]
         round_weights(model, weights_dtype)
+        self._float32_error = self._measured_float32_error()
         replayed = replays and self.shape is not None and sample.routes is not None
         with self.as_trainer():
             straight, taken = (self._scored(sample.routes), None) if replayed else self._native()
@@ -137,6 +139,7 @@ class Scorer:
             trainer=trainer,
             own=self._own(sample),
             logits=self._logits(sample),
+            float32_error=self._float32_error,
             headed=None if self._head is None or self.engine_dtype == torch.float32 else self._own(sample, self._head),
             native=native,
             **self._flips(),
@@ -158,7 +161,7 @@ class Scorer:
         before, self.temperature = self.temperature, 1.0
         try:
             logits, own = self._logits(sample), self._own(sample)
-            return Scores(trainer=own, own=own, logits=logits)
+            return Scores(trainer=own, own=own, logits=logits, float32_error=before * self._float32_error)
         finally:
             self.temperature = before
 
@@ -274,20 +277,44 @@ class Scorer:
             row_logprobs = [self._picked(row, logits, sample) for row, logits in self._passes(sample, sample.routes)]
         return self._joined(row_logprobs)
 
+    @property
     def float32_error(self) -> float:
-        """Return the mean |float32 - float64| of a few responses' log-probabilities, nats per token: the model's own rounding.
+        """What float32 errs on this model, in nats per token at the trainer's temperature: `Scores.float32_error`."""
+        return self._float32_error
 
-        0 if it is not measured: the model is large, or has experts, which float64 may choose otherwise.
-        """
+    def _measured_float32_error(self) -> float:
+        """Measure the mean of |float32 - float64| on a few responses, with the experts that float32 chooses."""
+        sampled = [row for row, mask in enumerate(self.sample.masks) if any(mask)]
+        places = np.linspace(0, len(sampled) - 1, FLOAT64_ROWS).astype(int).tolist()
+        few = self.sample.part([sampled[place] for place in dict.fromkeys(places)])
+        taken: dict[int, RoutingTrace] | None = None if self.shape is None else {}
+        picked: list[tuple[int, Floats]] = []
+        largest_logits: list[float] = []
+        for row, logits in self._passes(few, None, taken=taken):
+            picked.append(self._picked(row, logits, few))
+            finite = logits[logits.isfinite()]
+            largest_logits.append(float(finite.abs().max()) / self.temperature)
+        plain = self._joined(picked)
+        routes = tuple(taken[row] for row in sorted(taken)) if taken else None
+        apart = self._float64(few, routes)
+        if apart is None:
+            apart = self._alone(few, routes)
+        return own_rounding(float(np.abs(apart - plain).mean()), np.array(largest_logits), plain)
+
+    def _float64(self, few: Sample, routes: tuple[RoutingTrace, ...] | None) -> Floats | None:
+        """Return log-probabilities `[N]` in float64; None if the model is too large for it, or does not compute in it."""
         size = sum(parameter.numel() for parameter in self.model.parameters())
-        if size > FLOAT64_PARAMETERS or self.shape is not None:
-            return 0.0
-        rows = np.linspace(0, len(self.sample.responses) - 1, FLOAT64_ROWS).astype(int).tolist()
-        few = list(dict.fromkeys(rows))
-        plain = dict(self._picked(row, logits) for row, logits in self._passes(self.sample, None, only=few))
-        with self.cast(torch.float64):
-            exact = dict(self._picked(row, logits) for row, logits in self._passes(self.sample, None, only=few))
-        return float(np.abs(np.concatenate([plain[row] - exact[row] for row in few])).mean())
+        if size > FLOAT64_PARAMETERS:
+            return None
+        try:
+            with self.cast(torch.float64), experts_one_by_one(self.model):
+                return self._joined([self._picked(row, logits, few) for row, logits in self._passes(few, routes)])
+        except RuntimeError:  # a part of the model computes in float32 whatever its weights are in
+            return None
+
+    def _alone(self, few: Sample, routes: tuple[RoutingTrace, ...] | None) -> Floats:
+        """Return log-probabilities `[N]` in float32 with each response in a batch of its own, whose sums have another order."""
+        return self._joined([self._picked(row, logits, few) for row, logits in self._passes(few, routes, most_rows=1)])
 
     def cast(self, dtype: torch.dtype) -> AbstractContextManager[None]:
         """Hold the weights in another dtype; buffers keep their dtype, as in a trainer."""
@@ -363,6 +390,21 @@ def held_in(model: nn.Module, dtype: torch.dtype) -> Iterator[None]:
     finally:
         for parameter in model.parameters():
             parameter.data = parameter.data.float()
+
+
+@contextmanager
+def experts_one_by_one(model: nn.Module) -> Iterator[None]:
+    """Compute each expert's product on its own, because grouped products do not exist in float64."""
+    change = getattr(model, "set_experts_implementation", None)
+    before = getattr(getattr(model, "config", None), "_experts_implementation", None)
+    if change is None or before is None:
+        yield
+        return
+    change("eager")
+    try:
+        yield
+    finally:
+        change(before)
 
 
 @contextmanager
@@ -474,7 +516,13 @@ def own_noise(scorer: Scorer) -> Iterator[Rung]:
     yield Rung.of("trainer", f"batches of 1 against {BATCH}", scored("right", rows=1) - straight)
     for layout, name in LAYOUTS.items():
         if layout != "right" and not (layout == "packed" and mixes_packed(scorer.model)):
-            yield Rung.of("trainer", name, scored(layout) - straight, scored(layout, exact=True) - exact)
+            yield Rung.of(
+                "trainer",
+                name,
+                scored(layout) - straight,
+                scored(layout, exact=True) - exact,
+                float32_error=scorer.float32_error,
+            )
 
 
 def passes(

@@ -22,6 +22,7 @@ from trl.trainer.utils import disable_dropout_in_model
 
 from mismatch_ext.doctor import Diagnosis, Sample, read_rollouts, report
 from mismatch_ext.evidence import ColumnBatch, lines_of
+from tests.oracle import FACTOR
 
 ROWS, PROMPT, LENGTH, END = 96, 6, 30, 1
 SHORT = 3
@@ -136,7 +137,8 @@ def test_the_trainers_pass_has_its_own_weights_whatever_the_engine_rounds() -> N
     plain = Scorer(model(), sample, trainer_dtype="float32", engine_dtype="bfloat16").scores.trainer
     scorer = Scorer(model(), sample, trainer_dtype="float32", engine_dtype="bfloat16", computed=plain)
     again = scorer.in_layout(sample, "right")
-    assert np.abs(again - plain).max() < 1e-6 < np.abs(scorer.logprobs() - plain).max()
+    alike = FACTOR * scorer.float32_error
+    assert np.abs(again - plain).max() < alike < np.abs(scorer.logprobs() - plain).max()
     # Afterwards the weights are the engine's again.
     weights = dict(scorer.model.named_parameters())
     assert all(torch.equal(weight, weight.bfloat16().float()) for weight in weights.values())
