@@ -17,14 +17,18 @@ from functools import cached_property
 from typing import Any, TypeGuard
 
 import torch
+import torch.distributed as dist
 from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
+from verl.utils.device import get_device_id
 from verl.utils.ulysses import (
     gather_outputs_and_unpad,
+    get_ulysses_sequence_parallel_group,
+    get_ulysses_sequence_parallel_rank,
     get_ulysses_sequence_parallel_world_size,
     slice_input_tensor,
 )
@@ -34,9 +38,10 @@ from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import ReplayError, RoutingError
 from mismatch_ext.ranks import WORLD, agree, together
 from mismatch_ext.routing import RoutingTrace
+from mismatch_ext.routing.ingest import check_ids
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
 from mismatch_ext.routing.tokens import PADDING, TokenRows
-from mismatch_ext.routing.trace import Span, stamped
+from mismatch_ext.routing.trace import Span, expect_weights
 
 FIELD = "routed_experts"
 TOKENS = "routed_tokens"
@@ -156,6 +161,8 @@ class EngineReplay(RouteReplay):
                 run[FIELD], run[SAMPLES] = self.ingest(data, rank, judged=judged)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
+        if self._reports and not any_others:
+            self._share_faults(run[SAMPLES])
         warn_of_first(self._faults)
         if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
@@ -259,60 +266,88 @@ class EngineReplay(RouteReplay):
         If the pass is judged, samples whose routes are wrong are bad, unless that is true of all; otherwise raises RoutingError.
         """
         kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
-        fields, samples = [], []
+        inputs, wanted = data["input_ids"], needed(data)
+        shape = (len(self.layout.layers), self.layout.top_k)
+        # Of all samples in one piece, because their routes are the largest field of a batch.
+        experts = torch.zeros((inputs.values().shape[0], *shape), dtype=kind)
+        # Ranks that share rows have the same samples, and each checks the ids of its own part of them.
+        sharing, place = get_ulysses_sequence_parallel_world_size(), get_ulysses_sequence_parallel_rank()
+        samples = []
         wrong: dict[int, RoutingError] = {}
-        wanted = needed(data)
         rows = zip(
             routes(data),
-            data["input_ids"].unbind(),
+            inputs.unbind(),
+            experts.split(lengths(data)),
             wanted,
             versions(data),
             names(data, rank),
             bad_rows(data),
             strict=True,
         )
-        for row, (array, ids, count, span, name, bad) in enumerate(rows):
-            experts = torch.zeros((len(ids), len(self.layout.layers), self.layout.top_k), dtype=kind)
-            recorded, present = None, True
+        for row, (array, ids, into, count, span, name, bad) in enumerate(rows):
+            recorded, present = 0, True
             try:
-                recorded, present = self._of_sample(array, ids, count, span, name, judged=judged)
+                recorded, present = self._of_sample(
+                    array, ids, into, count, span, name, judged=judged, checks_ids=row % sharing == place
+                )
             except RoutingError as error:
+                into.zero_()
                 if not bad:  # a bad row may have no routes of its own
                     if not judged:
                         raise
                     wrong[row] = error
-            known = 0 if recorded is None else recorded.rows
-            if recorded is not None:
-                experts[:known] = recorded.experts.view(kind)
-            fields.append(experts)
             fault = number_of("routes") if row in wrong else 0
-            samples.append((known, count > 0 and not fault, present, fault))
-        if len(wrong) == sum(count > 0 for count in wanted) >= FEW:
-            raise next(iter(wrong.values()))
+            samples.append((recorded, count > 0 and not fault, present, fault))
         self._faults = {row: str(error) for row, error in wrong.items()}
-        return torch.nested.as_nested_tensor(fields, layout=torch.jagged), torch.tensor(samples, dtype=torch.int64)
+        field = torch.nested.nested_tensor_from_jagged(experts, inputs.offsets().cpu())
+        return field, torch.tensor(samples, dtype=torch.int64)
+
+    def _share_faults(self, samples: Tensor) -> None:
+        """Take over the faults that ranks with the same samples have found, which all call this; raise if all are bad."""
+        sharing = get_ulysses_sequence_parallel_group()
+        if sharing is not None and get_ulysses_sequence_parallel_world_size() > 1:
+            faults = samples[:, 3].to(get_device_id())
+            dist.all_reduce(faults, op=dist.ReduceOp.MAX, group=sharing)
+            samples[:, 3] = faults.cpu()
+        faulty = samples[:, 3] > 0
+        counted = samples[:, 1].bool() | faulty
+        samples[faulty, :2] = 0
+        with together(WORLD):
+            if int(faulty.sum()) == int(counted.sum()) >= FEW:
+                why = "the routes of all samples are wrong; another rank says why."
+                raise RoutingError(next(iter(self._faults.values()), why))
 
     def _of_sample(
-        self, array: Tensor | None, ids: Tensor, needed: int, span: Span | None, name: str, *, judged: bool
-    ) -> tuple[RoutingTrace | None, bool]:
-        """Return the routes of a sample, None without any, and whether they are of the present weights."""
+        self,
+        array: Tensor | None,
+        ids: Tensor,
+        into: Tensor,
+        needed: int,
+        span: Span | None,
+        name: str,
+        *,
+        judged: bool,
+        checks_ids: bool,
+    ) -> tuple[int, bool]:
+        """Write the routes of a sample; return how many rows it has, and whether they are of the present weights."""
         if self.config.mode == "R2":
-            return self._ingested(array, len(ids), name), True
+            self._write(array, into, name, checks_ids)
+            return len(ids), True
         if judged and _is_trace(array):
             rows, other = proven(array, ids)
             if other and rows < needed:
                 raise RoutingError(ALTERED.format(name, 1, 1, rows, ""))
-        recorded = self._recorded(array, ids, needed, name)
-        if recorded is None:
-            return None, True
-        recorded = stamped(recorded, span, self.weight_version, name, older=self.takes_older)
-        sent = recorded.versions[0][1] if self.weight_version is None else self.weight_version
-        return recorded, not self.takes_older or recorded.versions[0][1] == sent
+        recorded = self._recorded(array, ids, into, needed, name, checks_ids)
+        if not recorded:
+            return 0, True
+        first = expect_weights(span, self.weight_version, name, older=self.takes_older)
+        is_present = self.weight_version is None or first == self.weight_version
+        return recorded, not self.takes_older or is_present
 
-    def _recorded(self, array: Any, tokens: Tensor, needed: int, name: str) -> RoutingTrace | None:
-        """Read an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
+    def _recorded(self, array: Any, tokens: Tensor, into: Tensor, needed: int, name: str, checks_ids: bool) -> int:
+        """Write an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
         if not _is_trace(array):
-            return self._ingested(array, len(tokens), name)  # says what is wrong with it
+            self._write(array, into, name, checks_ids)  # says what is wrong with it
         if len(array) not in (len(tokens), len(tokens) - 1):
             raise RoutingError(
                 f"request {name}: routing has {len(array)} rows for {len(tokens)} tokens; allowed: one for each, or all but the "
@@ -324,20 +359,30 @@ class EngineReplay(RouteReplay):
                 f"request {name}: routing has {recorded} rows for {len(tokens)} tokens, but its loss depends on the first "
                 f"{needed}; the rollout engine did not record them, or they were lost on the way."
             )
-        return self._ingested(without_digests(array)[:recorded], recorded, name) if recorded else None
+        if recorded:
+            self._write(without_digests(array)[:recorded], into[:recorded], name, checks_ids)
+        return recorded
 
-    def _ingested(self, array: Any, tokens: int, name: str) -> RoutingTrace:
+    def _write(self, array: Any, into: Tensor, name: str, checks_ids: bool) -> None:
+        """Write routes of so many tokens as there is room for, and check their ids unless another rank does."""
         layout = self.layout
-        return RoutingTrace.ingest(
+        if isinstance(array, Tensor) and array.shape == into.shape and not array.is_floating_point() and array.is_cpu:
+            into.copy_(array)
+            if checks_ids:
+                narrow = into.numpy().view("u1" if into.dtype == torch.uint8 else "u2")
+                check_ids(array.numpy(), narrow, layout.num_experts, tuple(layout.layers), f"request {name}")
+            return
+        trace = RoutingTrace.ingest(  # of all decoder layers, or malformed
             array,
             num_experts=layout.num_experts,
             layers=layout.layers,
-            tokens=tokens,
-            version=0,  # `ingest` stamps it
+            tokens=len(into),
+            version=0,
             request=name,
             top_k=layout.top_k,
             last_row=True,
         )
+        into.copy_(trace.experts.view(into.dtype))
 
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""

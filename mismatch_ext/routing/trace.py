@@ -305,33 +305,28 @@ def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...
     return tuple(changes)
 
 
-def stamped(
-    trace: RoutingTrace, span: Span | None, sent: int | None, request: str, *, older: bool = False
-) -> RoutingTrace:
-    """Return the routes of a sequence with the versions of the weights that chose them, which the engine reports.
+def expect_weights(span: Span | None, sent: int | None, request: str, *, older: bool = False) -> int | None:
+    """Return the version of the weights that chose a sequence's first routes, which the engine reports; None if nobody says.
 
-    `sent` is the version that the engine was sent last; without it any is accepted, and with `older` all up to it, as an
-    asynchronous host replays them. Raises RoutingError for routes of other weights, or if nobody says of which.
+    Nobody says at which token of a sequence the weights changed. `sent` is the version that the engine was sent last; without it
+    any is accepted, and with `older` all up to it, as an asynchronous host replays them. Raises RoutingError for routes of other
+    weights, or if they are unknown.
     """
     if span is None:
         if sent is None:
-            return trace
+            return None
         raise RoutingError(
             f"request {request}: nobody says which weights its routes were recorded with; whatever hands on the engine's answers "
             "must hand on the version that they come with (of verl's agent loops, extra_fields with min_global_steps and "
             "max_global_steps)."
         )
-    first, last = span
-    # Nobody says at which row the weights changed.
-    trace = replace(
-        trace, versions=run_lengths([(0, first), (trace.rows - 1, last)] if trace.rows > 1 else [(0, last)])
-    )
-    if sent is not None:
-        try:
-            trace.expect_version(sent, allow_mixed=older)
-        except RoutingError as error:
-            raise RoutingError(f"request {request}: {error}") from None
-    return trace
+    for version in span:
+        if sent is not None and version != sent and not (older and version < sent):
+            raise RoutingError(
+                f"request {request}: its routes are of weight versions {span[0]} to {span[1]}, expected {sent}; reset the "
+                "engine's prefix cache after a weight update and generate again."
+            )
+    return span[0]
 
 
 def share_prompts(

@@ -9,7 +9,7 @@ from torch import Tensor
 from mismatch_ext.errors import RecordError, RoutingError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.rollout import EngineAnswer, Origins, SamplingSettings
-from mismatch_ext.routing.trace import RoutingTrace, stamped
+from mismatch_ext.routing.trace import RoutingTrace, expect_weights
 from tests.unit.test_routing_trace import trace
 
 READING = EngineReading(
@@ -61,13 +61,14 @@ def version_by_row(found: RoutingTrace) -> Tensor:
 
 
 def test_older_routes_are_taken_and_newer_refused() -> None:
-    own = trace(rows=5)
-    found = stamped(own, (1, 3), 3, "a", older=True)
-    assert version_by_row(found).tolist() == [1, 1, 1, 1, 3]
-    assert version_by_row(stamped(own, (3, 3), 3, "a", older=True)).tolist() == [3] * 5
-    for span, older in (((1, 3), False), ((3, 4), True)):
+    assert expect_weights((1, 3), 3, "a", older=True) == 1
+    assert expect_weights((3, 3), 3, "a") == 3
+    assert expect_weights(None, None, "a") is None
+    for span, older in (((1, 3), False), ((3, 4), True), ((3, 1), False)):
         with pytest.raises(RoutingError, match="expected 3"):
-            stamped(own, span, 3, "a", older=older)
+            expect_weights(span, 3, "a", older=older)
+    with pytest.raises(RoutingError, match="nobody says which weights"):
+        expect_weights(None, 3, "a")
 
 
 def test_versions_of_rows_follow_a_trace_that_is_cut() -> None:

@@ -6,16 +6,16 @@ of its tool loop verl keeps only the last one's routes, in which the prefill has
 
 from __future__ import annotations
 
+import asyncio
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from itertools import takewhile
 from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
-from mismatch_ext.adapters.verl.rollout.digests import numbers, with_digests
+from mismatch_ext.adapters.verl.rollout.digests import Numbers, with_digests
 from verl.utils.tokenizer import normalize_token_ids
 from verl.workers.rollout.llm_server import FullyAsyncLLMServerClient, LLMServerClient
 
@@ -54,7 +54,8 @@ class Conversation:
         self.asked = False  # whether the servers have a turn of the conversation; it has one at a time
         # Of the present answer, a piece for each request that sampled of it.
         self.masks: tuple[TokenSupport | str, ...] = ()
-        self.tokens: Sequence[int] = ()  # of all turns so far
+        self.tokens: list[int] = []  # of all turns so far
+        self.numbers = Numbers()  # of the same
         # Of these tokens except the last `[tokens - 1, layers, experts]`, as they were when each was sampled.
         self.routes: Any = None
         # Plain lists, because loops hand them on: later turns add to those that came with the first one.
@@ -84,17 +85,33 @@ class Conversation:
         if self.has_media or not prompt_ids:
             return
         before, after = len(prompt_ids), len(prompt_ids) + len(token_ids)
-        found = numbers([*prompt_ids, *token_ids])
+        found = self.numbers.of([*prompt_ids, *token_ids])
         self.sampled.append([before, int(found[before - 1]), after, int(found[after - 1])])
 
     def take(self, prompt_ids: Sequence[int], output: Any) -> None:
         """Give tokens that earlier turns sampled, up to the first that is another now, the routes that they had then."""
         if output.routed_experts is not None and self.routes is not None:
-            pairs = zip(self.tokens, prompt_ids, strict=False)
-            same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+            same = _shared(self.tokens, list(prompt_ids))
             kept = min(same, len(self.routes), len(output.routed_experts))
             output.routed_experts = np.concatenate([self.routes[:kept], output.routed_experts[kept:]])
         self.tokens, self.routes = [*prompt_ids, *output.token_ids], output.routed_experts
+
+
+def _plain(prompt_ids: Any) -> list[int]:
+    """Return a prompt's tokens as verl reads them: a chat template may return a BatchEncoding or a batch of one."""
+    if type(prompt_ids) is list and set(map(type, prompt_ids)) == {int}:
+        return list(prompt_ids)  # verl looks at token after token, all on the event loop
+    normalized: list[int] = normalize_token_ids(prompt_ids)
+    return normalized
+
+
+def _shared(one: list[int], other: list[int]) -> int:
+    """Return how many tokens two sequences share, from the first on."""
+    count = min(len(one), len(other))
+    if one[:count] == other[:count]:
+        return count
+    differing = np.asarray(one[:count]) != np.asarray(other[:count])
+    return int(differing.argmax())
 
 
 _present: ContextVar[Conversation | None] = ContextVar("conversation", default=None)
@@ -130,10 +147,12 @@ class Recorder(Noting):
         """Generate as verl does, and note the weights' version, and the token from which on they sampled."""
         settings = dict(kwargs.get("sampling_params") or {})  # copied, because verl takes some out
         output = await super().generate(*args, **kwargs)
+        conversation = _present.get()
         if self.replayed and output.routed_experts is not None:
             tokens = [*kwargs["prompt_ids"], *output.token_ids]
-            output.routed_experts = with_digests(output.routed_experts, tokens)
-        conversation = _present.get()
+            known = None if conversation is None else conversation.numbers
+            # In a thread, because other conversations of this process wait for the event loop.
+            output.routed_experts = await asyncio.to_thread(with_digests, output.routed_experts, tokens, known)
         # Noted even if it was interrupted before its first token: verl's first and last version count such a request too.
         masks = output.extra_fields.pop(MASKS, None)
         if conversation is not None:
@@ -151,8 +170,7 @@ class Conversing(Noting):
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
-        # A chat template may return a BatchEncoding or a batch of one, which verl reads as this does.
-        prompt = kwargs["prompt_ids"] = normalize_token_ids(kwargs["prompt_ids"])
+        prompt = kwargs["prompt_ids"] = _plain(kwargs["prompt_ids"])
         # Kept by id for as long as somebody has what came with the first turn: a client does not see when a conversation ends.
         known: WeakValueDictionary[Any, Conversation] = self.__dict__.setdefault(
             "_conversations", WeakValueDictionary()
@@ -169,7 +187,7 @@ class Conversing(Noting):
             conversation.asked = False
             _present.reset(token)
         if self.replayed:
-            conversation.take(prompt, output)
+            await asyncio.to_thread(conversation.take, prompt, output)
         if (calls := _calls.get()) is not None:
             support = _together(conversation.masks, len(output.token_ids))
             calls.add(prompt, output.token_ids, output.log_probs, support)

@@ -20,17 +20,44 @@ BYTES = 4
 """Bytes of a digest, a byte in a slot: engines and verl keep expert ids in eight bits or more."""
 
 
+class Numbers:
+    """The digests of a sequence that grows, of which each token is read once."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._sums = np.zeros(0, np.uint64)  # over each token and all before it
+
+    def of(self, tokens: Sequence[int]) -> NDArray[np.uint32]:
+        """Return a digest for each token `[T]`, of the token and of all before it; none is zero."""
+        tokens = list(tokens)
+        known = len(self._tokens)
+        if tokens[:known] != self._tokens:
+            known = 0
+        last = self._sums[known - 1] if known else np.uint64(0)
+        sums = np.cumsum(_mixed(_placed(tokens[known:], known)), dtype=np.uint64) + last
+        self._tokens, self._sums = tokens, np.concatenate([self._sums[:known], sums])
+        return _folded(self._sums)
+
+
 def numbers(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint32]:
     """Return a digest for each token `[T]`, of the token and of all before it; none is zero."""
+    return _folded(np.cumsum(_mixed(_placed(tokens, 0)), dtype=np.uint64))
+
+
+def _placed(tokens: Sequence[int] | NDArray[Any], first: int) -> NDArray[np.uint64]:
+    """Return tokens with their places, of which the first is `first`."""
     ids = np.asarray(tokens, np.uint64)
-    places = np.arange(len(ids), dtype=np.uint64) << np.uint64(32)
-    sums = _mixed(np.cumsum(_mixed(ids | places), dtype=np.uint64)) >> np.uint64(32)
-    return sums.astype("<u4") | np.uint32(1)
+    return ids | (np.arange(first, first + len(ids), dtype=np.uint64) << np.uint64(32))
 
 
-def digests(tokens: Sequence[int] | NDArray[Any]) -> NDArray[np.uint8]:
-    """Return the bytes of each token's digest `[T, BYTES]`, uint8."""
-    return numbers(tokens).view(np.uint8).reshape(-1, BYTES)
+def _folded(sums: NDArray[np.uint64]) -> NDArray[np.uint32]:
+    return (_mixed(sums) >> np.uint64(32)).astype("<u4") | np.uint32(1)
+
+
+def digests(tokens: Sequence[int] | NDArray[Any], of: Numbers | None = None) -> NDArray[np.uint8]:
+    """Return the bytes of each token's digest `[T, BYTES]`, uint8; `of` knows those of earlier tokens."""
+    found = numbers(tokens) if of is None else of.of(tokens)
+    return found.view(np.uint8).reshape(-1, BYTES)
 
 
 def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -40,14 +67,17 @@ def _mixed(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
     return values ^ (values >> np.uint64(31))
 
 
-def with_digests(routes: Any, tokens: Sequence[int]) -> NDArray[Any]:
-    """Return an answer's routes `[R, L + D, K]` with digests of its tokens, prompt too; zeros if rows are missing or surplus."""
+def with_digests(routes: Any, tokens: Sequence[int], of: Numbers | None = None) -> NDArray[Any]:
+    """Return an answer's routes `[R, L + D, K]` with digests of its tokens, prompt too; zeros if rows are missing or surplus.
+
+    `of` knows the digests of earlier tokens.
+    """
     routes = np.asarray(routes)
     rows, _, top_k = routes.shape
     further = _layers(top_k)
     layers = np.zeros((rows, further * top_k), routes.dtype)
     if rows in (len(tokens) - 1, len(tokens)):  # otherwise nobody says which token a row is of
-        layers[:, :BYTES] = digests(tokens)[:rows]
+        layers[:, :BYTES] = digests(tokens, of)[:rows]
     return np.concatenate([routes, layers.reshape(rows, further, top_k)], axis=1)
 
 

@@ -259,8 +259,8 @@ def test_routes_of_other_weights_than_were_sent_last_are_refused(
     assert faulty["of_present"] == "nothing was refused"
     nobody = "nobody says which weights its routes were recorded with"
     for fault, sample, words in (
-        ("of_older", 1, "row 0 of a routing trace is of policy version 2, expected 3"),
-        ("of_two", 2, "row 0 of a routing trace is of policy version 2, expected 3"),
+        ("of_older", 1, "its routes are of weight versions 2 to 2, expected 3"),
+        ("of_two", 2, "its routes are of weight versions 2 to 3, expected 3"),
         ("of_nobody", 0, nobody),
         ("of_one_unknown", 3, nobody),
     ):
@@ -556,6 +556,9 @@ def test_ranks_that_share_a_sequence_replay_as_one_does(
     assert all("row 3, layer 0: duplicate expert ids" in said or "duplicate" in said for said in two["lost"]), two[
         "lost"
     ]
+    assert two["faults"] and all(
+        [bool(number) for number in one] == [row == 1 for row in range(8)] for one in two["faults"]
+    ), two["faults"]
 
 
 def test_what_a_fused_head_cannot_do_is_refused(run: Run, untied: Path) -> None:

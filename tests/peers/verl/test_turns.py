@@ -56,3 +56,15 @@ def test_tokens_that_no_request_has_sampled_are_found_in_rows_of_verls_own_loops
 def test_verls_metrics_of_the_experts_load_are_those_without_digests(run: Run) -> None:
     alone, carrying = run(scenarios.loads).expect()
     assert alone == carrying and len(alone) > 6
+
+
+def test_digests_and_routes_of_a_conversation_that_grows(run: Run) -> None:
+    grown = run(scenarios.grown).expect()
+    assert len(grown) == 120 and all(grown)
+    # The last turn's fourth token is another than the second's, so that it and all after it have the last turn's routes.
+    assert run(scenarios.kept_routes).expect() == [[0] * 3, [0] * 3 + [1] * 2, [0] * 3 + [2] * 3]
+
+
+def test_routes_are_not_copied_on_the_event_loop(run: Run) -> None:
+    on_loop = run(scenarios.threads).expect()
+    assert len(on_loop) == 4 and not any(on_loop)

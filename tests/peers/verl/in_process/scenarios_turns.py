@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import pickle
+import random
+import threading
 from typing import Any
 from unittest import mock
 
 import numpy as np
 import torch
 from mismatch_ext.adapters.verl.driver.batch_checks import ExpertLoads, unsampled
-from mismatch_ext.adapters.verl.rollout.client import MASKS, SAMPLED, SETTINGS, following, versioned
-from mismatch_ext.adapters.verl.rollout.digests import proven, with_digests, without_digests
+from mismatch_ext.adapters.verl.rollout.client import MASKS, SAMPLED, SETTINGS, Conversation, following, versioned
+from mismatch_ext.adapters.verl.rollout.digests import Numbers, numbers, proven, with_digests, without_digests
 from mismatch_ext.adapters.verl.sampling_mask import IDS, SIZES, UNKNOWN, add_masks, support_of
 from omegaconf import OmegaConf
 from verl.experimental.agent_loop.agent_loop import AgentLoopMetrics, AgentLoopOutput, DictConfigWrap
@@ -218,6 +220,67 @@ async def _forgetful(client: Any) -> AgentLoopOutput:
         metrics=AgentLoopMetrics(),
         extra_fields=first.extra_fields,
     )
+
+
+def grown() -> list[bool]:
+    """Tell whether digests of conversations that grow, and at times begin anew, are those of all their tokens at once."""
+    draw, found = random.Random(0), []
+    for _ in range(20):
+        known, tokens = Numbers(), list[int]()
+        for _ in range(6):
+            kept = len(tokens) if draw.random() < 0.7 else draw.randrange(len(tokens) + 1)
+            tokens = [*tokens[:kept], *(draw.randrange(150_000) for _ in range(draw.randrange(9)))]
+            found.append(known.of(tokens).tolist() == numbers(tokens).tolist())
+    return found
+
+
+def kept_routes() -> list[Any]:
+    """Return whose routes each token has after each of three turns, of which the last has another fourth token."""
+    conversation = Conversation()
+    turns = [([1, 2], [3, 4]), ([1, 2, 3, 4, 5], [6]), ([1, 2, 3, 9, 5, 6], [7])]
+    owners = []
+    for number, (prompt, answer) in enumerate(turns):
+        rows = len(prompt) + len(answer) - 1
+        output = TokenOutput(token_ids=answer, routed_experts=np.full((rows, 1, 1), number))
+        conversation.take(prompt, output)
+        owners.append(output.routed_experts[:, 0, 0].tolist())
+    return owners
+
+
+def threads() -> list[bool]:
+    """Tell of each array operation on routes whether it ran on the event loop's thread, where other conversations wait."""
+    ran = []
+    loop = threading.get_ident()
+    plain_take = Conversation.take
+
+    def noted(function: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            ran.append(threading.get_ident() == loop)
+            return function(*args, **kwargs)
+
+        return run
+
+    module = "mismatch_ext.adapters.verl.rollout.client"
+    with (
+        mock.patch(f"{module}.with_digests", noted(with_digests)),
+        mock.patch.object(Conversation, "take", noted(plain_take)),
+    ):
+        asyncio.run(_two_turns())
+    return ran
+
+
+async def _two_turns() -> None:
+    """Take two turns whose routes are replayed."""
+
+    async def generate(self: Any, *_: Any, **kwargs: Any) -> TokenOutput:
+        routes = np.zeros((len(kwargs["prompt_ids"]), 1, 4), np.uint8)
+        return TokenOutput(token_ids=[5], routed_experts=routes, extra_fields={})
+
+    client = object.__new__(LLMServerClient)
+    with mock.patch.object(LLMServerClient, "generate", generate):
+        versioned(client, replayed=True)
+        await client.generate("a", prompt_ids=[1, 2], sampling_params={})
+        await client.generate("a", prompt_ids=[1, 2, 5, 6], sampling_params={})
 
 
 def loads() -> list[Any]:

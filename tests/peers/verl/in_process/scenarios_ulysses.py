@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from mismatch_ext.adapters.verl.bad_rows import FAULT, JUDGED
 from tensordict import TensorDict
 from torch import Tensor
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -106,6 +107,10 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
             lost = [row.clone() for row in given]
             lost[1][3] = 0
             found["lost"] = everywhere(refused(built.infer_batch, batch(range(8), rollout=nested(lost))))
+            # One of the ranks checks this sample's ids, and all leave it out.
+            judged = built.infer_batch(tu.assign_non_tensor(batch(range(8), rollout=nested(lost)), **{JUDGED: True}))
+            faults = None if judged is None else [int(row.max()) for row in judged[FAULT].unbind()]
+            found["faults"] = [one for one in everywhere(faults) if one is not None]
     if dist.get_rank() == 0:
         torch.save(gradients, path)
     return found
