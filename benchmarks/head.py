@@ -117,21 +117,16 @@ def examine(model: Path, case: str, out: Path) -> None:
     subprocess.run(command, stdout=subprocess.DEVNULL, check=False)  # its status is the verdict
 
 
-def row(case: str, result: Mapping[str, Any], doctor: Mapping[str, Any]) -> str:
-    """Return a case's row of the printed table."""
+def row(case: str, result: Mapping[str, Any], doctor: Mapping[str, Any] | None) -> str:
+    """Return a case's row of the printed table; `doctor` is None if it has not examined the case."""
     heads = [check["found"] for check in result["audit"]]
     gap = " / ".join(f"{result[name]:.3g}" for name in MEASURES[:2])
-    examined = " / ".join(f"{doctor['gap'][name]:.3g}" for name in MEASURES[:2])
-    causes = ", ".join(cause["key"] for cause in doctor["causes"]) or doctor["verdict"]
-    cells = [
-        *CASES[case],
-        f"{result['tokens']:g}",
-        gap,
-        " and ".join(heads),
-        "yes" if result["warned"] else "no",
-        examined,
-        causes,
-    ]
+    examined, causes = "", "not run"
+    if doctor is not None:
+        examined = " / ".join(f"{doctor['gap'][name]:.3g}" for name in MEASURES[:2])
+        causes = ", ".join(cause["key"] for cause in doctor["causes"]) or doctor["verdict"]
+    warned = "yes" if result["warned"] else "no"
+    cells = [*CASES[case], f"{result['tokens']:g}", gap, " and ".join(heads), warned, examined, causes]
     return f"| {' | '.join(cells)} |"
 
 
@@ -141,6 +136,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/head"))
     parser.add_argument("--one", nargs=2, metavar=("CASE", "PART"), help="one part alone: a case, and trl or doctor")
     parser.add_argument("--record", type=Path, help="write the figures there")
+    parser.add_argument("--kept", action="store_true", help="run nothing, and take the parts that are there")
     given = parser.parse_args()
     from examples.smollm2 import unpack
 
@@ -161,24 +157,30 @@ def main() -> None:
         parts = {}
         for part, name in (("trl", "result.json"), ("doctor", "doctor.json")):
             path = given.out / case / part / name
-            if not path.is_file():
-                subprocess.run(
-                    [sys.executable, "-m", "benchmarks.head", "--out", given.out, "--one", case, part], check=True
-                )
-            parts[part] = json.loads(path.read_text(encoding="utf-8"))
-        found[case] = parts
-        print(row(case, parts["trl"], parts["doctor"]), flush=True)
+            if not path.is_file() and not given.kept:
+                words = ["-m", "benchmarks.head", "--out", given.out, "--one", case, part]
+                subprocess.run([sys.executable, *map(str, words)], check=True)
+            if path.is_file():
+                parts[part] = json.loads(path.read_text(encoding="utf-8"))
+        if "trl" in parts:
+            found[case] = parts
+            print(row(case, parts["trl"], parts.get("doctor")), flush=True)
     for case, parts in found.items():
-        for said in (*parts["trl"]["warned"], *_notes(parts["doctor"])):
+        for said in (*parts["trl"]["warned"], *_notes(parts.get("doctor"))):
             print(f"\n{case}: {said}")
     if given.record is not None:
-        figures = {case: {"trl": parts["trl"], "doctor": _kept(parts["doctor"])} for case, parts in found.items()}
+        figures: dict[str, Any] = {case: {"trl": parts["trl"]} for case, parts in found.items()}
+        for case, parts in found.items():
+            if "doctor" in parts:
+                figures[case]["doctor"] = _kept(parts["doctor"])
         record = {"name": "head", "command": "python -m benchmarks.head", **measured_on(), "figures": figures}
         given.record.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
 
 
-def _notes(doctor: Mapping[str, Any]) -> Sequence[str]:
+def _notes(doctor: Mapping[str, Any] | None) -> Sequence[str]:
     """Return what the doctor says of the heads."""
+    if doctor is None:
+        return ()
     said = [cause["said"] for cause in doctor["causes"]] + [*doctor["notes"]]
     return [sentence for sentence in said if "head computes" in sentence]
 

@@ -240,6 +240,24 @@ def real_headline() -> list[str]:
     ]
 
 
+def heads() -> list[str]:
+    """Return the gap of the real model by the dtypes of both output heads, in TRL and by the doctor."""
+    lines = table(
+        "engine's head", "trainer's head", "TRL: mean, k3", "TRL warned", "doctor: mean, k3", "doctor said", "tokens"
+    )
+    for case, parts in evidence("head")["figures"].items():
+        engine, _, trainer = case.partition("-")
+        trl, doctor = parts["trl"], parts.get("doctor")
+        warned = "of a one-sided head" if trl["warned"] else "no"
+        found = [f"{part['logp_abs_diff_mean']:.4f}, {rounded(part['k3_kl'])}" for part in (trl, doctor or trl)]
+        said = "not run" if doctor is None else ", ".join(doctor["causes"]) or doctor["verdict"]
+        if doctor is not None and doctor["said"] and not doctor["causes"]:
+            said += ", and noted the head"
+        cells = [engine, trainer, found[0], warned, "" if doctor is None else found[1], said, f"{trl['tokens']:,.0f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
 SIZES = (
     "--config", "--model_name_or_path", "--output_dir", "--eval_prompts", "--max_steps", "--max_completion_length",
     "--dataset_name", "--reward_funcs", "--vllm_mode", "--vllm_max_model_length", "--vllm_gpu_memory_utilization",
@@ -444,8 +462,9 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "real_mixture": real_mixture,
     "real_flows": real_flows,
     "real_learning": real_learning,
+    "heads": heads,
 }
-PAGES = ("../README.md", "config.md", "metrics.md", "real.md")
+PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "fp16.md")
 PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
 """Pictures by file; a picture without a record is not drawn."""
 

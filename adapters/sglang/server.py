@@ -151,6 +151,11 @@ def check_server(
             f"{ORIGINAL_LOGPROB} is assumed to be unset in the server's environment, which the report does not show; say "
             "original_logprobs=True or False."
         )
+    if not routing and (speculative := info.get("speculative_algorithm")) is not None:
+        notes.append(
+            f"speculative_algorithm={speculative}: whether weight updates reach the draft model, and whether drafted tokens are "
+            "drawn from the policy's own distribution, is not checked; the gap of the tokens is measured as usual."
+        )
     return ServerVerdict(version=reading.version, problems=tuple(problems), notes=tuple(notes))
 
 
@@ -182,9 +187,7 @@ def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> l
 def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weights: bool) -> list[ServerProblem]:
     """Return settings under which the server runs another model, loses updates, or computes other values."""
     preferred, override = info.get("preferred_sampling_params"), info.get("json_model_override_args")
-    target, speculative, replicas = (
-        info.get("rl_on_policy_target"), info.get("speculative_algorithm"), info.get("dp_size") or 1,
-    )  # fmt: skip
+    target, replicas = info.get("rl_on_policy_target"), info.get("dp_size") or 1
     quantized = policy.quantization is not None and _says_only_format(override, policy.quantization)
     return _problems(
         (_given(preferred), "preferred_sampling_params", preferred, "none", "leave out --preferred-sampling-params",
@@ -202,8 +205,6 @@ def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weight
         (target is not None and policy.dtype != "bfloat16", "rl_on_policy_target", target, "none",
          "leave out --rl-on-policy-target",
          f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {policy.dtype}."),
-        (speculative is not None, "speculative_algorithm", speculative, "none", "leave out --speculative-algorithm",
-         "Neither log-probabilities nor routes of drafted tokens have been compared with a trainer's."),
         (info.get("enable_decoder_swa_bounded_replay") is True, "enable_decoder_swa_bounded_replay", True, "false",
          "--no-enable-decoder-swa-bounded-replay",
          "What it computes after a prefix hit is not the full prefill that the trainer computes."),
@@ -219,6 +220,7 @@ def routing_problems(info: Mapping[str, Any]) -> list[ServerProblem]:
     captured, backend, stages = (
         info.get("enable_return_routed_experts"), info.get("moe_runner_backend"), info.get("pp_size") or 1,
     )  # fmt: skip
+    speculative = info.get("speculative_algorithm")
     mode, other_cache = (
         info.get("disaggregation_mode"),
         "Keys and values that come back from that cache come without their routes.",
@@ -236,6 +238,8 @@ def routing_problems(info: Mapping[str, Any]) -> list[ServerProblem]:
         (info.get("enable_lmcache") is True, "enable_lmcache", True, "false", "leave out --enable-lmcache", other_cache),
         (mode not in (None, "null"), "disaggregation_mode", mode, "null", "leave out --disaggregation-mode",
          "The prompt's routes stay with the server that computed it."),
+        (speculative is not None, "speculative_algorithm", speculative, "none", "leave out --speculative-algorithm",
+         "Routes of drafted tokens have not been compared with a trainer's."),
         (stages != 1, "pp_size", stages, "1", "--pp-size 1", "A pipeline stage records the routes of its own layers alone."),
     )  # fmt: skip
 

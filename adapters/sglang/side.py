@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -128,7 +129,10 @@ class Rollout:
         Raises:
             EngineError: A setting does not fit; names each such setting, and what to give instead.
         """
-        check_server(self._info, config=block, trainer_dtype=trainer_dtype).raise_for_problems()
+        verdict = check_server(self._info, config=block, trainer_dtype=trainer_dtype)
+        verdict.raise_for_problems()
+        for note in verdict.notes:
+            warnings.warn(note, stacklevel=2)
         if self.n > 1 and self._info.get("enable_deterministic_inference") is True:
             raise EngineError(
                 f"n={self.n} with --enable-deterministic-inference: SGLang then returns the same response n times. Leave out the "

@@ -27,7 +27,8 @@ def read_fused_head(model: nn.Module, autocast: Autocast) -> str | None:
 
     token = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
     try:
-        with torch.no_grad(), evaluating(model), autocast(), scoring_with(look, entropies=True):
+        # Autocast comes last, because the patch first tries TRL's head in float32.
+        with torch.no_grad(), evaluating(model), scoring_with(look, entropies=True), autocast():
             model(input_ids=token, labels=token, fused_lm_head=True)
     except MismatchError:  # TRL's head is not what it was
         return None

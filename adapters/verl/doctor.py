@@ -31,6 +31,7 @@ LEFT_OUT = {
     "seed": "the doctor's own, by --seed",
     "data_parallel_size": "the doctor starts one replica",
     "attn_implementation": OTHER_KERNELS,
+    "mtp.enable_rollout": "the doctor's engine decodes without drafts: whether those are drawn from the policy is not checked",
     "lora_rank": "adapters begin at zero; give the adapter of a later step by --model",
     "strategy": "the doctor's trainer is transformers, in this engine's dtypes but without its kernels",
     "quantization": "vLLM's own quantization in the place of verl's block-wise one",
@@ -112,14 +113,11 @@ def _settled(config: Any) -> MismatchConfig | None:
 def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str) -> None:
     """Refuse settings with which the doctor would start something else than the run does."""
     qat = (rollout.get("qat") or {}).get("enable", False)
-    mtp = rollout.get("mtp") or {}
     split = (rollout.get("disaggregation") or {}).get("enabled", False)
     for name, given, value, why, todo in (
         ("name", engine != "vllm", engine, "the doctor reads the settings of vLLM alone",
          "give this engine's own by --engine, --engine-arg and --sampling, or --rollouts"),
         ("qat.enable", qat, qat, "the doctor's trainer has no quantization-aware weights", "set it to False"),
-        ("mtp.enable_rollout", mtp.get("enable") and mtp.get("enable_rollout"), True,
-         "the doctor does not decode speculatively", "set it to False"),
         ("disaggregation.enabled", split, split, "the doctor starts one engine for prefill and decode", "set it to False"),
         ("pipeline_model_parallel_size", rollout["pipeline_model_parallel_size"] > 1,
          rollout["pipeline_model_parallel_size"], "the doctor starts one stage", "set it to 1"),
@@ -195,7 +193,9 @@ def _dataset(data: Any, rollout: dict[str, Any], model: dict[str, Any]) -> Datas
 
 
 def _left_out(rollout: dict[str, Any], actor: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
+    mtp = rollout.get("mtp") or {}
     present = {
+        "mtp.enable_rollout": mtp.get("enable") and mtp.get("enable_rollout"),
         "load_format": True,
         "seed": True,
         "attn_implementation": _attention(model) not in PORTABLE,

@@ -277,6 +277,16 @@ def _in_no_loss(value: Any, asked: Asked) -> bool:
     return asked.inert and value not in (None, "vanilla", "bypass_mode")
 
 
+def _names_the_head(value: Any, _: Asked) -> bool:
+    return "lm_head" in value if isinstance(value, str) else any("lm_head" in name for name in value or ())
+
+
+def _probes_adapters(asked: Asked) -> bool:
+    """Tell whether vLLM holds adapters apart from the base, and scores the probes of weight updates with them."""
+    adapts = asked.at(f"{MODEL}.lora_rank", 0) and not asked.at(f"{MODEL}.lora.merge")
+    return bool(adapts) and asked.engine == "vllm" and asked.block.monitor.weight_sync != "off"
+
+
 def _differs(copy: Any, asked: Asked) -> bool:
     """Tell whether verl's loss reads another copy of the correction than the driver."""
     if not copy or asked.at(f"{POLICY_LOSS}.loss_mode") != "bypass_mode":
@@ -352,6 +362,13 @@ _MONITOR = under(
         "an alarm of mismatch.monitor stops training here (action: stop), and resume_mode=auto would not find the checkpoint: "
         "verl writes latest_checkpointed_iteration.txt after the run has ended. Set it to False, or let the alarm warn "
         "(action: warn)."),
+)  # fmt: skip
+_HEAD = under(
+    _probes_adapters,
+    Row(f"{MODEL}.target_modules", _names_the_head,
+        "vLLM scores prompts without an adapter on the output head, so that the probes of weight updates would call its weights "
+        "wrong. Remove 'lm_head' from it, or set mismatch.monitor.weight_sync='off'."),
+    measurable=True,
 )  # fmt: skip
 _SGLANG = under(
     lambda asked: asked.engine == "sglang",
@@ -542,8 +559,8 @@ _KL = (
     ),
 )  # fmt: skip
 TABLE = (
-    *_ALWAYS, *_MODE, *_MONITOR, *_SGLANG, *_MEGATRON, *PRECISION, *_ROUTING, *_MASKS, *_CORRECTION, *_VERLS_CORRECTION, *_BYPASS,
-    *_KL,
+    *_ALWAYS, *_MODE, *_MONITOR, *_HEAD, *_SGLANG, *_MEGATRON, *PRECISION, *_ROUTING, *_MASKS, *_CORRECTION, *_VERLS_CORRECTION,
+    *_BYPASS, *_KL,
 )  # fmt: skip
 
 

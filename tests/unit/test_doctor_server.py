@@ -77,6 +77,22 @@ def listed(*entries: dict[str, Any]) -> Answers:
     return STOCK | {"/v1/models": (200, {"data": list(entries)})}
 
 
+@pytest.mark.parametrize("key", ["target_modules", "modules_to_save"])
+def test_an_adapter_of_vllm_on_the_output_head_is_refused_by_name(tmp_path: Path, key: str) -> None:
+    def served(*modules: str) -> Server:
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"target_modules": ["q_proj"], key: [*modules]}))
+        answers = listed({"id": "tuned", "root": str(tmp_path), "parent": "base", "max_model_len": 64})
+        with listening(answers) as (url, _):
+            return connect(Address(url=url))
+
+    plain = served("model.layers.0.q_proj")
+    assert plain.adapter and not any("lm_head" in note for note in plain.notes(str(tmp_path)))
+    with pytest.raises(ConfigError, match=r"the adapter tuned changes the output head \(lm_head\)"):
+        served("q_proj", "model.lm_head")
+    with listening(listed({"id": "far", "root": "/nowhere", "parent": "base"})) as (url, _):
+        assert any("if it changes lm_head" in note for note in connect(Address(url=url)).notes("model"))
+
+
 def test_what_a_server_says_of_itself_is_read() -> None:
     with listening(STOCK) as (url, _):
         found = connect(Address(url=f"{url}/v1/"))

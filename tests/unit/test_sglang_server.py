@@ -91,7 +91,7 @@ PROBLEMS = [
     ({"enable_lora": True}, "enable_lora", "leave out --enable-lora and --lora-paths", "base model alone"),
     ({"dp_size": 2}, "dp_size", "--dp-size 1", "several replicas"),
     ({"rl_on_policy_target": "fsdp"}, "rl_on_policy_target", "leave out --rl-on-policy-target", "to bfloat16"),
-    ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm", "leave out --speculative-algorithm", "drafted"),
+    ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm", "leave out --speculative-algorithm", "drafted tokens"),
     ({"enable_return_routed_experts": False}, "enable_return_routed_experts", "--enable-return-routed-experts", "ignores"),
     ({"enable_return_routed_experts": None}, "enable_return_routed_experts", "--enable-return-routed-experts", "ignores"),
     ({"moe_runner_backend": "flashinfer_trtllm"}, "moe_runner_backend", "--moe-runner-backend triton", "fused"),
@@ -123,6 +123,17 @@ def test_each_problem_is_found_alone_and_names_the_flag(
         found.raise_for_problems()
 
 
+def test_speculative_decoding_is_measured_and_what_is_not_checked_is_said() -> None:
+    drafted = {"speculative_algorithm": "EAGLE"}
+    found = verdict(drafted, config=PLAIN)
+    assert not found.problems
+    (note,) = found.notes
+    assert "speculative_algorithm=EAGLE" in note and "the draft model" in note and "is not checked" in note
+    assert not verdict({}, config=PLAIN).notes
+    with pytest.raises(EngineError, match="speculative_algorithm"):
+        verdict(drafted).raise_for_problems()
+
+
 def test_a_head_in_float32_is_asked_for_by_its_flag() -> None:
     head = MismatchConfig.parse({"precision": {"dtype": "float16", "head": "float32"}})
     (problem,) = verdict({"enable_fp32_lm_head": False}, config=head).problems
@@ -141,10 +152,10 @@ def test_all_problems_come_in_one_verdict() -> None:
     assert fields == [
         "version", "dtype", "kv_cache_dtype", "quantization", "SGLANG_RETURN_ORIGINAL_LOGPROB", "preferred_sampling_params",
         "json_model_override_args", "load_format", "enable_lora", "dp_size", "rl_on_policy_target",
-        "speculative_algorithm", "enable_decoder_swa_bounded_replay",
+        "enable_decoder_swa_bounded_replay",
         "enable_return_routed_experts", "moe_runner_backend", "enable_two_batch_overlap",
         "enable_hierarchical_cache", "enable_lmcache",
-        "disaggregation_mode", "pp_size",
+        "disaggregation_mode", "speculative_algorithm", "pp_size",
     ]  # fmt: skip
     with pytest.raises(EngineError) as error:
         found.raise_for_problems()

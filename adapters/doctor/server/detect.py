@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters.doctor.server.client import Client
@@ -96,6 +98,11 @@ class Server:
             notes.append(
                 f"this release was run with {NAMED[self.kind]} {', '.join(peer.ran)}, and nobody has run it with {self.version}"
             )
+        if self.kind == "vllm" and self.adapter and adapted_modules(self.serves) is None:
+            notes.append(
+                f"the adapter's folder {self.serves} cannot be read here: if it changes lm_head, vLLM's scores of prompts leave "
+                "that out"
+            )
         if self.dtype is None:
             notes.append("the server does not say its dtype: it is taken to be --dtype")
         if self.serves and os.path.realpath(self.serves) != os.path.realpath(model) and self.serves != model:
@@ -184,11 +191,35 @@ def _vllm(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any], ver
         part if isinstance(part := config.get(key), dict) else {} for key in ("model_config", "cache_config")
     )
     settings = {key: model.get(key) for key in ("logprobs_mode", "quantization", "generation_config", "hf_overrides")}
+    adapter = entry.get("parent") is not None
+    if adapter:
+        _refuse_adapter_on_head(str(entry["id"]), _text(entry.get("root")))
     return Server(
         kind="vllm", version=version, name=str(entry["id"]), serves=_text(entry.get("root")),
         dtype=_dtype(model.get("dtype")), longest=_count(entry.get("max_model_len")),
-        settings=settings | {"kv_cache_dtype": cache.get("cache_dtype")}, client=client,
+        settings=settings | {"kv_cache_dtype": cache.get("cache_dtype")}, client=client, adapter=adapter,
     )  # fmt: skip
+
+
+def _refuse_adapter_on_head(name: str, folder: str) -> None:
+    """Refuse an adapter of vLLM's on the output head, if its folder can be read here; another one's is noted."""
+    changed = adapted_modules(folder)
+    if changed is not None and "lm_head" in changed:
+        raise ConfigError(
+            f"--server: the adapter {name} changes the output head (lm_head), and vLLM's scores of prompts leave that out, as if "
+            "they were of another model. Serve the merged weights, or give --rollouts."
+        )
+
+
+def adapted_modules(folder: str) -> tuple[str, ...] | None:
+    """Return the last parts of the names of the modules that an adapter changes; None if its configuration cannot be read."""
+    try:
+        config = json.loads((Path(folder) / "adapter_config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    named = [config.get(key) for key in ("target_modules", "modules_to_save")]
+    lists = [[names] if isinstance(names, str) else names or [] for names in named]
+    return tuple(str(name).rpartition(".")[2] for names in lists for name in names)
 
 
 def _sglang(client: Client, entry: Mapping[str, Any], info: Mapping[str, Any]) -> Server:

@@ -6,6 +6,7 @@ sent (`tests/data/verl`).
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -99,6 +100,8 @@ def check_reports(
                     report["server"], config=block, trainer_dtype=readings[0].compute_dtype, sends_all_weights=True
                 )
                 verdict.raise_for_problems()
+                for note in verdict.notes:
+                    warnings.warn(note, stacklevel=2)
     found = [EngineReading(**report["reading"]) for _, report in engines]
     audited = None
     with checks.checking("precision"):

@@ -33,6 +33,7 @@ from mismatch_ext.errors import (
 )
 from mismatch_ext.presets import PRESETS
 from mismatch_ext.versions import PEERS
+from tests.models import tiny_model
 
 Make = Callable[..., Any]
 R3 = {"routing": {"mode": "R3"}}
@@ -549,3 +550,45 @@ def test_every_correction_preset_comes_to_its_engine(construct: Make, dense: Pat
 def test_every_section_comes_to_its_engine(construct: Make, moe: Path, block: Any) -> None:
     with pytest.raises(EngineStarted):
         construct(moe, block)
+
+
+# The output head in float32, of models that tie it and of others.
+
+
+def test_adapters_on_a_model_with_a_tied_head_are_refused_before_trl_fails(construct: Make, tmp_path: Path) -> None:
+    """TRL's own option looks for the embeddings where adapters hide them."""
+    from peft import LoraConfig
+
+    lora: dict[str, Any] = {"peft_config": LoraConfig(r=2, target_modules=["q_proj"])}
+    tied, untied = (tiny_model("dense", tmp_path / name, tied=name == "tied") for name in ("tied", "untied"))
+    with pytest.raises(
+        ConfigError, match=r"mismatch\.precision\.head with adapters on a model that ties its output head"
+    ):
+        construct(tied, HEAD, lora)
+    for model, options in ((untied, lora), (tied, {}), (untied, {})):
+        with pytest.raises(EngineStarted):
+            construct(model, HEAD, options)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("exact", [True, False])
+def test_what_trls_fused_head_multiplies_in_is_read_off_a_product(tied: bool, exact: bool, tmp_path: Path) -> None:
+    from mismatch_ext.adapters.trl.head import read_fused_head
+    from transformers import AutoModelForCausalLM
+    from trl.trainer import utils
+
+    if not hasattr(utils, "add_fused_lm_head"):
+        pytest.skip("this TRL has no fused head")
+    model = AutoModelForCausalLM.from_pretrained(
+        tiny_model("dense", tmp_path / "model", tied=tied), dtype=torch.float32
+    )
+    utils.add_fused_lm_head(model, cast_lm_head_to_fp32=exact)
+    tokens = torch.arange(2, 12)[None]
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        found = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+        hidden = model.model(input_ids=tokens).last_hidden_state[:, :-1]
+    logits = (hidden.float() @ model.lm_head.weight.T).log_softmax(-1)
+    expected = logits.gather(-1, tokens[:, 1:, None])[..., 0]
+    assert bool(torch.allclose(found, expected, atol=1e-5)) == exact  # also where the head is tied
+    dtype = read_fused_head(model, lambda: torch.autocast("cpu", torch.bfloat16))
+    assert dtype == ("float32" if exact else "bfloat16")

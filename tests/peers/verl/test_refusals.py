@@ -198,6 +198,17 @@ def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], na
         prepared("+mismatch.precision.dtype=float16", *overrides)
 
 
+def test_an_adapter_on_the_head_is_refused_where_probes_would_be_scored_without_it() -> None:
+    lora = ("actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.actor.strategy=fsdp2")
+    named = "actor_rollout_ref.model.target_modules=[q_proj,lm_head]"
+    with pytest.raises(ConfigError, match="model.target_modules: vLLM scores prompts without an adapter on the output"):
+        prepared("+mismatch.lr={}", *lora, named)
+    prepared("+mismatch.lr={}", *lora, "actor_rollout_ref.model.target_modules=[q_proj,v_proj]")
+    prepared("+mismatch.lr={}", "+mismatch.monitor.weight_sync=off", *lora, named)
+    with pytest.warns(UserWarning, match="scores prompts without an adapter on the output head"):
+        prepared("+mismatch={}", *lora, named)
+
+
 def test_a_key_value_format_that_the_block_names_is_taken() -> None:
     prepared(
         "+mismatch.precision={dtype:float16,engine_kv_cache:fp8_e4m3}",

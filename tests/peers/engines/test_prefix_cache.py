@@ -1,0 +1,62 @@
+"""A prefix cache that is older than the weights, in a real vLLM: named by figure and cause, and a clean one never."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from tests.oracle import FACTOR
+from tests.peers.scenarios import Run, named
+
+if TYPE_CHECKING:
+    from tests.peers.engines import scenarios_prefix_cache as scenarios
+else:
+    scenarios = named("tests.peers.engines.scenarios_prefix_cache")
+
+pytestmark = [pytest.mark.engine, pytest.mark.numeric]
+
+BLOCKS = [32, *(pytest.param(size, marks=pytest.mark.nightly) for size in (16, 128, 512))]
+
+
+@pytest.mark.parametrize("block_size", BLOCKS)
+def test_the_doctor_names_a_stale_prefix_and_a_reset_mends_it(run: Run, tmp_path: Path, block_size: int) -> None:
+    found = run(scenarios.diagnosed, out=str(tmp_path), block_size=block_size).expect()
+    print(found)
+    for clean in ("warm", "reset"):
+        assert found[clean]["verdict"] == "clean" and found[clean]["causes"] == [], found[clean]
+    assert found["warm"]["cached"] > 0
+    ((key, said),) = found["stale"]["causes"]
+    assert key == "stale_cache" and "the prefix cache is older than the weights" in said, found["stale"]
+    assert found["stale"]["gap"] > 100 * found["reset"]["gap"]
+
+
+def means(logged: dict[str, Any], kind: str) -> float:
+    return float(logged[f"mismatch/{kind}/logp_abs_diff_mean"])
+
+
+def test_a_run_logs_the_gap_of_cached_prompts_apart(run: Run, tmp_path: Path) -> None:
+    clean, stale = (
+        run(scenarios.trained, out=str(tmp_path / str(planted)), block_size=32, planted=planted, action="off").expect()
+        for planted in (False, True)
+    )
+    print(clean, stale)
+    # Of the first step nothing is cached, and of the second what the first has left.
+    assert all("mismatch/cached/tokens" not in found["logs"][0] for found in (clean, stale))
+    assert "mismatch/cached/tokens" not in clean["logs"][1]
+    assert means(stale["logs"][1], "cached") > 100 * FACTOR * means(stale["logs"][1], "fresh")
+    assert means(stale["logs"][1], "fresh") < FACTOR * means(stale["logs"][0], "fresh")
+
+
+@pytest.mark.nightly
+def test_the_check_of_weight_updates_blames_the_cache_that_its_probes_meet(run: Run, tmp_path: Path) -> None:
+    """Blocks of 16: the probes' prompts have 24 tokens, and meet no cache of larger blocks."""
+    clean, stale = (
+        run(
+            scenarios.trained, out=str(tmp_path / str(planted)), block_size=16, planted=planted, action="error"
+        ).expect()
+        for planted in (False, True)
+    )
+    assert not clean["error"], clean
+    assert "past its prefix cache" in stale["error"] and "reset it after each update" in stale["error"], stale
