@@ -61,7 +61,14 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.config import MonitorConfig
-from mismatch_ext.errors import ConfigError, EngineError, NonFiniteLogprobError, RecordError, WeightSyncError
+from mismatch_ext.errors import (
+    ConfigError,
+    EngineError,
+    MismatchError,
+    NonFiniteLogprobError,
+    RecordError,
+    WeightSyncError,
+)
 from mismatch_ext.events import SYNC_UNANSWERED, WEIGHT_SYNC, WEIGHTS_MOVING, WEIGHTS_STILL
 from mismatch_ext.precision.dtypes import canonical, coarser
 from mismatch_ext.states import from_json, state, to_json
@@ -763,8 +770,12 @@ class WeightVerifier:
         """Return the message of a decode that differs from prefill, with the prefix cache for its cause if that alone does it."""
         if not isinstance(self.rollout, DecodesAfresh) or not math.isfinite(verdict.gap_mean):
             return verdict.message
-        decoded = self.rollout.decode_afresh(self.prompts, self.decoded)
-        gap = decode_look(decoded, self._scored(decoded.tokens.to(self.probes.device))[:, -self.decoded :]).gap
+        try:
+            decoded = self.rollout.decode_afresh(self.prompts, self.decoded)
+            scores = self._scored(decoded.tokens.to(self.probes.device))
+        except MismatchError:  # what has been measured stands, whether or not its cause can be named
+            return verdict.message
+        gap = decode_look(decoded, scores[:, -self.decoded :]).gap
         if gap > min(verdict.threshold, verdict.gap_mean / 2):
             return verdict.message
         return (

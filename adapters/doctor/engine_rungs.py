@@ -90,7 +90,7 @@ def engine_rungs(
     few = _with_tokens(again, list(rows)[:ALONE_ROWS])
     rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
     found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
-    if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart(0.0):
+    if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():
         return found
     few_prompts = prompts[:FRESH_ROWS]
     sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}

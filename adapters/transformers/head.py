@@ -1,4 +1,7 @@
-"""The output head of a transformers model in float32, outside of autocast, as engines with a float32 head compute it."""
+"""The output head of a transformers model in float32, outside of autocast, as TRL's `cast_lm_head_to_fp32` computes it.
+
+Weights and hidden states are taken as they are. An engine whose weights are coarser multiplies rounded ones in float32.
+"""
 
 from __future__ import annotations
 

@@ -9,15 +9,16 @@ from mismatch_ext.adapters.transformers.scoring import Autocast, evaluating
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor, nn
 
-from mismatch_ext.errors import MismatchError
-
 
 def read_fused_head(model: nn.Module, autocast: Autocast) -> str | None:
-    """Return the dtype that TRL's fused head has its products in; None if this TRL does not let it be read.
+    """Return the dtype that TRL's fused head has its products in; None if the model's pass does not reach it.
 
     Args:
         model: The policy, unwrapped, in which TRL has put its head.
         autocast: Returns the trainer's autocast context.
+
+    Raises:
+        PatchError: TRL's head is not what it was.
     """
     products: list[str] = []
 
@@ -26,10 +27,7 @@ def read_fused_head(model: nn.Module, autocast: Autocast) -> str | None:
         products.append(str(product.dtype).removeprefix("torch."))
 
     token = torch.zeros(1, 2, dtype=torch.int64, device=next(model.parameters()).device)
-    try:
-        # Autocast comes last, because the patch first tries TRL's head in float32.
-        with torch.no_grad(), evaluating(model), scoring_with(look, entropies=True), autocast():
-            model(input_ids=token, labels=token, fused_lm_head=True)
-    except MismatchError:  # TRL's head is not what it was
-        return None
+    # Autocast comes last, because the patch first tries TRL's head in float32.
+    with torch.no_grad(), evaluating(model), scoring_with(look, entropies=True), autocast():
+        model(input_ids=token, labels=token, fused_lm_head=True)
     return products[0] if products else None

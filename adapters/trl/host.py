@@ -39,7 +39,7 @@ from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, wr
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor.causes import remedy
-from mismatch_ext.errors import RunDirectoryError
+from mismatch_ext.errors import PrecisionError, RunDirectoryError
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.log import RunLog, run_folder, run_info
@@ -51,7 +51,7 @@ from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
 from mismatch_ext.precision.heads import HeadScores, is_one_sided, name_one_sided
 from mismatch_ext.precision.scaler import LossScaler
-from mismatch_ext.ranks import first_error, number_of_training
+from mismatch_ext.ranks import first_error, number_of_training, together
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.versions import installed
@@ -160,9 +160,29 @@ class TrainerRun:
         if not self.prepared:
             return None
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if getattr(self.trainer.args, FLAG_OF_HEAD, False) and hasattr(grpo_trainer, "add_fused_lm_head"):
-            return read_fused_head(model, self.autocast)  # whose products are not those of the model's own head
-        return read_head(model, self.autocast)
+        try:
+            if self.asks_for_exact_head and hasattr(grpo_trainer, "add_fused_lm_head"):
+                return read_fused_head(model, self.autocast)  # whose products are not those of the model's own head
+            return read_head(model, self.autocast)
+        except Exception as error:  # whatever a model raises that is given two tokens and nothing else
+            if self.block.precision is None or self.block.precision.head is None:
+                return None
+            raise PrecisionError(
+                f"mismatch.precision.head: the trainer's output head cannot be read back: {type(error).__name__}: {error}. Remove "
+                "mismatch.precision.head."
+            ) from error
+
+    @property
+    def asks_for_exact_head(self) -> bool:
+        """Whether TRL is to multiply by its output head in float32."""
+        return bool(getattr(self.trainer.args, FLAG_OF_HEAD, False))
+
+    def reading_with_head(self) -> TrainerReading:
+        """Return the trainer's reading; a head that cannot be read, because its weights are sharded, is as TRL was asked."""
+        reading: TrainerReading = self.readings["trainer"]
+        if reading.head_dtype is not None:
+            return reading
+        return dataclasses.replace(reading, head_dtype="float32" if self.asks_for_exact_head else reading.compute_dtype)
 
     @property
     def compute_dtype(self) -> str:
@@ -224,7 +244,7 @@ class TrainerRun:
         """Return how the trainer computes, as the doctor needs it to examine what was kept."""
         trainer, routing = self.trainer, self.block.routing
         return trainer_settings(
-            self.readings["trainer"],
+            self.reading_with_head(),
             host="trl",
             temperature=float(trainer.temperature),
             replays=routing is not None and routing.mode == "R3",
@@ -293,12 +313,15 @@ class TrainerRun:
 
     def warn_of_one_sided_head(self, vocabulary: Tensor) -> None:
         """Warn if the head of one side alone computes in float32, with what it costs on probes of token ids `[V]`."""
-        trainer, engine = self.readings["trainer"], self.readings["engine"]
+        trainer, engine = self.reading_with_head(), self.readings["engine"]
         if not is_one_sided(trainer, engine):
             return
         scores = None
-        if self.engine.fresh:
-            scores = HeadScores.of(self, self.engine, draw_probes(vocabulary, self.engine.longest))
+        if self.engine.fresh and self.prepared:
+            probes = draw_probes(vocabulary, self.engine.longest)
+            with together(self.ranks):  # a rank whose pass fails must not leave the others to ask the engine alone
+                plain, exact = (self.score_by_head(probes, exact=is_exact) for is_exact in (False, True))
+            scores = HeadScores(plain=plain, exact=exact, engine=self.engine.score(probes))
         self.warn(ONE_SIDED_HEAD, name_one_sided(trainer, engine, scores))
 
     def sent(self, dtypes: frozenset[str]) -> None:

@@ -220,7 +220,8 @@ class TrlRun(MeasuredRun):
                 self.checked = self._wrapped_engine(patch_digest, vocabulary)
             self.checked.begin()
             self.look_at_vocabulary(vocabulary)
-            self.warn_of_one_sided_head(vocabulary)
+            with together(self.ranks):
+                self.warn_of_one_sided_head(vocabulary)
         self.log.announce()
 
     def _reward_kl(self) -> None:

@@ -19,7 +19,7 @@ from mismatch_ext.patches.vllm.cpu_routes import cpu_routes_patches
 from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError
+from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, to_provenance
@@ -54,7 +54,13 @@ class InProcess:
         return decode_tokens(self.llm, tokens.tolist(), count)
 
     def decode_afresh(self, tokens: Tensor, count: int) -> Decoded:
-        """Sample as `decode` does, but pass the prefix cache by."""
+        """Sample as `decode` does, but pass the prefix cache by.
+
+        Raises:
+            EngineError: Several ranks share the engine; one of them may ask for this alone, and would wait for the others.
+        """
+        if self.llm.llm_engine.vllm_config.parallel_config.world_size > 1:
+            raise EngineError("an engine that several ranks share is not asked to decode past its prefix cache.")
         return decode_tokens(self.llm, tokens.tolist(), count, afresh=True)
 
     def compare(self, sent: Mapping[str, Any], before: Mapping[str, Any]) -> Sequence[TensorComparison]:
@@ -140,8 +146,8 @@ class Rollout(InProcess):
         patches = []
         if block.precision is not None:
             asked |= asked_of(block.precision)
-            if "hf_overrides" in asked:  # beside those that you give
-                arguments["hf_overrides"] = {**arguments.get("hf_overrides", {}), **asked["hf_overrides"]}
+            if "hf_overrides" in asked:
+                arguments["hf_overrides"] = _beside(asked["hf_overrides"], arguments.get("hf_overrides"))
         if block.routing is not None and block.routing.mode == "R3":
             asked[FLAG] = True
         if current_platform.is_cpu():
@@ -223,3 +229,17 @@ class Rollout(InProcess):
         return to_provenance(
             self._reading, sampling=self.sampling, weight_version=self.weight_version, patch_digest=self.patch_digest
         )
+
+
+def _beside(asked: Mapping[str, Any], given: Any) -> dict[str, Any]:
+    """Return what a block asks of `hf_overrides`, with what the user gives, which takes precedence.
+
+    Raises:
+        ConfigError: It is a function, which cannot be added to.
+    """
+    if callable(given):
+        raise ConfigError(
+            "mismatch.precision.head with hf_overrides that is a function: let it return a configuration whose head_dtype is "
+            "'float32', and leave out mismatch.precision.head, or give a mapping."
+        )
+    return {**asked, **(given or {})}

@@ -143,18 +143,24 @@ class Engine:
     cached_prompts: int = 0
     """Number of prompts that the engine took from its prefix cache, in part or whole."""
 
-    def decodes_apart(self, noise: Noise) -> bool:
-        """Whether its decode differs from its prefill by more than other batches and rounding explain."""
+    @property
+    def by_batches(self) -> float:
+        """How far its scores move with the other requests of a batch, in nats per token."""
+        return max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
+
+    def decodes_apart(self, noise: Noise | None = None) -> bool:
+        """Whether its decode differs from its prefill by more than other batches and, if known, rounding explain."""
         return float(np.abs(self.decode).mean()) > self._explained(noise)
 
     def has_stale_cache(self, noise: Noise) -> bool:
         """Whether its decode is its prefill's as soon as it passes the prefix cache by, for one that decodes apart."""
         return self.afresh is not None and float(np.abs(self.afresh).mean()) <= self._explained(noise)
 
-    def _explained(self, noise: Noise) -> float:
+    def _explained(self, noise: Noise | None) -> float:
         """Return what other batches and rounding explain, in nats per token."""
-        batches = max((rung.mean for rung in self.rungs if rung.name in (REVERSED, ALONE)), default=0.0)
-        return max(APART * max(noise.mean, batches), noise.exact)
+        if noise is None:
+            return APART * self.by_batches
+        return max(APART * max(noise.mean, self.by_batches), noise.exact)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -301,6 +301,21 @@ def test_a_stale_decode_is_blamed_on_the_prefix_cache_if_it_is_right_past_it(pas
     assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
 
 
+def test_a_stale_decode_stays_one_if_the_engine_cannot_decode_past_its_cache() -> None:
+    trainer, engine, verifier, _ = started()
+    engine.captured = copy.deepcopy(engine.model)
+
+    def decode_afresh(tokens: Tensor, count: int) -> Decoded:
+        raise EngineError("busy")
+
+    engine.decode_afresh = decode_afresh  # type: ignore[attr-defined]
+    trainer.train()
+    with pytest.raises(WeightSyncError):
+        verifier.verify(engine.receive(trainer.model))
+    assert verifier.verdict is not None and verifier.verdict.status == "stale_decode"
+    assert verifier.unanswered == 0 and verifier.state.doubted[-1]
+
+
 def test_a_tensor_that_kept_the_version_before_is_stale_however_little_it_moves_the_probes() -> None:
     trainer, engine, verifier, _ = started()
     trainer.train()
