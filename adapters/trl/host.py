@@ -168,8 +168,8 @@ class TrainerRun:
             if self.block.precision is None or self.block.precision.head is None:
                 return None
             raise PrecisionError(
-                f"mismatch.precision.head: the trainer's output head cannot be read back: {type(error).__name__}: {error}. Remove "
-                "mismatch.precision.head."
+                f"mismatch.precision.head: the trainer's output head cannot be read back: {type(error).__name__}: {error}. "
+                "Remove mismatch.precision.head."
             ) from error
 
     @property
