@@ -340,8 +340,10 @@ def real_learning() -> list[str]:
         lines.append(f"| {' | '.join(cells)} |")
     windows = sorted({row["window"] for row in rows})
     lines += ["", f"First and last steps: {' or '.join(map(str, windows))} of each run. Machine: {machine(found)}.", ""]
-    for seed, apart in found["bf16 - float32"].items():
-        lines.append(f"Seed {seed}: in the last steps, bf16 earns {apart[0]:+.2f} ± {apart[1]:.2f} more than float32.")
+    lines += ["| runs | reward of the last steps, difference |", "|---|---|"]
+    for pair in found["differences"]:
+        one, other = pair["runs"]
+        lines.append(f"| {one} less {other} | {pair['apart']:+.3f} |")
     lines += ["", "![Reward and gap of each step, by dtype and seed](learning.svg)"]
     return lines
 

@@ -7,8 +7,9 @@
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
 is a sum of two digits (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each unit that it is
-off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same prompts in the same
-order. There are 100 such sums, so that a long run meets each of them again.
+off, 0 for ten and more or for no number. Right answers are counted as well. All runs get the same prompts in the same order; a seed
+is one of sampling. So two float32 runs tell what another draw of the answers changes, which is the measure of what bf16 changes. There
+are 100 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
@@ -69,7 +70,7 @@ class Run:
 
     Args:
         arm: A name of `ARMS`.
-        seed: Seed of prompts and sampling.
+        seed: Seed of sampling; prompts are the same in all runs.
         folder: Where it writes.
     """
 
@@ -147,20 +148,21 @@ def shortened(value: float | None) -> float | None:
     return None if value is None else float(f"{value:.4g}")
 
 
-def differences(rows: Sequence[Mapping[str, Any]]) -> dict[int, tuple[float, float]]:
-    """Return by seed what the last steps of bf16 earn more than those of float32, on the same prompts, with its half width.
+def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return how far runs are apart in what their last steps earn, on the same prompts: dtypes with one seed, seeds in float32.
 
-    Intervals are Student's, 95 %, over steps.
+    Steps of one run depend on each other, so that the difference of two seeds, and no interval over steps, tells what is chance.
     """
-    by_run = {(row["arm"], row["seed"]): row for row in rows}
-    found = {}
-    for seed in dict.fromkeys(row["seed"] for row in rows):
-        pair = [by_run.get((arm, seed)) for arm in ARMS]
-        if None in pair:
-            continue
-        coarse, control = (row["series"]["reward"] for row in pair if row is not None)
-        both = [ours - theirs for ours, theirs in zip(coarse, control, strict=False)]
-        found[seed] = of_the_mean(both[-window(len(both)) :])
+    by_run = {(row["arm"], row["seed"]): row["series"]["reward"] for row in rows}
+    seeds = list(dict.fromkeys(row["seed"] for row in rows))
+    pairs = [(("bf16", seed), ("float32", seed)) for seed in seeds]
+    pairs += [(("float32", other), ("float32", seeds[0])) for other in seeds[1:]]
+    found = []
+    for one, other in pairs:
+        if one in by_run and other in by_run:
+            both = [ours - theirs for ours, theirs in zip(by_run[one], by_run[other], strict=False)]
+            names = [f"{arm}-{seed}" for arm, seed in (one, other)]
+            found.append({"runs": names, "apart": fmean(both[-window(len(both)) :])})
     return found
 
 
@@ -169,7 +171,7 @@ def record(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
     document = {
         "command": "python -m examples.real_learning",
         **measured_on(),
-        "bf16 - float32": differences(rows),
+        "differences": differences(rows),
         "figures": list(rows),
     }
     file.write_text(json.dumps(document, allow_nan=False, separators=(",", ":")) + "\n", encoding="utf-8")
@@ -199,8 +201,9 @@ def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
             f"{row['weight_check'][1]:.1e}", reached, f"{row['seconds']:.0f}",
         )  # fmt: skip
     console.print(table)
-    for seed, (mean, half) in differences(rows).items():
-        console.print(f"seed {seed}: the last steps in bf16 earn {mean:+.2f} ± {half:.2f} more than in float32")
+    for pair in differences(rows):
+        one, other = pair["runs"]
+        console.print(f"the last steps of {one} earn {pair['apart']:+.3f} more than those of {other}")
 
 
 def main() -> None:

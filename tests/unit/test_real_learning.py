@@ -60,7 +60,7 @@ def test_a_call_trains_what_is_missing_and_goes_on_from_the_last_checkpoint(
     recorded = json.loads(file.read_text(encoding="utf-8"))
     assert (tmp_path / "report.html").is_file()
     assert [(row["arm"], row["steps"]) for row in recorded["figures"]] == [("bf16", 6), ("float32", 6)]
-    assert recorded["bf16 - float32"]["0"][0] == 0.0 and recorded["cpu"]
+    assert recorded["differences"] == [{"runs": ["bf16-0", "float32-0"], "apart": 0.0}] and recorded["cpu"]
 
 
 def test_a_row_has_both_ends_of_a_run(tmp_path: Path) -> None:
@@ -73,14 +73,15 @@ def test_a_row_has_both_ends_of_a_run(tmp_path: Path) -> None:
     assert window(1000) == real_learning.LONGEST_WINDOW
 
 
-def test_arms_are_compared_on_the_same_steps_and_where_both_ran(tmp_path: Path) -> None:
+def test_dtypes_and_seeds_are_compared_on_the_same_steps_and_where_both_ran(tmp_path: Path) -> None:
     rows = []
-    for arm, seed, reward in (("bf16", 0, 0.5), ("float32", 0, 0.6), ("bf16", 1, 0.5)):
+    for arm, seed, reward in (("bf16", 0, 0.5), ("float32", 0, 0.6), ("bf16", 1, 0.5), ("float32", 2, 0.8)):
         folder = tmp_path / f"{arm}-{seed}"
         trained(folder, 6, reward=reward)
         rows.append(figures(Run(arm=arm, seed=seed, folder=folder)))
-    (apart,) = differences(rows).values()
-    assert apart == pytest.approx((-0.1, 0.0), abs=1e-9)
+    dtypes, seeds = differences(rows)
+    assert dtypes["runs"] == ["bf16-0", "float32-0"] and dtypes["apart"] == pytest.approx(-0.1)
+    assert seeds["runs"] == ["float32-2", "float32-0"] and seeds["apart"] == pytest.approx(0.2)
 
 
 def test_every_commands_config_is_one(tmp_path: Path) -> None:
@@ -102,6 +103,6 @@ def test_the_page_says_what_is_recorded_or_that_nothing_is(tmp_path: Path, monke
     real_learning.record(rows, tmp_path / "real_learning.json")
     page = "\n".join(generate["real_learning"]())
     assert "| bf16 | 0 | 6 | 0.52 ± " in page and "| 25 % / 25 % | 1.0e-2 / 1.0e-2 | 2.0e-2 / 2.0e-2 | 7 |" in page
-    assert "Seed 0: in the last steps, bf16 earns +0.00 ± 0.00 more than float32." in page
+    assert "| bf16-0 less float32-0 | +0.000 |" in page
     picture = generate["picture_of_learning"]()
     assert picture.count("<polyline") == 4 and ">1e-6<" in picture
