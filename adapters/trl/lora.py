@@ -90,7 +90,7 @@ class Base:
         """Yield what TRL sends, with W + BA in the place of each adapted weight W.
 
         W itself is never changed, so that an update which is broken off leaves it as it is. Only one layer's sum is held at a
-        time. Raises WeightSyncError at the end if a layer's adapters were not sent.
+        time. Raises WeightSyncError at the end if a layer's adapters were not sent, and at once if some are merged already.
         """
         places = list(self._places())
         # TRL sends another tensor object of the same memory.
@@ -127,6 +127,11 @@ class Base:
         """Return the weights that have adapters; layers that tie theirs are one place."""
         places: dict[nn.Parameter, _Place] = {}
         for layer, base in layers_of(self._model):
+            if layer.merged_adapters:
+                raise WeightSyncError(
+                    f"the adapters {', '.join(layer.merged_adapters)} are merged into the base outside of a weight update; call "
+                    "unmerge_adapter."
+                )
             weights = list(base.parameters(recurse=False))
             place = places.setdefault(weights[0], _Place(layers=[], weights=set()))
             place.layers.append(layer)
@@ -151,6 +156,8 @@ class Base:
         finally:
             for weight, values in own.items():
                 weight.data = values
+            for layer in place.layers:
+                layer.merged_adapters.clear()  # of a layer that failed: its weights are the base's again
         return merged, squares
 
     def _squares(self, layer: Any, own: Mapping[Any, Tensor]) -> Tensor:

@@ -72,6 +72,20 @@ def as_trl_sends(model: Any) -> Iterator[tuple[str, torch.Tensor]]:
     model.unmerge_adapter()
 
 
+def test_a_merge_that_fails_leaves_the_layer_as_it_was(dense: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, base = adapted_model(dense)
+    before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    with monkeypatch.context() as broken:
+        broken.setattr(Base, "_squares", lambda *_: (_ for _ in ()).throw(MemoryError()))
+        with pytest.raises(MemoryError):
+            list(base.with_adapters(lambda: as_trl_sends(model)))
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert not any(layer.merged_adapters for layer, _ in layers_of(model))
+    model.merge_adapter()
+    with pytest.raises(WeightSyncError, match="merged into the base outside of a weight update"):
+        list(base.with_adapters(lambda: as_trl_sends(model)))
+
+
 @pytest.mark.parametrize("kind", ["lora", "dora", "tied rows"])
 def test_the_engine_gets_what_trl_merges(dense: Path, kind: str) -> None:
     of_lora = LoraConfig(r=2, target_modules=["q_proj", "o_proj"], use_dora=kind == "dora")
