@@ -100,8 +100,8 @@ def head_dtype(model: Any, model_dtype: str) -> str:
         model: The engine's model.
         model_dtype: The engine's compute dtype.
     """
-    found = {getattr(module, "head_dtype", None) for module in model.modules()} - {None}
-    names = {canonical(dtype) for dtype in found} - {model_dtype}
+    found = [getattr(module, "head_dtype", None) for module in model.modules()]
+    names = {canonical(dtype) for dtype in found if dtype is not None} - {model_dtype}
     return names.pop() if names else model_dtype
 
 
