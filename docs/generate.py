@@ -248,7 +248,7 @@ def heads() -> list[str]:
     for case, parts in evidence("head")["figures"].items():
         engine, _, trainer = case.partition("-")
         trl, doctor = parts["trl"], parts.get("doctor")
-        warned = "of a one-sided head" if trl["warned"] else "no"
+        warned = "not run" if trl["warned"] is None else "of a one-sided head" if trl["warned"] else "no"
         found = [f"{part['logp_abs_diff_mean']:.4f}, {rounded(part['k3_kl'])}" for part in (trl, doctor or trl)]
         said = "not run" if doctor is None else ", ".join(doctor["causes"]) or doctor["verdict"]
         if doctor is not None and doctor["said"] and not doctor["causes"]:

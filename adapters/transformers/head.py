@@ -80,6 +80,8 @@ def read_head(model: nn.Module, autocast: Autocast) -> str | None:
     head = head_of(model)
     if head is None or isinstance(head.weight, DTensor) or head.weight.is_meta:
         return None
+    if not head.weight.is_floating_point():  # it is quantized
+        return None
     if head.weight.shape != (head.out_features, head.in_features):  # a rank's part of it
         return None
     hidden = torch.ones(1, head.in_features, dtype=head.weight.dtype, device=head.weight.device)

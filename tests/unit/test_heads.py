@@ -83,6 +83,8 @@ def test_a_head_that_is_not_linear_is_refused_and_a_sharded_one_is_not_read() ->
     model.lm_head = nn.Linear(HIDDEN, VOCABULARY)
     model.lm_head.weight = nn.Parameter(torch.zeros(7))  # as FSDP1 holds a rank's part
     assert read_head(model, BF16) is None
+    model.lm_head.weight = nn.Parameter(torch.zeros(VOCABULARY, HIDDEN, dtype=torch.int8), requires_grad=False)
+    assert read_head(model, BF16) is None
 
 
 def test_the_engine_is_asked_for_it_and_its_logits_processor_is_read() -> None:

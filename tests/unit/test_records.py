@@ -52,6 +52,20 @@ def test_pages_quote_the_figures_that_take_seconds() -> None:
     assert f"no KL term {below['none']}, k1 in the loss {below['k1 loss']}" in kl
 
 
+def test_the_page_on_precision_quotes_what_two_heads_in_float32_take_off() -> None:
+    cases = {case: parts["trl"] for case, parts in evidence("head")["figures"].items()}
+    off = {
+        (case, name): 1 - found[name] / cases["bf16-bf16"][name]
+        for case, found in cases.items()
+        for name in ("logp_abs_diff_mean", "k3_kl")
+    }
+    mean, k3 = (off["float32-float32", name] for name in ("logp_abs_diff_mean", "k3_kl"))
+    assert f"took {mean:.0%} off the mean and {k3:.0%} off k3".replace("%", " %") in page("fp16")
+    for case in ("bf16-float32", "float32-bf16"):  # "either one alone about half as much"
+        assert 0.35 * mean < off[case, "logp_abs_diff_mean"] < 0.65 * mean
+        assert 0.35 * k3 < off[case, "k3_kl"] < 0.65 * k3
+
+
 def test_the_page_on_the_rate_quotes_its_record() -> None:
     text = (ROOT / "evidence/lr_gap.md").read_text(encoding="utf-8")
     last_third, beyond = (

@@ -59,6 +59,17 @@ def test_what_is_malformed_is_refused_by_name(
         to_records([output(**changed)], prompt_ids=[PROMPT], provenance=provenance(), **options)
 
 
+def test_what_came_from_the_prefix_cache_is_known_of_one_response_per_prompt() -> None:
+    cached = [output(), output()]
+    cached[1].num_cached_tokens = 16
+    one = to_records(cached, prompt_ids=[PROMPT] * 2, provenance=provenance())
+    assert [record.cached_tokens for record in one] == [None, 16]
+    several = output(count=2)
+    several.num_cached_tokens = 16
+    two = to_records([several], prompt_ids=[PROMPT], provenance=provenance(), n=2)
+    assert [record.cached_tokens for record in two] == [None, None]
+
+
 def test_a_response_with_a_logprob_that_is_not_finite_has_a_fault() -> None:
     (record,) = to_records([output(logprobs=(-0.5, float("nan")))], prompt_ids=[PROMPT], provenance=provenance())
     assert record.fault is not None

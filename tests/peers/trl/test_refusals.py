@@ -570,6 +570,11 @@ def test_adapters_on_a_model_with_a_tied_head_are_refused_before_trl_fails(const
             construct(model, HEAD, options)
 
 
+def test_the_section_sets_trls_own_option_of_the_head(configure: Make) -> None:
+    assert configure(HEAD).cast_lm_head_to_fp32
+    assert not configure({"precision": {"dtype": "bfloat16"}}).cast_lm_head_to_fp32
+
+
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("exact", [True, False])
 def test_what_trls_fused_head_multiplies_in_is_read_off_a_product(tied: bool, exact: bool, tmp_path: Path) -> None:
