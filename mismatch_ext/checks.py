@@ -20,6 +20,8 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
+import torch
+
 from mismatch_ext.errors import MismatchError
 from mismatch_ext.events import CHECK_FAILED
 from mismatch_ext.ranks import Ranks
@@ -150,7 +152,9 @@ class Checks:
         """
         if self.acts or ranks.size == 1:
             return
-        for failures in ranks.gather([] if ranks.rank == 0 else self.take()):
+        mine = [] if ranks.rank == 0 else self.take()
+        told = ranks.gather(mine) if bool(ranks.sum(torch.tensor(float(len(mine))))) else []
+        for failures in told:
             of_rank: Counter[tuple[str, int]] = Counter()
             for failed in failures:
                 key = (failed.check, failed.step)

@@ -781,7 +781,8 @@ class RunLog:
         """Return on every rank what `look` returned in the main process; all ranks must call it."""
         if self.ranks.size > 1 and any(rule.action == "stop" for rule in self.rules.values()):
             # A metric may differ between ranks, and if one rank stopped by itself the others would wait for it.
-            stop = self.ranks.gather(stop)[0]
+            stops = self.ranks.sum(torch.tensor(float(stop is not None)))
+            stop = self.ranks.gather(stop)[0] if bool(stops) else None
         if self._too_many is not None:  # which every rank knows
             stop = stop or self._too_many
             last, *_ = self._bad_row_window.logs[-1]

@@ -15,6 +15,7 @@ from itertools import compress
 from numbers import Integral
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
@@ -512,16 +513,18 @@ def collate(
     numbers: dict[tuple[int, ...], int] = {}
     groups = [numbers.setdefault(record.prompt_ids, len(numbers)) for record in records]
 
-    def padded(rows: Iterable[Sequence[float]], dtype: torch.dtype) -> Tensor:
-        return pad_sequence([torch.tensor(row, dtype=dtype) for row in rows], batch_first=True).to(device)
+    def padded(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
+        # numpy reads a tuple three times as fast as torch does.
+        return pad_sequence([torch.from_numpy(np.array(row, dtype)) for row in rows], batch_first=True).to(device)
 
-    rows = [(*record.prompt_ids, *record.response_ids) for record in records]
+    tokens = padded(((*record.prompt_ids, *record.response_ids) for record in records), np.int64)
+    lengths = torch.tensor([len(record.prompt_ids) + len(record.response_ids) for record in records], device=device)
     return Batch(
-        tokens=padded(rows, torch.int64),
-        attention_mask=padded([(True,) * len(row) for row in rows], torch.bool),
+        tokens=tokens,
+        attention_mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
         prompt_lengths=torch.tensor([len(record.prompt_ids) for record in records], device=device),
-        response_mask=padded((record.response_mask for record in records), torch.bool),
-        rollout_logprobs=padded((record.rollout_logprobs for record in records), torch.float32),
+        response_mask=padded((record.response_mask for record in records), np.bool_),
+        rollout_logprobs=padded((record.rollout_logprobs for record in records), np.float32),
         groups=torch.tensor(groups, device=device),
         bad=torch.tensor([fault is not None for fault in faults], dtype=torch.bool, device=device),
         temperature=provenance.sampling.temperature,

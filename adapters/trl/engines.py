@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import requests
+import torch.distributed as dist
 from accelerate.utils import broadcast_object_list
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.http import Silent
@@ -95,6 +96,23 @@ class Served:
         broadcast_object_list(box, from_process=0)
         answer: Answer = box[0]
         return answer
+
+    def _own_part(self, ask: Callable[[], list[Answer]]) -> list[Answer]:
+        """Ask on the main process for as many answers for each rank, and return this rank's; every rank raises if that failed."""
+        ranks = self._ranks
+        parts: list[list[Answer]] | None = None
+        with together(ranks):
+            if ranks.rank == 0:
+                answers = ask()
+                size = len(answers) // ranks.size
+                parts = [answers[rank * size : (rank + 1) * size] for rank in range(ranks.size)]
+        if ranks.size == 1:
+            assert parts is not None
+            return parts[0]
+        # Routes are large: each rank gets its own alone.
+        own: list[Any] = [None]
+        dist.scatter_object_list(own, parts, src=0)
+        return list(own[0])
 
     def check(self, check: Check, device: str) -> None:
         """Check the server on the main process; `device` is the type of the trainer's."""
@@ -187,12 +205,9 @@ class Served:
         try:
             yield outputs
             # TRL has given each rank its part, in their order.
-            everything = self._everywhere(
+            outputs += self._own_part(
                 lambda: [_received(choice) for choice in getattr(self._client, "choices", None) or []]
             )
-            size = len(everything) // self._ranks.size
-            first = self._ranks.rank * size
-            outputs += everything[first : first + size]
             self._expect_own_weights()
         finally:
             if not self._unnamed:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from accelerate.utils import is_peft_model
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
@@ -171,8 +172,10 @@ class CheckedGeneration:
     def send_moved(self) -> None:
         """Update the engine if weights changed without a step, as when a checkpoint is loaded; all ranks do so together."""
         # TRL counts steps alone.
-        if self.verifies and any(self.run.ranks.gather(self.verifier.moved())):
-            self._sync(self.run.ranks)
+        if self.verifies:
+            moved = torch.tensor(float(self.verifier.moved()))
+            if bool(self.run.ranks.sum(moved)):
+                self._sync(self.run.ranks)
         self._sent_at = self.run.step
 
     def generate(self, prompts: Sequence[Sequence[int]], *args: Any, **kwargs: Any) -> tuple[Any, ...]:

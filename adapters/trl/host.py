@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -54,6 +55,7 @@ from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.ranks import first_error, number_of_training, together
 from mismatch_ext.rollout import SamplingSettings
 from mismatch_ext.routing.agreement import of_layer
+from mismatch_ext.sums import over_ranks
 from mismatch_ext.versions import installed
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, fingerprint, untrained
 
@@ -402,11 +404,14 @@ class TrainerRun:
     def _gap_over_ranks(self, gap: float | None) -> float | None:
         """Return the largest gap of the ranks' engines, and write what the check has found on the others."""
         unwritten, self._unwritten = self._unwritten, []
-        found = self.ranks.gather((gap, unwritten))
-        for rank, (_, events) in enumerate(found):
+        mine = {"max:gap": -math.inf if gap is None else gap, "unwritten": len(unwritten)}
+        whole = over_ranks({name: torch.tensor(value, dtype=torch.float64) for name, value in mine.items()}, self.ranks)
+        told = self.ranks.gather(unwritten) if bool(whole["unwritten"]) else []
+        for rank, events in enumerate(told):
             for level, name, message in events:
                 self.log.event(level, name, f"rank {rank}: {message}")
-        return max((float(value) for value, _ in found if value is not None), default=None)
+        largest = float(whole["max:gap"])
+        return None if largest == -math.inf else largest
 
     def training_metrics(self) -> dict[str, float]:
         """Return the metrics of training steps, under the names that they are logged by."""

@@ -363,7 +363,9 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
 
     @property
     def _resumes(self) -> bool:
-        return self._rate is not None and bool(self.checkpoint_mananager.should_load_optimizer)
+        # verl 0.9.1 spells it so; a version that mends this has the name of its FSDP engine.
+        manager = getattr(self, "checkpoint_mananager", None) or self.checkpoint_manager
+        return self._rate is not None and bool(manager.should_load_optimizer)
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:
         self._rate = self._controlled()  # the checkpoint's schedule may have another warm-up

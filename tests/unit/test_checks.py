@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from mismatch_ext.checks import ALL_WRITTEN, Checks, FailedCheck
 from mismatch_ext.closing import closing_lines
@@ -156,10 +157,12 @@ def test_a_check_that_all_ranks_ran_together_has_failed_once() -> None:
     of_two = [FailedCheck(check="measure", step=3, message=f"batch {number}") for number in range(2)]
     checks = Checks(False, lambda: 3)
     checks.add([together], warned=True)
-    checks.gather(Two(said=[together, *of_two]))
+    checks.gather(Two(said=[together, *of_two], sums=3.0))
     assert checks.counts == {"weight_sync": 1, "measure": 2}
-    checks.gather(Two(said=[dataclasses.replace(together, step=4)]))
-    checks.gather(Two(said=[]))
+    checks.gather(Two(said=[dataclasses.replace(together, step=4)], sums=1.0))
+    silent = Two()
+    checks.gather(silent)
+    assert [type(asked) for asked in silent.asked] == [torch.Tensor]
     assert checks.counts["weight_sync"] == 2
 
 

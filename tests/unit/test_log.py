@@ -417,7 +417,7 @@ class Other:
         return [value, self.said] if self.rank == 0 else [self.said, value]
 
     def sum(self, values: Tensor) -> Tensor:
-        raise AssertionError
+        return values + float(self.said is not None)
 
 
 def test_the_main_process_decides_and_all_ranks_stop_together(tmp_path: Path) -> None:
@@ -430,7 +430,7 @@ def test_the_main_process_decides_and_all_ranks_stop_together(tmp_path: Path) ->
     assert second.log.watch(1, {"x": 0.0}) == second.log.stopped == "stop, says the main process"
     other.said = None
     assert second.log.watch(2, {"x": 9.0}) is None
-    assert main.asked == 1 and other.asked == 2 and second.told == []
+    assert main.asked == other.asked == 1 and second.told == []  # words travel only if there is something to say
     assert not (tmp_path / "nowhere").exists()
     # Where no rule stops, nobody waits for anybody.
     quiet = Run(tmp_path / "b", ranks=Other(1, said="?"), x={"above": 1.0})

@@ -130,9 +130,9 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
     theirs = FailedCheck(check="measure", step=0, message="of another rank")
     ranks = Two()
     with Run({}, trainer, rollout, tmp_path, ranks=ranks).start() as run:
-        ranks.said = [theirs]
+        ranks.said, ranks.sums = [theirs], 1.0
         run._checks.gather(ranks)
-        ranks.said = None
+        ranks.said, ranks.sums = None, 0.0
     assert (
         "of another rank" in [e.message for e in read_run(tmp_path / "mismatch").events if e.name == "check_failed"][0]
     )

@@ -322,6 +322,19 @@ def served_answer(fails: bool) -> None:
     server._everywhere(fail(WeightSyncError("the server holds other weights")) if fails else lambda: 1)
 
 
+def served_routes(fails: bool, unpacked: Callable[..., Any]) -> str:
+    """Get the main process's answers of a server, of which each rank is to get its own two and no other."""
+    server = object.__new__(engines.Served)
+    choices = [{"index": number, "token_ids": [number]} for number in range(4)]
+    vars(server).update(_ranks=WORLD, _client=SimpleNamespace(choices=choices if fails else None))
+    read = mock.patch.object(engines, "unpacked", unpacked)
+    to_all = mock.patch.object(engines, "broadcast_object_list", fail(AssertionError("all routes were sent to all")))
+    with read, to_all, mock.patch.object(server, "_expect_own_weights", lambda: None):
+        with server.captured(None) as outputs:
+            pass
+    return f"got {[output.outputs[0].token_ids[0] for output in outputs]}"
+
+
 def method(fails: bool, path: str, error: Exception, routing: Any = None) -> Any:
     """Fail in a method of the run's, or of one of its parts."""
     owner, _, name = path.rpartition(".")
@@ -371,6 +384,8 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "mistaken rollouts": mistaken_rollout,
     "served update": served_update,
     "served answer": served_answer,
+    "served routes": lambda fails: served_routes(fails, lambda routes: routes),
+    "served unreadable": lambda fails: served_routes(fails, fail(RoutingError("no base64"))),
     "sampling": lambda fails: method(fails, "follow_sampling", RecordError("another temperature")),
     "records": lambda fails: method(fails, "check_records", RecordError("other tokens")),
     "routes": lambda fails: method(fails, "scoring.batch_routes", RoutingError("routes of other tokens"), Routing()),

@@ -253,6 +253,8 @@ ENDS = {
     "mistaken rollouts": "'NoneType' object is not iterable",
     "served update": "the server is gone",
     "served answer": "the server holds other weights",
+    "served routes": "got [",
+    "served unreadable": "no base64",
     "sampling": "another temperature",
     "records": "other tokens",
     "routes": "routes of other tokens",
@@ -285,6 +287,7 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
         assert {name: words for name, words in ENDS.items() if words not in ends.get(name, "")} == {}
     for case in ("mistaken score", "mistaken rollouts"):
         assert "OtherRankError: rank 1: " in found[0][case] and "OtherRankError" not in found[1][case]
+    assert [ends["served routes"] for ends in found] == ["got [0, 1]", "got [2, 3]"]
     # Of four samples of one prompt, two have a KL of 0.5 a token and two, on the other rank, of -0.5.
     assert [ends["baseline"] for ends in found] == ["baseline [-0.5, -0.333, -0.167]", "baseline [0.5, 0.333, 0.167]"]
 

@@ -556,6 +556,7 @@ def test_ranks_that_share_a_sequence_replay_as_one_does(
     assert all("row 3, layer 0: duplicate expert ids" in said or "duplicate" in said for said in two["lost"]), two[
         "lost"
     ]
+    assert two["objects"] == 0  # ranks agree by numbers
     assert two["faults"] and all(
         [bool(number) for number in one] == [row == 1 for row in range(8)] for one in two["faults"]
     ), two["faults"]

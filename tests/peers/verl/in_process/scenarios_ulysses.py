@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from verl.models.transformers import monkey_patch
 from verl.utils import tensordict_utils as tu
 from verl.workers.utils.padding import response_from_nested
 
+from mismatch_ext import ranks as ranks_of_ours
 from tests.peers.forks import on_ranks
 from tests.peers.verl.in_process.routes import nested, refused
 from tests.peers.verl.in_process.scenarios_replay import everywhere, gathered_gradients
@@ -80,6 +82,7 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
     """Score and update eight samples on ranks that share their rows; gradients go to a file."""
     prepare()
     ranks = int(os.environ["WORLD_SIZE"])
+    objects: list[Any] = []  # that this package has sent to the other ranks in updates
     given = torch.load(routes)
     gradients: dict[str, Tensor] = {}
     found: dict[str, Any] = {}
@@ -101,11 +104,13 @@ def shared(model: str, routes: str, path: str) -> dict[str, Any]:
 
         built.engine.optimizer.register_step_pre_hook(keep)
         options = {"mini_batch_size": 8, "global_batch_size": 8, "epochs": 1, "seed": 0}
-        built.train_mini_batch(tu.assign_non_tensor(data.clone(), dataloader_kwargs={"shuffle": False}, **options))
+        with mock.patch.object(ranks_of_ours, "gathered", objects.append):
+            built.train_mini_batch(tu.assign_non_tensor(data.clone(), dataloader_kwargs={"shuffle": False}, **options))
         found[f"{mode}_metrics"] = built.engine.mismatch_metrics()
         if mode == "R3":
             lost = [row.clone() for row in given]
             lost[1][3] = 0
+            found["objects"] = len(objects)
             found["lost"] = everywhere(refused(built.infer_batch, batch(range(8), rollout=nested(lost))))
             # One of the ranks checks this sample's ids, and all leave it out.
             judged = built.infer_batch(tu.assign_non_tensor(batch(range(8), rollout=nested(lost)), **{JUDGED: True}))
