@@ -66,7 +66,7 @@ def test_each_cause_changes_the_oracle_and_leaves_the_model_as_it_was(kind: str,
     plain = scorer.logprobs()
     for cause in causes:
         changed = cause.predict(cause.grid[0])
-        assert np.isfinite(changed).all() and np.abs(changed - picked).max() > alike, cause.key
+        assert np.isfinite(changed).all() and np.abs(changed - picked).max() > scorer.float32_error, cause.key
         assert cause.screen is not None
         screened = cause.screen(cause.grid[0])
         assert np.array_equal(np.isfinite(screened), scorer.sample.fits), cause.key
