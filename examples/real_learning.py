@@ -6,8 +6,8 @@
     python -m examples.real_learning --record evidence/real_learning.json   # writes what docs/real.md shows
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
-is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each unit
-that it is off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same prompts in
+is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less a unit
+that it is off, 0 for ten and more or for no number. Right answers are counted, too. Runs with one seed get the same prompts in
 the same order. There are 121 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
