@@ -36,7 +36,6 @@ from rich.table import Table
 from benchmarks.harness import measured_on, of_the_mean
 from examples import smollm2
 from mismatch_ext import read_run
-from mismatch_ext.log_reading import METRICS_FILE
 from tests.rendezvous import rendezvous
 
 WORK = Path("runs/real_learning")
@@ -79,7 +78,7 @@ class Run:
 
     def series(self) -> Series:
         """Return what each step has measured so far; empty lists before the first step."""
-        if not (self.folder / METRICS_FILE).is_file():
+        if not (self.folder / "metrics.jsonl").is_file():
             return {name: [] for name in SERIES}
         steps = [record.metrics for record in read_run(self.folder).steps if record.split == "train"]
         return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}
