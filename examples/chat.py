@@ -22,7 +22,7 @@ SUMS = {
     "min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1, "operators": ["+"],
     "allow_parentheses": False, "allow_negation": False,
 }  # fmt: skip
-"""What makes reasoning-gym's `basic_arithmetic` a sum of two digits."""
+"""What makes reasoning-gym's `basic_arithmetic` a sum of two numbers from 0 to 10."""
 SEEDS_APART = 1_000_000
 REQUESTS = (
     "Write a short story about {}.",
@@ -86,7 +86,7 @@ def problems(count: int, seed: int) -> Dataset:
 
 
 def sums(count: int, seed: int) -> Dataset:
-    """Return sums of two digits to train on, of which there are 100; more rows begin with the same ones.
+    """Return sums of two numbers from 0 to 10 to train on, of which there are 121; more rows begin with the same ones.
 
     A solved sum stands before each, so that an answer is a number and few tokens long.
     """

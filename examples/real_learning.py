@@ -1,15 +1,15 @@
 """Does a real model learn alike in bf16 and in float32? GRPO on SmolLM2-135M-Instruct, the same prompts in both dtypes.
 
-    python -m examples.real_learning                                   # both arms, two seeds each: a night on two CPU cores
-    python -m examples.real_learning --steps 20                        # in about 20 minutes of one idle core
+    python -m examples.real_learning                                   # 300 steps in both arms, two seeds each
+    python -m examples.real_learning --steps 20                        # a short one
     python -m examples.real_learning --steps 60                        # goes on from there
     python -m examples.real_learning --record evidence/real_learning.json   # writes what docs/real.md shows
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
-is a sum of two digits (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each unit that it is
-off, 0 for ten and more or for no number. Right answers are counted as well. All runs get the same prompts in the same order, and
-a seed is one of sampling. So two float32 runs tell what another draw of the answers changes, which is the measure of what bf16
-changes. There are 100 such sums, so that a long run meets each of them again.
+is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each
+unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. All runs get the same prompts in the
+same order, and a seed is one of sampling. So two float32 runs tell what another draw of the answers changes, which is the measure
+of what bf16 changes. There are 121 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
@@ -37,7 +37,6 @@ from rich.table import Table
 from benchmarks.harness import measured_on, of_the_mean
 from examples import smollm2
 from mismatch_ext import read_run
-from mismatch_ext.log_reading import METRICS_FILE
 from tests.rendezvous import rendezvous
 
 WORK = Path("runs/real_learning")
@@ -80,7 +79,7 @@ class Run:
 
     def series(self) -> Series:
         """Return what each step has measured so far; empty lists before the first step."""
-        if not (self.folder / METRICS_FILE).is_file():
+        if not (self.folder / "metrics.jsonl").is_file():
             return {name: [] for name in SERIES}
         steps = [record.metrics for record in read_run(self.folder).steps if record.split == "train"]
         return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}
@@ -179,7 +178,7 @@ def record(rows: Sequence[Mapping[str, Any]], file: Path) -> None:
 
 def print_table(rows: Sequence[Mapping[str, Any]], console: Console) -> None:
     """Print the rows for a person, and how far the arms are apart at the end."""
-    table = Table(title="GRPO on sums of two digits, SmolLM2-135M-Instruct: first steps → last steps")
+    table = Table(title="GRPO on sums, SmolLM2-135M-Instruct: first steps → last steps")
     headings = (
         "steps",
         "of these",

@@ -33,7 +33,7 @@ class ScriptArguments(shared.ScriptArguments):
 
     task: Literal["addition", "chat", "sums"] = field(
         default="addition",
-        metadata={"help": "Addition for the small models, or chat prompts or sums of two digits (examples/chat.py)."},
+        metadata={"help": "Addition for the small models, or chat prompts or sums (examples/chat.py)."},
     )
     eval_prompts: int = field(default=256, metadata={"help": "Prompts per evaluation set; 0 skips evaluation."})
     eval_when: Literal["before", "after"] = field(
