@@ -364,7 +364,7 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
     @property
     def _resumes(self) -> bool:
         # verl 0.9.1 spells it so; a version that mends this has the name of its FSDP engine.
-        manager = getattr(self, "checkpoint_mananager", None) or self.checkpoint_manager
+        manager: Any = getattr(self, "checkpoint_mananager", None) or getattr(self, "checkpoint_manager")  # noqa: B009
         return self._rate is not None and bool(manager.should_load_optimizer)
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:

@@ -169,8 +169,8 @@ def check_masks(batch: Any, step: int, bad: BadKeys) -> None:
     if not keys:
         return
     found: dict[str, str] = {}
-    for first in range(0, len(keys), CHUNK):  # what tools put into these fields may be large
-        some = keys[first : first + CHUNK]
+    for at in range(0, len(keys), CHUNK):  # what tools put into these fields may be large
+        some = keys[at : at + CHUNK]
         data = tq.kv_batch_get(keys=some, partition_id=batch.partition_id, select_fields=["extra_fields"])
         fields = data.pop("extra_fields", None)
         extras = [] if fields is None else fields.tolist()

@@ -56,7 +56,7 @@ def _folded(sums: NDArray[np.uint64]) -> NDArray[np.uint32]:
 
 def digests(tokens: Sequence[int] | NDArray[Any], of: Numbers | None = None) -> NDArray[np.uint8]:
     """Return the bytes of each token's digest `[T, BYTES]`, uint8; `of` knows those of earlier tokens."""
-    found = numbers(tokens) if of is None else of.of(tokens)
+    found = numbers(tokens) if of is None else of.of(list(tokens))
     return found.view(np.uint8).reshape(-1, BYTES)
 
 
