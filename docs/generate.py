@@ -207,12 +207,19 @@ def real_mixture() -> list[str]:
     if not measured:
         return ["`make real` prints the figures. The record has none of the mixture yet."]
     lines = table(
-        "both sides", "prompts", "mean, own routes", "mean, replayed", "k3 left by replay, 95 %", "flips", "tokens"
+        "both sides",
+        "prompts",
+        "mean, own routes",
+        "mean, replayed",
+        "share of k3 that replay leaves, 95 %",
+        "flips",
+        "tokens",
     )
     for run, dtype in measured.items():
         for split, title in SETS.items():
             before, after = figures["own routes and replayed"][run][split]["mean |Δlogp|"]
-            left = " to ".join(f"{figures[f'{run} left by replay'][split]['k3'][key]:.2f}" for key in ("low", "high"))
+            share = figures[f"{run} left by replay"][split]["k3"]
+            left = f"{share['value']:.2g} ({share['low']:.2g} to {share['high']:.2g})"
             flips, tokens = f"{figures['flips'][run][split]:.1%}", f"{figures['tokens'][run][split]:,.0f}"
             cells = [dtype, title, rounded(before), rounded(after), left, flips.replace("%", " %"), tokens]
             lines.append(f"| {' | '.join(cells)} |")

@@ -45,7 +45,7 @@ MIXTURE = "runs/models/smollm2-4-experts"
 FOUR_LAYERS = "runs/models/smollm2-4-layers"
 QUESTIONS = WORK / "questions"
 LIMIT = 1800
-"""Seconds after which a flow is ended; on two idle cores each takes at most three minutes."""
+"""Seconds after which a flow is ended; beside other jobs on two cores each took up to seven minutes."""
 SAMPLED_EVERY = 1.0
 """Seconds between two looks at a flow's memory."""
 
