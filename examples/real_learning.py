@@ -8,8 +8,8 @@
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
 is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each
 unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. All runs get the same prompts in the
-same order, and a seed changes only the sampling. So what two float32 runs differ by is chance, with which the dtypes' difference is
-compared. There are 121 such sums, so that a long run meets each of them again.
+same order, and a seed changes only the sampling. So what two float32 runs differ by is chance, and the dtypes' difference is
+compared with that. There are 121 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
