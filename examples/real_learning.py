@@ -7,9 +7,10 @@
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
 is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each
-unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. All runs get the same prompts in the
-same order, and a seed changes only the sampling. So what two float32 runs differ by is chance, and the dtypes' difference is
-compared with that. There are 121 such sums, so that a long run meets each of them again.
+unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same prompts
+in the same order, and another seed other ones. TRL gives vLLM the same seed in all of them, so that equal prompts would give equal
+runs. What two float32 runs differ by is chance and prompts, with which the dtypes' difference is compared. There are 121 such sums,
+so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
@@ -69,7 +70,7 @@ class Run:
 
     Args:
         arm: A name of `ARMS`.
-        seed: Seed of sampling; prompts are the same in all runs.
+        seed: Seed of the prompts.
         folder: Where it writes.
     """
 
@@ -148,7 +149,7 @@ def shortened(value: float | None) -> float | None:
 
 
 def differences(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return how far runs are apart in what their last steps earn, on the same prompts: dtypes with one seed, seeds in float32.
+    """Return how far runs are apart in what their last steps earn: dtypes on the same prompts, and seeds in float32.
 
     Steps of one run depend on each other, so that the difference of two seeds, and no interval over steps, tells what is chance.
     """

@@ -51,7 +51,7 @@ def main() -> None:
     prompts = chat if is_chat else shared
     rewards: list[Any] = [chat.reward if is_chat else addition_reward]
     if script.task == "sums":
-        problems = chat.sums(rows, seed=0)  # alike in all runs, whose seeds draw other answers
+        problems = chat.sums(rows, config.seed)
         # Right answers are counted and not rewarded: at first there are too few of them to learn from.
         rewards, config.reward_weights = [chat.nearness, *rewards], [1.0, 0.0]
     else:
