@@ -7,10 +7,10 @@
 
 Both arms have TRL's trainer and vLLM in one process, each with one dtype on both sides; float32 is the control of bf16. The task
 is a sum of two numbers from 0 to 10 (`examples/chat.py`). The reward is graded: 1 for the right number, a tenth less for each
-unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same prompts
-in the same order, and another seed other ones. TRL gives vLLM the same seed in all of them, so that equal prompts would give equal
-runs. What two float32 runs differ by is chance and prompts, with which the dtypes' difference is compared. There are 121 such sums,
-so that a long run meets each of them again.
+unit that it is off, 0 for ten and more or for no number. Right answers are counted as well. Runs with one seed get the same
+prompts in the same order, and another seed other ones. TRL gives vLLM the same seed in all of them, so that equal prompts would
+give equal runs. What two float32 runs differ by is chance and prompts; the dtypes' difference is compared with that. There are
+121 such sums, so that a long run meets each of them again.
 
 `runs/real_learning` has a folder for each run, with its last checkpoint (1.6 GB). The next call leaves out what has been trained
 already, and goes on from the checkpoint of what has not. `make real` installs what it needs.
