@@ -98,7 +98,8 @@ def examine(model: Path, case: str, out: Path) -> None:
     engine, trainer = CASES[case]
     sides = ["--trainer-head", trainer] if trainer == "float32" else []
     sides += ["--engine-arg", f"hf_overrides={json.dumps(FLOAT32)}"] if engine == "float32" else []
-    sizes = ["--responses", PROMPTS * SAMPLES, "--max-tokens", NEW, "--engine-arg", "max_model_len=512"]
+    # One answer to each prompt: the doctor scores each many times.
+    sizes = ["--responses", PROMPTS, "--max-tokens", NEW, "--engine-arg", "max_model_len=512"]
     words = [
         "doctor",
         "--model",
