@@ -1,6 +1,6 @@
 """Every feature once on SmolLM2-135M-Instruct, by the command that its user would type, each in a process of its own.
 
-    python -m examples.real_flows                                # all of them, in about 40 minutes on two CPU cores
+    python -m examples.real_flows                                # all of them, in about an hour on two busy CPU cores
     python -m examples.real_flows --only fp16 lora               # some of them, again
     python -m examples.real_flows --record evidence/real.json    # writes what docs/real.md shows
 
@@ -45,7 +45,7 @@ MIXTURE = "runs/models/smollm2-4-experts"
 FOUR_LAYERS = "runs/models/smollm2-4-layers"
 QUESTIONS = WORK / "questions"
 LIMIT = 1800
-"""Seconds after which a flow is ended; beside other jobs on two cores each took up to seven minutes."""
+"""Seconds after which a flow is ended; beside other jobs on two cores each took up to nine minutes."""
 SAMPLED_EVERY = 1.0
 """Seconds between two looks at a flow's memory."""
 
