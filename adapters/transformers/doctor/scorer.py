@@ -297,7 +297,7 @@ class Scorer:
         plain = self._joined(picked)
         routes = tuple(taken[row] for row in sorted(taken)) if taken else None
         apart = self._float64(few, routes)
-        if apart is None:
+        if apart is None or not np.isfinite(apart).all():  # as where a model's masks overflow in another dtype
             apart = self._alone(few, routes)
         return own_rounding(float(np.abs(apart - plain).mean()), np.array(largest_logits), plain)
 

@@ -57,8 +57,8 @@ class Routing:
 
 
 LOG = SimpleNamespace(
-    observe=lambda *_, **__: None, refusing=lambda *_: nullcontext(), holding=lambda *_: nullcontext(),
-    count_bad_rows=lambda *_: None,
+    observe=lambda *_, **__: None, observe_cached=lambda *_, **__: None, refusing=lambda *_: nullcontext(),
+    holding=lambda *_: nullcontext(), count_bad_rows=lambda *_: None,
 )  # fmt: skip
 
 
