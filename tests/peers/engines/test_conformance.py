@@ -175,9 +175,12 @@ def test_some_responses_stopped_and_some_were_cut(expected: list[dict[str, Any]]
 
 @pytest.mark.parametrize("engine", SGLANG)
 def test_both_engines_make_the_same_record(records: Records, expected: list[dict[str, Any]], engine: str) -> None:
-    own = {"provenance", "rollout_logprobs", "routing", "cached_tokens"}  # SGLang's are not read
+    own = {"provenance", "rollout_logprobs", "routing", "cached_tokens"}  # of SGLang, that is not read
     gaps = []
     for one, other in zip(records("vllm"), records(engine), strict=True):
+        assert one["cached_tokens"] is not None
+        for record in (one, other):
+            record["types"] = {name: kind for name, kind in record["types"].items() if name != "cached_tokens"}
         assert {k: v for k, v in one.items() if k not in own} == {k: v for k, v in other.items() if k not in own}
         gaps.append(torch.tensor(one["rollout_logprobs"]) - torch.tensor(other["rollout_logprobs"]))
         experts = [torch.tensor(record["routing"]["experts"]).sort(-1).values for record in (one, other)]

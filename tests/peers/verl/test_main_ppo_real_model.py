@@ -39,6 +39,8 @@ REAL = (
 FEWER = (
     "data.train_batch_size=2",
     "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+    "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=8",
+    "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=8",
     "actor_rollout_ref.actor.use_kl_loss=False",
 )
 """Half of the answers and no reference: without AMX, a CPU multiplies in bfloat16 many times slower than in float32."""
