@@ -17,7 +17,8 @@ else:
 
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 
-BLOCKS = [32, *(pytest.param(size, marks=pytest.mark.nightly) for size in (16, 128, 512))]
+BLOCKS = [32, *(pytest.param(size, marks=pytest.mark.nightly) for size in (64, 128, 512))]
+"""vLLM's CPU engine takes multiples of 32 only. So its blocks are larger than the 24 tokens of the weight check's prompts."""
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
@@ -47,16 +48,3 @@ def test_a_run_logs_the_gap_of_cached_prompts_apart(run: Run, tmp_path: Path) ->
     assert "mismatch/cached/tokens" not in clean["logs"][1]
     assert means(stale["logs"][1], "cached") > 100 * FACTOR * means(stale["logs"][1], "fresh")
     assert means(stale["logs"][1], "fresh") < FACTOR * means(stale["logs"][0], "fresh")
-
-
-@pytest.mark.nightly
-def test_the_check_of_weight_updates_blames_the_cache_that_its_probes_meet(run: Run, tmp_path: Path) -> None:
-    """Blocks of 16: the probes' prompts have 24 tokens, and meet no cache of larger blocks."""
-    clean, stale = (
-        run(
-            scenarios.trained, out=str(tmp_path / str(planted)), block_size=16, planted=planted, action="error"
-        ).expect()
-        for planted in (False, True)
-    )
-    assert not clean["error"], clean
-    assert "past its prefix cache" in stale["error"] and "reset it after each update" in stale["error"], stale
