@@ -286,15 +286,6 @@ class RoutingTrace:
                     "same architecture."
                 )
 
-    def expect_version(self, version: int, *, allow_mixed: bool = False) -> None:
-        """Refuse rows of another policy version than the one that sampled; older ones may be allowed, as of partial rollouts."""
-        for row, recorded in self.versions:
-            if recorded != version and not (allow_mixed and recorded < version):
-                raise RoutingError(
-                    f"row {row} of a routing trace is of policy version {recorded}, expected {version}: its routes belong to "
-                    "other weights; reset the engine's prefix cache after a weight update and generate again."
-                )
-
 
 def run_lengths(stamps: Iterable[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
     """Drop the stamps (first row, policy version) that repeat the version before them."""

@@ -96,16 +96,6 @@ def test_a_trace_of_another_model_says_what_differs(model: dict[str, Any], words
     assert words in str(caught.value)
 
 
-def test_versions_are_expected_and_older_ones_only_when_allowed() -> None:
-    mixed = trace(6, versions=((0, 5), (4, 6)))
-    trace(3, versions=((0, 6),)).expect_version(6)
-    mixed.expect_version(6, allow_mixed=True)
-    with pytest.raises(RoutingError, match="row 0 .*policy version 5, expected 6"):
-        mixed.expect_version(6)
-    with pytest.raises(RoutingError, match="row 4 .*policy version 6, expected 5"):
-        mixed.expect_version(5, allow_mixed=True)  # a newer policy than the one that is trained cannot have sampled
-
-
 def test_a_trace_survives_the_way_to_another_process() -> None:
     for experts in (8, 300):
         sent = trace(4, experts=experts, start=2, versions=((0, 1), (2, 3)))

@@ -39,7 +39,7 @@ def means(logged: dict[str, Any], kind: str) -> float:
 
 def test_a_run_logs_the_gap_of_cached_prompts_apart(run: Run, tmp_path: Path) -> None:
     clean, stale = (
-        run(scenarios.trained, out=str(tmp_path / str(planted)), block_size=32, planted=planted, action="off").expect()
+        run(scenarios.trained, out=str(tmp_path / str(planted)), block_size=32, planted=planted).expect()
         for planted in (False, True)
     )
     print(clean, stale)

@@ -194,7 +194,6 @@ FAULTS = {
     "wrong experts per token": ["request 0/0", "4 experts per token; allowed: 2"],
     "floats": ["request 1/0", "float32", "integers"],
     "flag off": ["request 1/0", "no routing", "enable_return_routed_experts=True"],
-    "wrong version": ["policy version 4, expected 5", "prefix cache"],
     "another model's layers": ["MoE layers (0, 2, 3), the model (0, 1, 3)"],
     "engine without the flag": ["does not record routing", "enable_return_routed_experts=True"],
     "outputs without the flag": ["request 0/0", "no routing", "enable_return_routed_experts=True"],
