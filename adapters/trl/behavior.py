@@ -18,7 +18,6 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.trl.kl import BASELINE
-from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -81,7 +80,7 @@ HANDED = {
     "mm_token_type_ids", "image_position_ids",
 }  # fmt: skip
 """Arguments of the scoring pass in the versions that were run."""
-OURS = {ROUTES: "routing", MASKS: "sampling_mask", BASELINE: "kl"}
+OURS = {BASELINE: "kl"}
 """Keys of the micro-batch that are this package's, and their sections."""
 
 Case = Mapping[str, Any]

@@ -116,7 +116,7 @@ class MeasuredRun(TrainerRun):
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records."""
         batch, trainer = self.rollouts, self.trainer
-        if batch is None or not batch.fresh:
+        if batch is None:
             return host(*args, **kwargs)
         own = getattr(trainer, "rollout_func", None) is not None
         joins = self.checked is not None and (own or getattr(trainer, "tools", None))

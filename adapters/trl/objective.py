@@ -19,7 +19,7 @@ from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.trl.rows import rows_of_batch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -298,9 +298,16 @@ class Objective:
         """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`."""
         before = self.losses
         loss = host(*args, **kwargs)
-        if self.sections and self.losses == before:
-            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
+        if self.losses == before:
+            self.refuse("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
         return loss
+
+    def refuse(self, what: str) -> None:
+        """Raise if there are sections that a loss which did not come through `loss` would leave out."""
+        if self.sections:
+            raise self.refusal(what)
+        if self.run.scoring.sections:
+            raise self.run.scoring.refusal()
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
@@ -415,5 +422,5 @@ class LossCallback(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Refuse the step, or begin anew for the next one."""
         if self._objective.losses == self._stepped:
-            raise self._objective.refusal("the loss that is to be stepped came from no compute_loss of TRL's")
+            self._objective.refuse("the loss that is to be stepped came from no compute_loss of TRL's")
         self._stepped = self._objective.losses

@@ -20,7 +20,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, marks_of, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import has_non_finite, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -41,9 +41,10 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_device, check_reference
-from mismatch_ext.adapters.trl.replay import ScoreReplay, row_keys
+from mismatch_ext.adapters.trl.replay import ScoreReplay
+from mismatch_ext.adapters.trl.rows import rows_of_batch
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
-from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
+from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, Scoring, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
@@ -102,8 +103,8 @@ class TrlRun(MeasuredRun):
 
     @property
     def rollouts(self) -> RolloutPass | None:
-        """The batch that is generated and scored, or the micro-batch whose loss is computed; None between them."""
-        return self.scoring.rollouts
+        """The batch that is generated and scored; None between batches."""
+        return self.scoring.batch
 
     # Before TRL builds model and engine.
 
@@ -191,7 +192,7 @@ class TrlRun(MeasuredRun):
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
             trainer.add_callback(self.lr)
-        if self.objective.sections:
+        if self.objective.sections or self.scoring.sections:
             trainer.add_callback(LossCallback(self.objective))
         if self.block.kl is not None and self.block.kl.in_rewards:
             self._reward_kl()
@@ -296,7 +297,7 @@ class TrlRun(MeasuredRun):
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
         passes = batch.scored if self.kl_reward is not None or isinstance(trainer, RLOOTrainer) else None
-        with overridden(self.scoring, rollouts=batch, passes=passes), keeping:
+        with self.scoring.of_batch(batch), overridden(self.scoring, passes=passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
                 with together(self.ranks):
@@ -325,15 +326,12 @@ class TrlRun(MeasuredRun):
         bad = BadRows(len(output["completion_ids"]))
         with together(self.ranks), self.log.refusing(self.split, held):
             self.objective.expect_known_inputs(output)
-            self.scoring.expect_old(batch, output)
+            self.scoring.expect_old(output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
-            if self.routing is not None:
-                output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
-            if self.scoring.masking is not None:
-                assert records is not None  # masks are the engine's
-                output[MASKS] = self.scoring.batch_masks(batch, output, records)
+            self.scoring.settle(output, bad, lambda: self.score_again(output))
         if self.scoring.masking is not None:
-            self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
+            supports = self.scoring.supports_of(output)
+            self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
         old = self._judged_logprobs(output, records, bad, held)
         self._take_out(output, bad, held)
         mask = mask_of(output, bad)
@@ -404,14 +402,9 @@ class TrlRun(MeasuredRun):
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
-        marks = torch.zeros(len(output["completion_ids"]), dtype=torch.int64, device=output["completion_ids"].device)
+        self.scoring.judge(output, bad)
         if len(bad):
-            keys = row_keys(*rows_of_batch(output))
-            include_equal_rows(bad, keys)
-            take_out(output, bad.flags(marks.device))
-            marks = marks_of(bad, keys, marks.device)
-            self.scoring.remembered.add(mark for mark in marks.tolist() if mark)
-        output[BAD] = marks
+            take_out(output, bad.flags(output["completion_ids"].device))
         self.log.count_bad_rows(self.split, bad, held)
 
     def _gap(

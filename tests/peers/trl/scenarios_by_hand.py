@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from mismatch_ext.adapters.trl.rows import row_keys, rows_of_batch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -269,6 +270,14 @@ class Generated:
     sampled: Counter[Any]
 
 
+def masks_of(trainer: Any, batch: Inputs) -> Inputs:
+    """Return the sampling mask of each row of a batch that was just generated, and what the row is found by, if it has any."""
+    if trainer.mm.scoring.masking is None:
+        return {}
+    supports = trainer.mm.scoring.tables.newest(training=True)[0].supports
+    return {"sampling_mask": [(key, supports[key]) for key in row_keys(*rows_of_batch(batch))]}
+
+
 class Noting:
     """Notes what our class returns of each generation; stands right before our class among the bases."""
 
@@ -288,7 +297,7 @@ class Noting:
                     run.state.global_step,  # type: ignore[attr-defined]
                     weights_of(run.model),  # type: ignore[attr-defined]
                     weights_of(run.ref_model),  # type: ignore[attr-defined]
-                    dict(batch),
+                    dict(batch) | masks_of(run, batch),
                     Counter(run.sampled[begun:]),  # type: ignore[attr-defined]
                 )
             )
