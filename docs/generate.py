@@ -473,7 +473,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "real_learning": real_learning,
     "heads": heads,
 }
-PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "fp16.md")
+PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "../evidence/real.md", "fp16.md")
 PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
 """Pictures by file; a picture without a record is not drawn."""
 
