@@ -296,8 +296,8 @@ class TrlRun(MeasuredRun):
         batch, trainer = RolloutPass(size=size), self.trainer
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
-        passes = batch.scored if self.kl_reward is not None or isinstance(trainer, RLOOTrainer) else None
-        with self.scoring.of_batch(batch), overridden(self.scoring, passes=passes), keeping:
+        keeps_passes = self.kl_reward is not None or isinstance(trainer, RLOOTrainer)
+        with self.scoring.of_batch(batch, keeps_passes=keeps_passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
                 with together(self.ranks):
@@ -311,19 +311,38 @@ class TrlRun(MeasuredRun):
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self.kl_reward is None:
             return host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
-        with overridden(self.kl_reward, penalties=self.objective.penalties(completion_ids_list)):
-            rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
+        self.kl_reward.penalties = self.objective.penalties(completion_ids_list)
+        rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
     def scored(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
-        """Measure a batch that TRL has generated and scored, correct it, and adapt to it."""
-        training = self.trainer.model.training
+        """Take a batch that TRL has generated and scored through the steps to its loss."""
         self.scoring.passes = None  # what follows are passes of our own
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
+        records = self._find_rows(batch, output, bad, held)
+        old = self._judged_logprobs(output, records, bad, held)
+        self._take_out(output, bad, held)
+        mask = mask_of(output, bad)
+        gap = None
+        if old is not None and records is not None:
+            gap = self._gap(output, old, records, mask, held)
+            self._measure_native_gap(output, bad, mask)
+        if gap is not None and self.correction is not None:
+            self._correct(self.correction, output, gap[0], mask)
+        self._note_weights(output, gap, mask)
+        if self.trainer.model.training:
+            self.steer(self.trainer._metrics["train"], gap, records, bad)
+        self.objective.follow_batch(output, mask, batch, gap)
+        return output
+
+    def _find_rows(
+        self, batch: RolloutPass, output: dict[str, Any], bad: BadRows, held: ColumnBatch
+    ) -> list[RolloutRecord | None] | None:
+        """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
         with together(self.ranks), self.log.refusing(self.split, held):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(output)
@@ -332,30 +351,27 @@ class TrlRun(MeasuredRun):
         if self.scoring.masking is not None:
             supports = self.scoring.supports_of(output)
             self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
-        old = self._judged_logprobs(output, records, bad, held)
-        self._take_out(output, bad, held)
-        mask = mask_of(output, bad)
-        gap = None
-        if old is not None and records is not None:
-            gap = self._gap(output, old, records, mask, held)
-        if gap is not None and self.routing is not None and self.routing.draws.native_gap():
-            with overridden(self.scoring, routing=None):
-                native = self.score_again(output)
-            with together(self.ranks):
-                native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-                self.log.observe(self.split, native, output[ROLLOUT], mask.bool(), native=True)
-        if gap is not None and self.correction is not None:
-            self._correct(self.correction, output, gap[0], mask)
-        if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
+        return records
+
+    def _measure_native_gap(self, output: Mapping[str, Any], bad: BadRows, mask: Tensor) -> None:
+        """Measure some batches under the model's own routes too."""
+        if self.routing is None or not self.routing.draws.native_gap():
+            return
+        with overridden(self.scoring, routing=None):
+            native = self.score_again(output)
+        with together(self.ranks):
+            native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
+            self.log.observe(self.split, native, output[ROLLOUT], mask.bool(), native=True)
+
+    def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
+        """Note what TRL's loss is multiplied by, and what its clip will stop."""
+        trainer = self.trainer
+        if trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
             self.log.mask(self.split, ratio, mask)
-        if training and gap is not None and isinstance(self.trainer, GRPOTrainer):
+        if trainer.model.training and gap is not None and isinstance(trainer, GRPOTrainer):
             settings = None if self.correction is None else self.correction.settings
-            clips = clips_engine_ratio(settings, self.trainer.loss_type)
-            self.note(**phantom(self.trainer, output, gap, clips, self.ranks))
-        if training:
-            self.steer(self.trainer._metrics["train"], gap, records, bad)
-        self.objective.follow_batch(output, mask, batch, gap)
-        return output
+            clips = clips_engine_ratio(settings, trainer.loss_type)
+            self.note(**phantom(trainer, output, gap, clips, self.ranks))
 
     def _judged_logprobs(
         self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch

@@ -92,14 +92,14 @@ class Scoring:
         self.trainer._get_per_token_logps_and_entropies = watched
 
     @contextmanager
-    def of_batch(self, batch: RolloutPass) -> Iterator[None]:
+    def of_batch(self, batch: RolloutPass, *, keeps_passes: bool) -> Iterator[None]:
         """Know the rows of a batch from here on; until the end of the block it is generated and scored."""
         batch.table = self.tables.begin(training=self.trainer.model.training)
-        self.batch = batch
+        self.batch, self.passes = batch, batch.scored if keeps_passes else None
         try:
             yield
         finally:
-            self.batch = None
+            self.batch = self.passes = None
 
     @property
     def sections(self) -> str:
@@ -130,7 +130,8 @@ class Scoring:
             scores = self._replayed(host, model, rows, keys, trained, *args, **options)
         else:
             scores = host(model, *rows, *args, **options)
-        return as_constants(scores, self._are_bad(keys)) if may_be_bad else scores
+        bad = self._are_bad(keys) if may_be_bad else torch.zeros(0, dtype=torch.bool)
+        return as_constants(scores, bad) if bool(bad.any()) else scores
 
     def _replayed(
         self, host: Host, model: Any, rows: Rows, keys: Sequence[RowKey], trained: bool, *args: Any, **options: Any
