@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mismatch_ext.adapters.trl.rows import row_key
+from mismatch_ext.adapters.trl.rows import row_keys, rows_of_batch
 from torch import Tensor
 from trl.generation import vllm_generation
 
@@ -161,12 +161,10 @@ class Masked(Hand):
     def scores(self, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return log-probabilities over what was left, of unpadded rows."""
         full = super().scores(model, inputs)[1]
+        known = {key: support for one in self.generated for key, support in one.supports.items()}
         left = torch.ones(full.shape, dtype=torch.bool)
-        for row, ((prompt, completion), (key, support)) in enumerate(
-            zip(self._keys(inputs), inputs["sampling_mask"], strict=True)
-        ):
-            sampled = row_key(prompt, completion)
-            assert key[0] == sampled[0] and key[1].startswith(sampled[1])
+        for row, key in enumerate(row_keys(*rows_of_batch(inputs))):
+            support = known[key]
             for place in range(int(inputs["completion_mask"][row].sum())):
                 left[row, place] = False
                 left[row, place, support.slice(place, place + 1).ids.long()] = True
