@@ -46,7 +46,7 @@ def token_weights(trainer: Any, inputs: Mapping[str, Any], dtype: torch.dtype = 
     of_loss = torch.ones((), dtype=dtype, device=mask.device)
     if trainer.loss_type in PER_STEP:
         # TRL counts the tokens of a generation batch, which may last for several steps.
-        tokens = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
+        tokens: Tensor = inputs["num_items_in_batch"].clamp(min=1.0) / trainer.accelerator.num_processes
         if training:
             tokens = tokens * passes / trainer.args.steps_per_generation
         return of_loss / tokens * mask
@@ -57,7 +57,8 @@ def token_weights(trainer: Any, inputs: Mapping[str, Any], dtype: torch.dtype = 
     if trainer.loss_type == "bnpo":
         return of_loss / mask.sum().clamp(min=1.0) * mask
     if trainer.loss_type == "dr_grpo":
-        return of_loss / (rows * trainer.max_completion_length) * mask
+        most_tokens = rows * int(trainer.max_completion_length)
+        return of_loss / most_tokens * mask
     of_loss = of_loss / rows
     return {"grpo": of_loss / of_row, "sapo": of_loss / of_row, "luspo": of_loss}[trainer.loss_type] * mask
 
