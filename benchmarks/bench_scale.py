@@ -11,6 +11,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,18 @@ import torch.multiprocessing as processes
 from numpy.typing import NDArray
 
 from benchmarks import bench_verl_scale
-from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, collate, to_records
+from benchmarks.harness import peak
+from mismatch_ext.rollout import (
+    Provenance,
+    RolloutRecord,
+    SamplingSettings,
+    collate,
+    to_flags,
+    to_ids,
+    to_logprobs,
+    to_records,
+)
+from mismatch_ext.turns import Trained, join_turns
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32_768, 48, 8, 128
 SAMPLES, GPUS, SHARING, LOOPS = 8_192, 256, 8, 8
@@ -168,10 +180,33 @@ def agreement(size: int) -> list[float]:
     return seconds
 
 
-def records(millions: float = 0.5) -> dict[str, float]:
-    """Return seconds for a million tokens: records of an engine's lists, and a batch of them."""
-    length = 8192
-    rows = max(1, round(millions * 1e6 / length))
+def spent(function: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of one call, and the largest resident size of this process during it beyond that before, in MB."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from the present size
+    before, start = peak(), time.process_time()
+    function()
+    return time.process_time() - start, peak() - before
+
+
+def _own_loop(millions: float, results: Any) -> None:
+    """Make records of conversations of two calls, join the calls, and lay the joined records out as a batch."""
+    conversations = max(1, round(millions * 1e6 / TOKENS))
+    asked, tool = 64, 512
+    half = (TOKENS - asked - tool) // 2
+    generator = np.random.default_rng(0)
+    prompts: list[list[int]] = []
+    responses: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    rows = []
+    for _ in range(conversations):
+        tokens = generator.integers(0, VOCABULARY, asked + half + tool + half).tolist()
+        values = (-generator.random(2 * half, dtype=np.float32)).tolist()
+        middle = asked + half
+        prompts += [tokens[:asked], tokens[: middle + tool]]
+        responses += [tokens[asked:middle], tokens[middle + tool :]]
+        logprobs += [values[:half], values[half:]]
+        mask = [True] * half + [False] * tool + [True] * half
+        rows.append((tokens[:asked], tokens[asked:], mask, values[:half] + [0.0] * tool + values[half:]))
     provenance = Provenance(
         engine="made up",
         engine_version="0",
@@ -182,16 +217,40 @@ def records(millions: float = 0.5) -> dict[str, float]:
         sampling=SamplingSettings(),
         logprobs_mode="processed_logprobs",
     )
-    prompts = [tokens_of(64) for _ in range(rows)]
-    responses = [tokens_of(length) for _ in range(rows)]
-    logprobs = [(-torch.rand(length)).tolist() for _ in range(rows)]
-    made: list[RolloutRecord] = []
+    turns: list[RolloutRecord] = []
+    joined: list[RolloutRecord] = []
+    batches = []
 
     def make() -> None:
-        made[:] = to_records(prompts, responses, logprobs, provenance=provenance)
+        turns.extend(to_records(prompts, responses, logprobs, provenance=provenance))
 
-    millions_of = rows * length / 1e6
-    return {"records": best(make) / millions_of, "batch": best(lambda: collate(made)) / millions_of}
+    def join() -> None:
+        trained = [
+            Trained(
+                prompt_ids=to_ids(prompt, "a prompt"),
+                response_ids=to_ids(response, "a response"),
+                response_mask=to_flags(mask, "a response"),
+                rollout_logprobs=to_logprobs(values, "a response"),
+            )
+            for prompt, response, mask, values in rows
+        ]
+        joined.extend(join_turns(turns, trained).records)
+
+    def lay_out() -> None:
+        batches.append(collate(joined))
+
+    results.put([spent(part) for part in (make, join, lay_out)])
+
+
+def own_loop(millions: float = 30.0) -> dict[str, tuple[float, float]]:
+    """Return seconds and peak memory in MB of records, joins and a batch of so many million tokens, in a process of its own."""
+    context = processes.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_own_loop, args=(millions, results))
+    process.start()
+    figures = results.get()
+    process.join()
+    return dict(zip(("records of two calls", "joins", "batch"), figures, strict=True))
 
 
 def step_of(units: dict[str, float]) -> dict[str, float]:
@@ -207,8 +266,8 @@ def step_of(units: dict[str, float]) -> dict[str, float]:
     }
 
 
-def run(millions: float = 2.0) -> list[dict[str, Any]]:
-    """Return the rows of this benchmark; the driver's batch has so many million tokens."""
+def run(millions: float = 2.0, conversations: float = 30.0) -> list[dict[str, Any]]:
+    """Return the rows of this benchmark; the driver's batch and the loop of your own have so many million tokens."""
     torch.set_num_threads(1)
     units: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -222,8 +281,10 @@ def run(millions: float = 2.0) -> list[dict[str, Any]]:
         agreed, gathered = agreement(size)
         note(f"agreement, {size} ranks", agreed, "one agreement over gloo")
         note(f"object gather, {size} ranks", gathered, "one object over gloo")
-    for name, seconds in records().items():
-        note(name, seconds, "a million tokens")
+    for name, (seconds, megabytes) in own_loop(conversations).items():
+        unit = f"{conversations:g} million tokens in conversations of two calls"
+        note(name, seconds, unit)
+        rows[-1]["megabytes"] = round(megabytes)
     note("worker", worker(1), "a sample of 32,768 tokens in a pass")
     note(f"worker, Ulysses {SHARING}", worker(SHARING), "a sample of 32,768 tokens in a pass, on each of the ranks")
     for turns in TURNS:

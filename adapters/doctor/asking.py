@@ -63,7 +63,7 @@ class ToSample:
         if self.seen is not None:
             owners = [tuple(prompt) for prompt in self.prompts for _ in range(self.of_each)]
             records = [replace(record, prompt_ids=owner) for record, owner in zip(records, owners, strict=True)]
-        return Sample.of([record for record in records if record.response_ids])
+        return Sample.of([record for record in records if len(record.response_ids)])
 
 
 def sequences(sample: Sample) -> list[list[int]]:

@@ -491,8 +491,8 @@ class TrlRun(MeasuredRun):
         tokenizer = self.trainer._tokenizer
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *getattr(self.trainer, "eos_token_ids", ())}
         good = [record for row, record in enumerate(records) if record is not None and row not in bad.faults]
-        lengths = torch.tensor([sum(record.response_mask) for record in good], dtype=torch.float64)
-        truncated = torch.tensor([record.response_ids[-1] not in ends for record in good], dtype=torch.bool)
+        lengths = torch.tensor([record.response_mask.sum() for record in good], dtype=torch.float64)
+        truncated = torch.tensor([int(record.response_ids[-1]) not in ends for record in good], dtype=torch.bool)
         return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
     def grad_norm(self, norm: Any) -> None:
