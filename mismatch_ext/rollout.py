@@ -360,9 +360,7 @@ class RolloutRecord:
         broken = ~np.isfinite(self.rollout_logprobs) & self.response_mask
         if broken.any():
             bad = int(broken.argmax())
-            raise non_finite(
-                str(self.request_id), bad, float(self.rollout_logprobs[bad]), int(self.response_ids[bad])
-            )
+            raise non_finite(str(self.request_id), bad, float(self.rollout_logprobs[bad]), int(self.response_ids[bad]))
         one_provenance([(str(self.request_id), self.provenance)])
         if self.routing is not None:
             self._check_routing(self.routing, where)
@@ -378,7 +376,9 @@ class RolloutRecord:
                 "it must end at the last token or the one before."
             )
         if tokens is not None and not np.array_equal(tokens.cpu().numpy(), self.token_ids[: len(tokens)]):
-            raise RecordError(f"{where}: its routing was recorded of other tokens than those of its prompt and response.")
+            raise RecordError(
+                f"{where}: its routing was recorded of other tokens than those of its prompt and response."
+            )
 
     @property
     def token_ids(self) -> Ids:

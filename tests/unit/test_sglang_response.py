@@ -6,6 +6,7 @@ import math
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from mismatch_ext.adapters import vllm
 from mismatch_ext.adapters.sglang import parse_response, to_records
@@ -65,7 +66,7 @@ def test_the_record_is_the_one_that_vllms_adapter_yields() -> None:
     (theirs,) = vllm.to_records([output], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
     (ours,) = to_records([response()], prompt_ids=[PROMPT], provenance=provenance(), shape=SHAPE)
     for name in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask", "provenance", "request_id"):
-        assert getattr(ours, name) == getattr(theirs, name)
+        assert np.array_equal(getattr(ours, name), getattr(theirs, name))
         assert type(getattr(ours, name)) is type(getattr(theirs, name))
     assert ours.routing is not None and ours.routing.same_as(trace)
 

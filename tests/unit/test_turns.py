@@ -95,7 +95,11 @@ def test_a_completion_may_end_within_a_turn_at_the_limit() -> None:
     for length, sampled in ((9, 1), (8, 0)):
         joined = join_turns(turns(), [shortened(length)], limit=length)
         (record,) = joined.records
-        assert record.response_mask.tolist() == list(MASK[:length]) and record.finish_reason == "length" and joined.turns == 3
+        assert (
+            record.response_mask.tolist() == list(MASK[:length])
+            and record.finish_reason == "length"
+            and joined.turns == 3
+        )
         assert record.routing is not None and record.routing.rows == len(PROMPT) + length
         assert joined.sampled_rows == 3 + sampled
     assert join_turns(turns(), [shortened(9)]).turns == 3
