@@ -333,7 +333,8 @@ def shared(first: NDArray[Any], second: NDArray[Any]) -> int:
 def _near(values: Logprobs, others: Logprobs) -> Flags:
     """Tell which log-probabilities are equal but for rounding; one that is unknown, NaN in `others`, is."""
     near: Flags = np.abs(values - others) <= TOLERANCE * np.maximum(1.0, np.abs(values))
-    return near | np.isnan(others)
+    near |= np.isnan(others)
+    return near
 
 
 # The record of a completion: log-probabilities, routes, masks and origin.

@@ -107,7 +107,7 @@ def chunks() -> dict[str, Any]:
     rows = queue().rows
     mask = nested(rows["response_mask"]).to_padded_tensor(0).bool()
     rollout, old = (nested(rows[name]).to_padded_tensor(0.0) for name in ("rollout_log_probs", OLD))
-    found: dict[str, Any] = {"whole": figures(gap_sums(old, rollout, mask)), "chunks": []}
+    found: dict[str, Any] = {"whole": figures(gap_sums(old=old, rollout=rollout, mask=mask)), "chunks": []}
     for field, chunk in ((OLD, 7), (OLD, 3), (SCORED, 2), (OLD, 1)):
         given = queue()
         stated = measured(given, Scoring(field=field), chunk, sample=1000)
@@ -278,8 +278,9 @@ def kl() -> dict[str, Any]:
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
         sums = measure.measure_kl(batch(given), section, BadKeys(batch(given)))
-        padded = [nested(given.rows[field]).to_padded_tensor(0) for field in (OLD, "ref_log_prob", "response_mask")]
-        expected = kl_sums(*padded)
+        names = (OLD, "ref_log_prob", "response_mask")
+        old, ref, mask = (nested(given.rows[field]).to_padded_tensor(0) for field in names)
+        expected = kl_sums(logprobs=old, ref_logprobs=ref, mask=mask)
         found[name] = {
             "error": max(float((sums[key] - value).abs().max()) for key, value in expected.items()),
             "baseline": [row.tolist() for row in given.rows[measure.BASELINE]],
