@@ -92,12 +92,26 @@ def worker(sharing: int) -> float:
     engine.config = SimpleNamespace(mode="R3")
     engine.layout = SimpleNamespace(layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=TOP_K)
     engine.weight_version, engine.takes_older = None, False
-    shared = {"get_ulysses_sequence_parallel_world_size": sharing, "get_ulysses_sequence_parallel_rank": 0}
+    # As if ranks shared the samples, of which this is the first.
+    shared: dict[str, Callable[..., Any]] = {
+        "get_ulysses_sequence_parallel_world_size": lambda: sharing,
+        "get_ulysses_sequence_parallel_rank": lambda: 0,
+        "slice_input_tensor": lambda values, **_: values[: len(values) // sharing],
+    }
     before = {name: getattr(replay, name) for name in shared}
-    for name, value in shared.items():
-        setattr(replay, name, lambda value=value: value)
+    layout = replay.PassLayout(offsets=data["input_ids"].offsets(), padding=0)
+
+    def ingest() -> None:
+        """Do what a scoring pass does, with all samples in one micro-batch."""
+        engine._checked = set()
+        batch = Batch(data)
+        engine.ingest(batch, 0, replay.proofs_of(batch), judged=True)
+        engine.piece(layout, list(range(count)))
+
+    for name, stand_in in shared.items():
+        setattr(replay, name, stand_in)
     try:
-        return best(lambda: engine.ingest(Batch(data), 0, judged=True)) / count
+        return best(ingest) / count
     finally:
         for name, function in before.items():
             setattr(replay, name, function)

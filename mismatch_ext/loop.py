@@ -482,11 +482,11 @@ class Run:
         with self._together(batch.split):
             self._find_non_finite(batch, old.detach())
             mask = batch.good_tokens
-            gap = {"old": old.detach(), "rollout": batch.rollout_logprobs, "mask": mask}
+            trainer, engine = old.detach(), batch.rollout_logprobs
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
-                self._log.observe(batch.split, **gap)
-                self._log.observe_cached(batch.split, **gap, records=batch.records)
+                self._log.observe(batch.split, old=trainer, rollout=engine, mask=mask)
+                self._log.observe_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
@@ -508,8 +508,8 @@ class Run:
                 self._pending.note(PREFIX + name, value, float(kl_of_batch["kl_tokens"]))
         if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau"):
             if not measured:  # tokens that were refused lead nothing, and other ranks wait for this one's sums
-                gap = {name: torch.zeros_like(values) for name, values in gap.items()}
-            sums = over_ranks(leading_sums(**gap), self.ranks)
+                trainer, engine, mask = torch.zeros_like(trainer), torch.zeros_like(engine), torch.zeros_like(mask)
+            sums = over_ranks(leading_sums(old=trainer, rollout=engine, mask=mask), self.ranks)
             self._rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def _held(self, records: Sequence[RolloutRecord], trainer: Tensor | None = None) -> ColumnBatch:

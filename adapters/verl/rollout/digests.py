@@ -100,5 +100,11 @@ def proven(routes: Tensor, tokens: Tensor) -> tuple[int, bool]:
     return rows, rows < len(found) and bool(found[rows].any())
 
 
+def last_digest(routes: Tensor, rows: int) -> int:
+    """Return the digest of the last of so many rows, which is over all tokens up to there."""
+    found = routes[rows - 1, without_digests(routes).shape[1] :].flatten()[:BYTES]
+    return int.from_bytes(bytes(found.tolist()), "little")
+
+
 def _layers(top_k: int) -> int:
     return -(-BYTES // top_k)
