@@ -302,14 +302,17 @@ class EngineReplay(RouteReplay):
         )
         for row, (array, tokens, proof, count, span, name, bad) in enumerate(rows):
             recorded, present, found = 0, True, None
+            if bad:  # it has no part in any loss, and perhaps no routes of its own: the model routes it itself
+                kept.append(None)
+                samples.append((0, False, True, 0, row))
+                continue
             try:
                 sample = _Sample(array, tokens, proof, count, name, checks_ids=row % sharing == place)
                 recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
-                if not bad:  # a bad row may have no routes of its own
-                    if not judged:
-                        raise
-                    wrong[row] = error
+                if not judged:
+                    raise
+                wrong[row] = error
             kept.append(found)
             fault = number_of("routes") if row in wrong else 0
             samples.append((recorded, count > 0 and not fault, present, fault, row))

@@ -91,19 +91,28 @@ def proven(routes: Tensor, tokens: Tensor) -> tuple[int, bool]:
 
     A next row without a digest was not recorded.
     """
-    found = routes[:, without_digests(routes).shape[1] :].flatten(1)[: len(tokens), :BYTES].cpu()
-    wanted = torch.from_numpy(digests(tokens.cpu().numpy()))[: len(found)]
-    if found.shape != wanted.shape:  # fewer layers than a digest takes
+    slots = _slots(routes[: len(tokens)])
+    if slots.shape[1] < BYTES:  # fewer layers than a digest takes
         return 0, True
-    wrong = (found != wanted).any(1).nonzero()
-    rows = int(wrong[0]) if len(wrong) else len(found)
-    return rows, rows < len(found) and bool(found[rows].any())
+    found = _numbers_in(slots)
+    wrong = found != numbers(tokens.cpu().numpy())[: len(found)]
+    rows = int(wrong.argmax()) if wrong.any() else len(found)
+    return rows, rows < len(found) and bool(found[rows])
 
 
 def last_digest(routes: Tensor, rows: int) -> int:
     """Return the digest of the last of so many rows, which is over all tokens up to there."""
-    found = routes[rows - 1, without_digests(routes).shape[1] :].flatten()[:BYTES]
-    return int.from_bytes(bytes(found.tolist()), "little")
+    return int(_numbers_in(_slots(routes[rows - 1 : rows]))[0])
+
+
+def _slots(routes: Tensor) -> Tensor:
+    """Return the ids in the places of the further layers `[R, D * K]`."""
+    return routes[:, without_digests(routes).shape[1] :].flatten(1).cpu()
+
+
+def _numbers_in(slots: Tensor) -> NDArray[np.uint32]:
+    """Return the digest of each row, a byte in a slot."""
+    return slots[:, :BYTES].to(torch.uint8).contiguous().numpy().view("<u4")[:, 0]
 
 
 def _layers(top_k: int) -> int:
