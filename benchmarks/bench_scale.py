@@ -42,6 +42,7 @@ TURNS = (1, 10, 20)
 RANKS = (2, 8, 16)
 ROUNDS = 20
 VOCABULARY = 150_000
+STEP = f"a step of {GPUS} GPUs: "
 
 
 def best(function: Callable[[], Any], clock: Callable[[], float] = time.process_time, rounds: int = 3) -> float:
@@ -67,8 +68,11 @@ def tokens_of(count: int = TOKENS) -> list[int]:
     return found
 
 
-def worker(sharing: int) -> float:
-    """Return a worker's seconds for checking and laying out one sample's routes in one pass, of which ranks share the rows."""
+def worker(sharing: int) -> tuple[float, float]:
+    """Return a worker's seconds for checking and laying out one sample's routes, when it is scored and in the update.
+
+    So many ranks share the rows of a sample.
+    """
     from mismatch_ext.adapters.verl import replay
     from mismatch_ext.adapters.verl.rollout.digests import with_digests
 
@@ -101,17 +105,24 @@ def worker(sharing: int) -> float:
     before = {name: getattr(replay, name) for name in shared}
     layout = replay.PassLayout(offsets=data["input_ids"].offsets(), padding=0)
 
-    def ingest() -> None:
-        """Do what a scoring pass does, with all samples in one micro-batch."""
-        engine._checked = set()
+    def one_pass(judged: bool) -> None:
+        """Do what a pass does before the model runs, with all samples in one micro-batch."""
         batch = Batch(data)
-        engine.ingest(batch, 0, replay.proofs_of(batch), judged=True)
+        proofs = replay.proofs_of(batch)
+        if not judged:
+            replay.other_than_recorded(proofs, replay.needed(batch))
+        engine.ingest(batch, 0, proofs, judged=judged)
         engine.piece(layout, list(range(count)))
+
+    def score() -> None:
+        engine._checked = set()
+        one_pass(judged=True)
 
     for name, stand_in in shared.items():
         setattr(replay, name, stand_in)
     try:
-        return best(ingest) / count
+        scoring = best(score) / count
+        return scoring, best(lambda: one_pass(judged=False)) / count
     finally:
         for name, function in before.items():
             setattr(replay, name, function)
@@ -268,15 +279,17 @@ def own_loop(millions: float = 30.0) -> dict[str, tuple[float, float]]:
 
 
 def step_of(units: dict[str, float]) -> dict[str, float]:
-    """Return the seconds of a step of 256 GPUs, from the seconds of the units; routes are checked in two passes."""
+    """Return the seconds of a step of 256 GPUs, from the seconds of the units; routes are replayed in two passes."""
     own = SAMPLES // GPUS
     conversations = SAMPLES / LOOPS
     return {
-        "worker": 2 * own * units["worker"],
-        "worker, Ulysses 8": 2 * own * SHARING * units["worker, Ulysses 8"],
-        "event loop of 20 turns": conversations * units["event loop, 20 turns"],
+        "worker, routes": own * (units["worker, scoring"] + units["worker, update"]),
+        f"worker, routes with Ulysses {SHARING}": own
+        * SHARING
+        * (units[f"worker, scoring, Ulysses {SHARING}"] + units[f"worker, update, Ulysses {SHARING}"]),
+        "each process of agent loops, 20 turns": conversations * units["event loop, 20 turns"],
         "driver": SAMPLES * TOKENS / 1e6 * units["driver"],
-        "driver, verl's own": SAMPLES * TOKENS / 1e6 * units["driver, verl's own"],
+        "driver, verl's own metrics": SAMPLES * TOKENS / 1e6 * units["driver, verl's own metrics"],
     }
 
 
@@ -299,15 +312,16 @@ def run(millions: float = 2.0, conversations: float = 30.0) -> list[dict[str, An
         unit = f"{conversations:g} million tokens in conversations of two calls"
         note(name, seconds, unit)
         rows[-1]["megabytes"] = round(megabytes)
-    note("worker", worker(1), "a sample of 32,768 tokens in a pass")
-    note(f"worker, Ulysses {SHARING}", worker(SHARING), "a sample of 32,768 tokens in a pass, on each of the ranks")
+    for sharing, suffix in ((1, ""), (SHARING, f", Ulysses {SHARING}")):
+        for of_pass, seconds in zip(("scoring", "update"), worker(sharing), strict=True):
+            note(f"worker, {of_pass}{suffix}", seconds, f"a sample of {TOKENS:,} tokens on each rank that has it")
     for turns in TURNS:
         loop, threads = min(agent_loop(turns) for _ in range(3))
         note(f"event loop, {turns} turns", loop, "a conversation of 32,768 tokens")
         note(f"event loop and its threads, {turns} turns", threads, "a conversation of 32,768 tokens")
     driver = next(iter(bench_verl_scale.run((millions,))))
     note("driver", driver["ours"], "a million tokens")
-    note("driver, verl's own", driver["theirs"], "a million tokens")
+    note("driver, verl's own metrics", driver["theirs"], "a million tokens")
     for name, seconds in step_of(units).items():
-        note(f"a step of {GPUS} GPUs: {name}", seconds, f"{SAMPLES} samples of {TOKENS} tokens")
+        note(f"{STEP}{name}", seconds, f"{SAMPLES:,} samples of {TOKENS:,} tokens")
     return rows
