@@ -21,7 +21,7 @@ import torch.distributed as dist
 from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
-from mismatch_ext.adapters.verl.rollout.digests import last_digest, proven, without_digests
+from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from torch import Tensor, nn
 from verl.utils import tensordict_utils as tu
 from verl.utils.device import get_device_id
@@ -53,8 +53,6 @@ SAMPLES = "mismatch_samples"
 counted; whether its routes are of the present weights; the number of its fault, 0 if it has none; its own number in the batch."""
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
-MOST_CHECKED = 1 << 20
-"""Samples that a process remembers to have checked; a batch has thousands."""
 ALTERED = (
     "request {}: its token ids are others than those that its routes were recorded of ({} of {} samples), from token {} on: text "
     "was tokenized again, input_ids were changed without routed_experts, or routes are another turn's or sample's. Give an "
@@ -143,7 +141,6 @@ class EngineReplay(RouteReplay):
         self._faults: dict[int, str] = {}  # what is wrong with samples of the batch that are bad
         # Of each sample of the batch, in this process's memory: verl's micro-batches would carry them whole to each device.
         self._routes: list[Tensor | None] = []
-        self._checked: set[tuple[int, int]] = set()  # samples whose ids have been checked, by rows and last digest
         self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
@@ -384,15 +381,7 @@ class EngineReplay(RouteReplay):
             )
         if not recorded:
             return 0, None
-        # An update finds the samples that the pass before it has checked, on whichever of the ranks that share them.
-        known = (recorded, last_digest(array, recorded))
-        if known in self._checked:
-            sample = replace(sample, checks_ids=False)
-        found = self._routes_of(sample, without_digests(array)[:recorded], recorded)
-        if len(self._checked) > MOST_CHECKED:
-            self._checked.clear()
-        self._checked.add(known)
-        return recorded, found
+        return recorded, self._routes_of(sample, without_digests(array)[:recorded], recorded)
 
     def _routes_of(self, sample: _Sample, array: Any, rows: int) -> Tensor:
         """Return routes of so many tokens in the model's MoE layers, and check their ids unless another rank does."""

@@ -91,28 +91,13 @@ def proven(routes: Tensor, tokens: Tensor) -> tuple[int, bool]:
 
     A next row without a digest was not recorded.
     """
-    slots = _slots(routes[: len(tokens)])
+    slots = routes[: len(tokens), without_digests(routes).shape[1] :].flatten(1).cpu()
     if slots.shape[1] < BYTES:  # fewer layers than a digest takes
         return 0, True
-    found = _numbers_in(slots)
+    found = slots[:, :BYTES].to(torch.uint8).contiguous().numpy().view("<u4")[:, 0]
     wrong = found != numbers(tokens.cpu().numpy())[: len(found)]
     rows = int(wrong.argmax()) if wrong.any() else len(found)
     return rows, rows < len(found) and bool(found[rows])
-
-
-def last_digest(routes: Tensor, rows: int) -> int:
-    """Return the digest of the last of so many rows, which is over all tokens up to there."""
-    return int(_numbers_in(_slots(routes[rows - 1 : rows]))[0])
-
-
-def _slots(routes: Tensor) -> Tensor:
-    """Return the ids in the places of the further layers `[R, D * K]`."""
-    return routes[:, without_digests(routes).shape[1] :].flatten(1).cpu()
-
-
-def _numbers_in(slots: Tensor) -> NDArray[np.uint32]:
-    """Return the digest of each row, a byte in a slot."""
-    return slots[:, :BYTES].to(torch.uint8).contiguous().numpy().view("<u4")[:, 0]
 
 
 def _layers(top_k: int) -> int:
