@@ -334,3 +334,21 @@ def users_own_metrics(names: list[str]) -> list[str]:
         driver._log.begin(None)
         driver._record(metrics, STEP)
     return sorted(metrics)
+
+
+def masks_fetched() -> dict[str, Any]:
+    """Check the sampling masks of more rows than are fetched together, of which one has none."""
+    from mismatch_ext.adapters.verl import sampling_mask
+
+    rows = 2 * sampling_mask.CHUNK + 3
+    given = Queue({"response_mask": [torch.ones(1)] * rows, "extra_fields": [{} for _ in range(rows)]})
+    given.rows["extra_fields"][-1] = {sampling_mask.UNKNOWN: "it was lost."}
+    sampling_mask.tq = given
+    keys = SimpleNamespace(keys=given.keys, tags=[{}] * rows, partition_id="train")
+    bad = BadKeys(keys)
+    sampling_mask.check_masks(keys, STEP, bad)
+    return {
+        "most": given.most,
+        "chunk": sampling_mask.CHUNK,
+        "bad": {keys.keys[row]: bad.rows.faults[row].message for row in bad.rows.faults},
+    }
