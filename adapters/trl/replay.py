@@ -7,9 +7,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
 from mismatch_ext.adapters.trl.rows import Rows, prompts_of
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
@@ -71,13 +73,13 @@ class ScoreReplay(RouteReplay):
         return _joined(parts), share(traces, prompts_of(*rows))
 
 
-def is_of(trace: RoutingTrace, tokens: Sequence[int]) -> bool:
+def is_of(trace: RoutingTrace, tokens: NDArray[np.int64]) -> bool:
     """Tell whether a trace is of the tokens of a row, the last of which has no routes in an engine's."""
     known = trace.tokens
     lacks_first_rows = trace.rows > 0 and trace.start > 0
     if known is None or lacks_first_rows:
         return False
-    return len(tokens) - len(known) in (0, 1) and known.tolist() == list(tokens[: len(known)])
+    return len(tokens) - len(known) in (0, 1) and np.array_equal(known.cpu().numpy(), tokens[: len(known)])
 
 
 def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor) -> RoutingTrace:

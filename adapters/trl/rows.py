@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mismatch_ext.routing import RoutingTrace
@@ -22,6 +23,7 @@ Rows = tuple[Tensor, Tensor, int]
 """Tokens, attention mask and completion positions of a scoring pass."""
 RowKey = tuple[bytes, bytes]
 """A row's prompt and completion, without padding, as bytes: a set of them is small, and finds a row by one look."""
+Ids = Sequence[int] | NDArray[np.int64]
 Known = TypeVar("Known")
 OF_TRAINING, OF_EVALUATION = 2, 1
 """Batches whose rows are known. A subclass may train on rows of the last batch once more."""
@@ -96,7 +98,7 @@ def row_keys(tokens: Tensor, attention_mask: Tensor, length: int) -> list[RowKey
     return keys
 
 
-def row_key(prompt: Sequence[int], completion: Sequence[int]) -> RowKey:
+def row_key(prompt: Ids, completion: Ids) -> RowKey:
     """Return what a row of these tokens is found by."""
     return np.array(prompt, dtype=np.int32).tobytes(), np.array(completion, dtype=np.int32).tobytes()
 

@@ -186,7 +186,7 @@ class Scoring:
                 trace = record.routing
                 if trace is None:
                     trace = unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
-                if is_of(trace, (*record.prompt_ids, *record.response_ids)):
+                if is_of(trace, record.token_ids):
                     known.append(key)
                     routes.append(trace)
             batch.table.add(known, routes=share(routes, [tokens_of(key)[0] for key in known]))
