@@ -109,6 +109,17 @@ def _bounds(value: Any) -> float | tuple[float, float]:
     return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
 
 
+@_section("mismatch.correction.centering")
+class CenteringConfig:
+    """Score centering (arXiv 2609.20807): takes out of each update what it would learn from the engine's distribution alone."""
+
+    top_k: Count = 128
+    """How many of its most likely tokens the engine reports at each place, with their log-probabilities. The rest of its
+    distribution is taken to be the policy's, scaled."""
+    only_measured: Flag = False
+    """Log `mismatch/sampler_bias`, and leave the loss as it is."""
+
+
 @_section("mismatch.correction")
 class CorrectionConfig:
     """Importance weights and rejection for the gap between rollout and trainer policy.
@@ -146,6 +157,8 @@ class CorrectionConfig:
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: Annotated[Number | None, _INHERITED] = FROM_PRESET
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
+    centering: Annotated[CenteringConfig | None, _INHERITED] = FROM_PRESET
+    """Score centering, alone or with token weights that are truncated or masked, such as those of `tis` and `icepop`."""
 
     def __post_init__(self) -> None:
         resolve(self)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mismatch_ext.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
-    from mismatch_ext.config import CorrectionConfig
+    from mismatch_ext.config import CenteringConfig, CorrectionConfig
 
 Interval = tuple[float | None, float]
 """Lower and upper bound of what a rejection rule keeps."""
@@ -27,7 +27,7 @@ class Inherited(Enum):
 FROM_PRESET: Any = Inherited.FROM_PRESET
 OF_THE_WEIGHT = ("bound", "upper", "lower", "confidence", "normalize")
 """Keys that do nothing without an importance weight."""
-KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold")
+KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold", "centering")
 """Keys of `correction` that a preset may set."""
 
 RULES = (
@@ -68,6 +68,8 @@ class ResolvedCorrection:
     """A sequence is dropped if the ratio of one of its tokens is below this."""
     off_policy_threshold: float | None = None
     """A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2)."""
+    centering: CenteringConfig | None = None
+    """Score centering (arXiv 2609.20807); None is off."""
     compat: frozenset[str] = frozenset()
     """Quirks of hosts to reproduce, of `COMPAT`."""
 
@@ -79,6 +81,8 @@ class ResolvedCorrection:
             self._check_nothing_is_idle()
         else:
             self._check_bounds_of_weights()
+        if self.centering is not None:
+            self._check_centering()
         unknown = sorted(self.compat - set(COMPAT))
         if unknown:
             raise _refused(f": unknown compatibility options {unknown}; known: {', '.join(COMPAT)}.")
@@ -126,6 +130,35 @@ class ResolvedCorrection:
             raise _refused(
                 ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set lower to null."
             )
+
+    def _check_centering(self) -> None:
+        """Refuse weights and rules whose expectation over one token is not known from the sampler's distribution."""
+        if self.mode == "bypass" and self.loss == "ppo_clip":
+            raise _refused(
+                ".centering with mode='bypass' and loss='ppo_clip', whose clip depends on the advantage's sign; set "
+                "mode='decoupled' or loss='reinforce'."
+            )
+        if self.level not in ("none", "token"):
+            raise _refused(
+                f".centering with level={self.level!r}: the weight of a token would depend on the whole answer; set level to "
+                "'token' or 'none'."
+            )
+        if self.confidence is not None or self.normalize or self.bound == "clip":
+            raise _refused(".centering takes weights of bound 'truncate', 'mask' or 'icepop'; set one of these.")
+        if self.rules or self.veto is not None or self.off_policy_threshold is not None:
+            raise _refused(
+                ".centering with reject, veto or off_policy_threshold: what they leave out depends on more than one token; leave "
+                "them out."
+            )
+
+    @property
+    def bounds_of_tokens(self) -> dict[str, float | None]:
+        """The weight's bounds as `centering_terms` takes them: none without a weight, and 0 as the lower one of a mask."""
+        if self.level == "none":
+            return {"upper": None, "lower": None}
+        if self.bound == "truncate":
+            return {"upper": self.upper, "lower": None}
+        return {"upper": math.inf if self.upper is None else self.upper, "lower": self.lower or 0.0}
 
 
 def _refused(message: str) -> ConfigError:
@@ -227,9 +260,10 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
         asked["rules"] = {} if rules is None else parse_rules(rules)
     settings = dataclasses.replace(of_preset, **asked)
     idle = settings.mode == "decoupled" and settings.level == "none" and not settings.rules
-    if config.preset is None and idle and settings.veto is None and settings.off_policy_threshold is None:
+    idle = idle and settings.veto is None and settings.off_policy_threshold is None and settings.centering is None
+    if config.preset is None and idle:
         raise ConfigError(
-            f"mismatch.correction: {', '.join(given)} alone corrects nothing; set a level with bounds, reject, veto or "
-            "off_policy_threshold, or preset='disabled'."
+            f"mismatch.correction: {', '.join(given)} alone corrects nothing; set a level with bounds, reject, veto, "
+            "off_policy_threshold or centering, or preset='disabled'."
         )
     return settings

@@ -125,7 +125,7 @@ class MismatchTrainerMixin(_Host):
             return host(model, inputs, *args, **kwargs)
         self._acting.scoring.expect_micro_batch()
         with self._acting.scoring.knowing_bad_rows(inputs) as known:
-            loss = self._acting.objective.loss(host, model, known, *args, **kwargs)
+            loss = self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
         if host.__module__.startswith("trl."):
             # Otherwise a user's loss inside of ours may give TRL's own a part of the rows.
             self._acting.scoring.expect_replayed(inputs, every=True)
