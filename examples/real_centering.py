@@ -1,6 +1,6 @@
 """Score centering on a real model: GRPO on SmolLM2-135M-Instruct, with an engine whose linear layers are rounded to fp8.
 
-    python -m examples.real_centering                                   # four arms, two seeds, 10 steps each
+    python -m examples.real_centering                                   # four arms, two seeds, 8 steps each
     python -m examples.real_centering --record evidence/real_centering.json
 
 Trainer and vLLM compute in float32 in one process. At each weight update the engine gets weights that were rounded to fp8 (e4m3,
@@ -43,7 +43,7 @@ from mismatch_ext import read_run
 from tests.rendezvous import rendezvous
 
 WORK = Path("runs/real_centering")
-STEPS, SEEDS, COMPLETIONS, SAMPLES, TOP_K = 10, (0, 1), 16, 8, 128
+STEPS, SEEDS, COMPLETIONS, SAMPLES, TOP_K = 8, (0, 1), 16, 8, 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 ARMS: dict[str, dict[str, Any]] = {
     "none": {"preset": "disabled", "centering": {"top_k": TOP_K, "only_measured": True}},
