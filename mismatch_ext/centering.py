@@ -34,6 +34,8 @@ from mismatch_ext.errors import RecordError
 
 EMPTY_TAIL = 1e-6
 """Mass below which the policy's tail counts as empty: in float32 the rest of it is rounding."""
+SAMPLER_BIAS = "sampler_bias"
+"""Name of the metric: the mean of `sampler_bias` over sampled tokens."""
 MOST = 1e-3
 """Largest logarithm of a head's mass that can be rounding. A choice."""
 HEAVY = (

@@ -18,13 +18,14 @@ from mismatch_ext.adapters.trl.objective import read_aggregation
 from mismatch_ext.adapters.trl.refusals import Row
 from mismatch_ext.adapters.trl.replay import RowKey, Rows, row_key, row_keys
 from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.vllm.heads import expect_top_k
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
-from mismatch_ext.centering import TokenHead, TopTokens, padded_heads, projected_terms
+from mismatch_ext.centering import SAMPLER_BIAS, TokenHead, TopTokens, padded_heads, projected_terms
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import EngineError, RecordError, ReplayError
+from mismatch_ext.errors import RecordError, ReplayError
 from mismatch_ext.patching import Patch
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import Ranks
@@ -32,7 +33,6 @@ from mismatch_ext.rollout import RolloutRecord
 
 GENERATIONS = 2
 """Batches of rollouts whose heads are kept: TRL trains on the last one, and an evaluation may come in between."""
-NAME = "sampler_bias"
 
 
 def is_on(block: MismatchConfig) -> bool:
@@ -161,16 +161,7 @@ class Centering:
         Raises:
             EngineError: The engine reports fewer tokens than are asked for.
         """
-        if self.top_k is None:
-            return None
-        model = self.trainer.vllm_generation.llm.llm_engine.model_config
-        asked = min(self.top_k, model.get_vocab_size())
-        if 0 <= model.max_logprobs < asked:
-            raise EngineError(
-                f"mismatch.correction.centering.top_k={asked}, and the vLLM engine reports at most {model.max_logprobs} "
-                "log-probabilities per token (max_logprobs). Remove what sets it, or lower top_k."
-            )
-        return EngineHeads(asked)
+        return None if self.top_k is None else EngineHeads(expect_top_k(self.trainer.vllm_generation.llm, self.top_k))
 
     def keep(self, records: Sequence[RolloutRecord]) -> None:
         """Keep the heads of a batch of rollouts until its loss is computed."""
@@ -223,7 +214,7 @@ class Centering:
             return {}
         total, count = self._ranks.sum(self._biases.to(self.trainer.accelerator.device)).tolist()
         self._biases = torch.zeros_like(self._biases)
-        return {NAME: total / count} if count else {}
+        return {SAMPLER_BIAS: total / count} if count else {}
 
     def _slope(self) -> float:
         """Return what TRL's loss multiplies A log p by where the policy is the one that scored the batch."""

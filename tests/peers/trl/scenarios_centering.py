@@ -15,6 +15,7 @@ from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer
 from mismatch_ext.adapters.trl import centering as ours
 from torch import Tensor
 
+from mismatch_ext.centering import EMPTY_TAIL
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError
 from tests.peers.trl.scenarios_kl import moved
@@ -52,7 +53,8 @@ def hand_term(trainer: Any, inputs: Inputs, weights: str, loss_type: str, parts:
                 continue
             ids, q = head.ids[place].long(), head.logprobs[place].double().exp()
             p = logprobs[place, ids].detach().exp()
-            rho = (1 - q.sum()) / (1 - p.sum())
+            # A tail of the policy below this is rounding in float32.
+            rho = (1 - q.sum()) / (1 - p.sum()) if 1 - p.sum() >= EMPTY_TAIL else torch.ones(())
 
             def weigh(ratio: Tensor) -> Tensor:
                 if upper is None:
@@ -105,6 +107,14 @@ def sampled(trainer: Any) -> Inputs:
     return batch
 
 
+def knowing(trainer: Any, block: MismatchConfig | None) -> ours.Centering:
+    """Return the centering of a config, which has kept the sampled batch."""
+    assert block is not None
+    centering = ours.Centering(trainer, block, trainer.mm.ranks)
+    centering._batches = [{ours.row_key(*key): head for key, head in trainer.heads.items()}]
+    return centering
+
+
 def cut(batch: Inputs, chosen: slice) -> Inputs:
     """Return some rows of a batch."""
     size = len(batch["completion_ids"])
@@ -126,8 +136,7 @@ def formula(model: str, out: str) -> dict[str, Any]:
         trainer.loss_type = loss_type
         section = {**WEIGHTS[weights][0], "centering": {"top_k": TOP_K}}
         block = MismatchConfig.parse({"correction": section})
-        centering = ours.Centering(trainer, block, trainer.mm.ranks)  # type: ignore[arg-type]
-        centering._batches = trainer.mm.centering._batches
+        centering = knowing(trainer, block)
         given = batch | ({"tool_mask": tools} if parts == 2 else {})
         trainer.current_gradient_accumulation_steps = parts
         size = len(batch["completion_ids"]) // parts
@@ -157,9 +166,7 @@ def differences(trainer: Any, batch: Inputs) -> list[float]:
     trainer.model.zero_grad()
     trainer.loss_type, trainer.current_gradient_accumulation_steps = "grpo", 1
     block = MismatchConfig.parse({"correction": {"centering": {"top_k": TOP_K}}})
-    centering = ours.Centering(trainer, block, trainer.mm.ranks)  # type: ignore[arg-type]
-    centering._batches = trainer.mm.centering._batches or centering._batches
-    centering._batches = [{ours.row_key(*key): head for key, head in trainer.heads.items()}]
+    centering = knowing(trainer, block)
     trainer.mm.centering = ours.Centering(trainer, MismatchConfig(), trainer.mm.ranks)
     trainer.compute_loss(trainer.model, dict(batch)).backward()
     without = [None if p.grad is None else p.grad.clone() for p in trainer.model.parameters()]
@@ -190,7 +197,8 @@ def coefficients(trainer: Any, batch: Inputs) -> list[Tensor]:
     found = []
     for logprobs, head in _of_rows(trainer, batch):
         q, p = head.logprobs.double().exp(), logprobs.gather(1, head.ids.long()).detach().exp()
-        rho = (1 - q.sum(1, keepdim=True)) / (1 - p.sum(1, keepdim=True))
+        tail = 1 - p.sum(1, keepdim=True)
+        rho = torch.where(tail >= EMPTY_TAIL, (1 - q.sum(1, keepdim=True)) / tail, 1.0)
         found.append(q - rho * p)
     return found
 
