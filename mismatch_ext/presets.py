@@ -27,9 +27,11 @@ class Inherited(Enum):
 FROM_PRESET: Any = Inherited.FROM_PRESET
 OF_THE_WEIGHT = ("bound", "upper", "lower", "confidence", "normalize")
 """Keys that do nothing without an importance weight."""
-KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold", "centering")
+KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "divergence", "reject", "veto", "off_policy_threshold", "centering")
 """Keys of `correction` that a preset may set."""
 
+DPPO = ("dppo_tv", "dppo_kl")
+"""Losses with a trust region by the divergence of a token (arXiv 2602.04879)."""
 RULES = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
     *(f"seq_{how}_{k}" for how in ("sum", "mean") for k in ("k1", "k2", "k3")),
@@ -53,8 +55,9 @@ class ResolvedCorrection:
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
     """`decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu takes the place of pi_old."""
-    loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi."""
+    loss: Literal["ppo_clip", "reinforce", "dppo_tv", "dppo_kl"] = "ppo_clip"
+    """Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi; `dppo_tv` and
+    `dppo_kl` do so inside of a trust region."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     bound: Literal["truncate", "mask", "clip", "icepop"] = "truncate"
     upper: float | None = None
@@ -63,6 +66,8 @@ class ResolvedCorrection:
     """Slope and floor of an upper bound that follows the policy: a token's weight is at most 1 + slope max(1 - pi, floor)."""
     normalize: bool = False
     """Divide the weights by their mean: over tokens, or over sequences for the other levels."""
+    divergence: float | tuple[float, float] | None = None
+    """Largest divergence of a token under `dppo_tv` or `dppo_kl`: one, or one for negative and one for positive advantages."""
     rules: Mapping[str, Interval] = dataclasses.field(default_factory=dict, hash=False)
     veto: float | None = None
     """A sequence is dropped if the ratio of one of its tokens is below this."""
@@ -99,8 +104,15 @@ class ResolvedCorrection:
             raise _refused(f": lower={self.lower} exceeds upper={self.upper}.")
 
     def _check_mode(self) -> None:
-        if self.loss == "reinforce" and self.mode != "bypass":
-            raise _refused(".loss='reinforce' needs mode='bypass'.")
+        if self.loss != "ppo_clip" and self.mode != "bypass":
+            raise _refused(f".loss={self.loss!r} needs mode='bypass'.")
+        if self.loss in DPPO and (self.divergence is None or self.level != "token"):
+            raise _refused(
+                f".loss={self.loss!r} is a trust region around token weights: it needs divergence, level='token' and upper; or "
+                f"name the preset {self.loss!r}."
+            )
+        if self.loss not in DPPO and self.divergence is not None:
+            raise _refused(f".divergence is the bound of loss={' and '.join(map(repr, DPPO))}; set one of them.")
         weighs = self.level != "none" or self.normalize
         if self.mode == "bypass" and self.loss == "ppo_clip" and weighs:
             raise _refused(
@@ -133,9 +145,9 @@ class ResolvedCorrection:
 
     def _check_centering(self) -> None:
         """Refuse weights and rules whose expectation over one token is not known from the sampler's distribution."""
-        if self.mode == "bypass" and self.loss == "ppo_clip":
+        if self.mode == "bypass" and self.loss != "reinforce":
             raise _refused(
-                ".centering with mode='bypass' and loss='ppo_clip', whose clip depends on the advantage's sign; set "
+                f".centering with mode='bypass' and loss={self.loss!r}, whose clip depends on the advantage's sign; set "
                 "mode='decoupled' or loss='reinforce'."
             )
         if self.level not in ("none", "token"):
@@ -150,6 +162,17 @@ class ResolvedCorrection:
                 ".centering with reject, veto or off_policy_threshold: what they leave out depends on more than one token; leave "
                 "them out."
             )
+
+    @property
+    def weighs_score(self) -> bool:
+        """Whether the policy loss is A log pi, with weights pi/mu of the current policy: REINFORCE, or DPPO."""
+        return self.mode == "bypass" and self.loss != "ppo_clip"
+
+    @property
+    def divergences(self) -> tuple[float, float]:
+        """Largest divergence of a token with a negative advantage, and of one with a positive one."""
+        assert self.divergence is not None
+        return self.divergence if isinstance(self.divergence, tuple) else (self.divergence, self.divergence)
 
     @property
     def bounds_of_tokens(self) -> dict[str, float | None]:
@@ -223,6 +246,8 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "icepop": _ICEPOP,
     "geo_mask": ResolvedCorrection(level="geometric", bound="mask", lower=0.999, upper=1.001),
     "cis": ResolvedCorrection(level="token", confidence=(2.3, 5e-3)),
+    "dppo_tv": ResolvedCorrection(mode="bypass", loss="dppo_tv", level="token", upper=20.0, divergence=0.15),
+    "dppo_kl": ResolvedCorrection(mode="bypass", loss="dppo_kl", level="token", upper=20.0, divergence=0.05),
     "opsm": ResolvedCorrection(off_policy_threshold=0.5),
     # slime's examples/train_infer_mismatch_helper/mis.yaml.
     "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
@@ -232,7 +257,8 @@ PRESETS: dict[str, ResolvedCorrection] = {
 
 Truncated importance sampling is `tis` per token and `seq_tis` per sequence; `seq_mis` drops sequences beyond the bound, `icepop`
 tokens outside of a band, `geo_mask` sequences by their geometric mean, and `opsm` is DeepSeek-V3.2's mask (arXiv 2512.02556).
-`cis` truncates by a bound that follows the policy's confidence in the token (arXiv 2609.32444).
+`cis` truncates by a bound that follows the policy's confidence in the token (arXiv 2609.32444). `dppo_tv` and `dppo_kl` stop a
+token once its divergence from the engine is too large (arXiv 2602.04879), with the bounds of verl's example.
 """
 
 

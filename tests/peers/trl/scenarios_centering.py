@@ -103,7 +103,7 @@ def sampled(trainer: Any) -> Inputs:
     batch: Inputs = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
     trainer.mm.centering.keep = keep
     trainer.heads = {(r.prompt_ids, r.response_ids): r.head for r in records}
-    batch["advantages"] = torch.linspace(-1.5, 1.5, len(batch["advantages"]))
+    batch["advantages"] = torch.linspace(-0.5, 1.5, len(batch["advantages"]))
     return batch
 
 
@@ -283,7 +283,7 @@ def heads(trainer: Any) -> dict[str, Any]:
             ours.EngineHeads.patches = property(lambda self: ())  # type: ignore[assignment,method-assign]
         records: list[Any] = []
         with trainer.mm.checked.keeping(records):
-            result = trainer.vllm_generation.generate(prompts, num_generations=1)
+            result = trainer.vllm_generation.generate(prompts, None, 1)
         found[name] = [
             (r.response_ids, r.rollout_logprobs, r.head.ids.tolist(), r.head.logprobs.tolist()) for r in records
         ]
