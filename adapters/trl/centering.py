@@ -204,8 +204,8 @@ class Centering:
         self._biases += torch.stack([measured.sum(), measured.new_tensor(len(measured))]).cpu()
         if self._only_measured:
             return loss
-        weights = read_aggregation(self.trainer, model, inputs) * self._slope()
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
+        weights = read_aggregation(self.trainer, model, inputs).to(terms.dtype) * self._slope()
         return loss + (weights * advantages * terms).sum()
 
     def metrics(self) -> dict[str, float]:

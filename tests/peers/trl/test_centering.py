@@ -17,8 +17,8 @@ else:
 pytestmark = [pytest.mark.engine, pytest.mark.numeric]
 
 
-def test_the_term_is_the_formula_in_every_loss(run: Run, dense: Path, tmp_path: Path) -> None:
-    found = run(scenarios.formula, model=dense, out=tmp_path, timeout=600).expect()
+def test_the_term_is_the_formula_in_every_loss(run: Run, untied: Path, tmp_path: Path) -> None:
+    found = run(scenarios.formula, model=untied, out=tmp_path, timeout=600).expect()
     cases = found["cases"]
     assert len(cases) == 7 * 3 * 2
     wrong = [case for case in cases if not case["error"] < 1e-6]
