@@ -6,7 +6,7 @@
 # demo             the main job, settings side by side; FULL=1 trains too    bench    ratios as JSON lines
 # real             the main job on a real model, SmolLM2-135M-Instruct, and on a mixture of experts made from it; FULL=1 trains too
 # dist             sdist and wheel in dist/, the wheel installed and run in an empty environment
-# docs             the site in runs/site, with search and the API reference; a dead link is an error
+# docs             the site in runs/site, with search and the API reference; a dead link is an error    words    of the pages
 SHELL := /bin/bash
 .SHELLFLAGS := -eu -o pipefail -c
 export PYTHON ?= python3
@@ -22,7 +22,7 @@ export HF_HUB_OFFLINE = 1
 export NO_MKDOCS_2_WARNING = 1
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
 
-.PHONY: setup check docs test nightly mutants stack demo real bench dist lock clean
+.PHONY: setup check docs words test nightly mutants stack demo real bench dist lock clean
 
 setup: .venv/.installed .venv-sglang/.installed
 
@@ -34,6 +34,9 @@ setup: .venv/.installed .venv-sglang/.installed
 
 docs: .venv/.installed
 	$(BIN)/mkdocs build --quiet
+
+words:
+	@wc -w README.md CONTRIBUTING.md && wc -w docs/*.md docs/*/*.md
 
 # mypy has one thread, and a minute to do in a fresh clone: beside the tests, the two fill two cores.
 check: docs

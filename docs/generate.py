@@ -101,11 +101,11 @@ def keys() -> list[str]:
     return lines[:-1]
 
 
-def measures(rows: Mapping[str, Measure], *columns: str) -> list[str]:
-    """Return a table of metrics with formulas."""
-    lines = table("name", "formula", "meaning", *columns)
+def measures(rows: Mapping[str, Measure]) -> list[str]:
+    """Return a table of metrics with formulas, and the trainers' own names for them."""
+    lines = table("name", "formula", "meaning", "trainer's own name")
     for name, m in rows.items():
-        names = " | ".join(theirs and f"`{theirs}`" for theirs in (m.verl, m.trl))
+        names = ", ".join(f"`{theirs}`" for theirs in (m.verl, m.trl) if theirs)
         lines.append(f"| `{name}` | {cell(m.formula)} | {cell(m.meaning)} | {names} |")
     return lines
 
@@ -116,15 +116,8 @@ def meanings(rows: Mapping[str, str]) -> list[str]:
 
 
 def short() -> list[str]:
-    """Return the table of the metrics that consoles and loggers get by default."""
-    known = {name: measure.meaning for name, measure in MEASURES.items()}
-    known |= STALENESS_MEASURES | MITIGATION_MEASURES | ROUTING_MEASURES
-    for part, of in (
-        ("native/", ", under the trainer's own routing"),
-        ("numerics/", ", of tokens of the current weights"),
-    ):
-        known |= {part + name: measure.meaning + of for name, measure in MEASURES.items()}
-    return meanings({name: known[name] for name in SHORT})
+    """Return the names of the metrics that consoles and loggers get by default."""
+    return [", ".join(f"`{name}`" for name in SHORT) + "."]
 
 
 def routing() -> list[str]:
@@ -133,17 +126,17 @@ def routing() -> list[str]:
         ROUTING_MEASURES
         | {
             OTHER_PASSES: "forward passes over other tokens than were recorded, which the model routed itself",
-            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; in `metrics.jsonl` alone",
+            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics.jsonl`",
         }
     )
 
 
 def alarms() -> list[str]:
     """Return the table of the built-in alarms."""
-    lines = table("metric", "out of bounds", "logs in a row", "it means that", "what to do", "source")
+    lines = table("metric", "out of bounds", "logs in a row", "it means that", "source")
     for name, rule in DEFAULTS.items():
         metric = f"`{name}`{' †' * rule.numerics}"
-        told = (metric, rule.bounds, str(rule.patience), rule.meaning, rule.advice, rule.source.rstrip("."))
+        told = (metric, rule.bounds, str(rule.patience), rule.meaning, rule.source.rstrip("."))
         lines.append(f"| {' | '.join(told)} |")
     return lines
 
@@ -351,7 +344,7 @@ def real_learning() -> list[str]:
     for pair in found["differences"]:
         one, other = pair["runs"]
         lines.append(f"| {one} less {other} | {pair['apart']:+.3f} |")
-    lines += ["", "![Reward and gap of each step, by dtype and seed](learning.svg)"]
+    lines += ["", "![Reward and gap of each step, by dtype and seed](../docs/learning.svg)"]
     return lines
 
 
@@ -457,8 +450,8 @@ def picture_of_learning() -> str | None:
 TABLES: dict[str, Callable[[], list[str]]] = {
     "keys": keys,
     "short": short,
-    "gap": lambda: measures(MEASURES, "in verl", "in TRL"),
-    "weights": lambda: measures(CORRECTION_MEASURES, "verl's own", "TRL's own"),
+    "gap": lambda: measures(MEASURES),
+    "weights": lambda: measures(CORRECTION_MEASURES),
     "drift": lambda: meanings(STALENESS_MEASURES),
     "growth": lambda: meanings(GROWTH_MEASURES),
     "mitigations": lambda: meanings(MITIGATION_MEASURES),
@@ -473,7 +466,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "real_learning": real_learning,
     "heads": heads,
 }
-PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "fp16.md")
+PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "../evidence/real.md", "fp16.md")
 PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
 """Pictures by file; a picture without a record is not drawn."""
 

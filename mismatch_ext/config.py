@@ -255,9 +255,8 @@ class RoutingConfig:
     reference: Flag = False
     """Replay in the reference model too."""
     measured: Annotated[Number, Field(ge=0, le=1)] = 0.05
-    """Share of replayed forward passes in which the model's own choice is recorded too, at the cost of a top-k per
-    layer. Under R3, the same share of batches is also scored once more without replay; the difference is what replay
-    closes."""
+    """Share of replayed forward passes in which the model's own choice is recorded too. Under R3, the same share of
+    batches is also scored once more without replay; the difference is what replay closes."""
 
 
 @_section("mismatch.sampling_mask")
@@ -301,8 +300,7 @@ class LrConfig:
     trigger: Trigger = "response_length"
     """Statistic whose surge starts the decay; the paper's is the response length."""
     surge_ratio: Annotated[Number, Field(gt=1)] = 2.0
-    """A surge is at least this multiple of the baseline, more if the statistic is noisy. In arXiv 2602.01826, lengths
-    grew to 3-4 times theirs."""
+    """A surge is at least this multiple of the baseline, more if the statistic is noisy."""
     baseline_window: Count = 50
     """Number of first rollout batches whose median is the baseline. No surge is found before they are complete, nor
     one in their first half."""
@@ -340,11 +338,9 @@ class AlarmConfig:
     """Values less than this are out of bounds."""
     patience: Count | None = None
     """Logs in a row out of bounds that raise the alarm; None is the built-in alarm's, else 3. Logs without the metric
-    do not count. The alarm ends after as many logs in a row with the metric at least 20% inside its limit.
-    It may be raised again."""
+    do not count."""
     action: AlarmAction | None = None
-    """`stop` saves a checkpoint and ends training after the step (the alarm starts again if you resume it); `off`
-    switches a built-in alarm off; None is `warn`. All but `off` log a warning and write to the metrics file."""
+    """`stop` saves a checkpoint and ends training after the step; `off` switches a built-in alarm off; None is `warn`."""
 
 
 @_section("mismatch.monitor")
@@ -361,22 +357,20 @@ class MonitorConfig:
     """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
     or all. `metrics.jsonl` always has all."""
     weight_sync: Action | None = None
-    """What to do if the engine computes with stale or corrupted weights after an update: its prefill differs from the
-    trainer, or its decode from its prefill. None ends a run whose config acts, and is counted and warned of in others.
-    `error` by itself makes a config act. With `warn` a config that acts warns of each such update and goes on."""
+    """What to do if the engine computes with stale or corrupted weights after an update. None ends a run whose config
+    acts, and warns in others. `error` by itself makes a config act. With `warn` no such update ends the run."""
     alarms: dict[Text, AlarmConfig] = field(default_factory=dict, hash=False)
     """Alarms by the name of the logged metric, with or without the prefix `mismatch/`. They change or extend the
     built-in ones. Evaluation metrics are not watched."""
     default_alarms: Flag = True
     """Whether built-in alarms that `alarms` does not name are on."""
     evidence: Flag = True
-    """Whether an alarm, a failed weight check or a refused row keeps rows of the batch in the run folder, for the
-    doctor: the 8 worst and 8 others, or more others if responses are short. A file has whole prompts and responses, as
-    token ids. There are at most three files a run, of which bad rows alone make at most two."""
+    """Whether an alarm, a failed weight check or a bad row keeps rows of the batch in the run folder, for the doctor: at
+    most three files a run, with whole prompts and responses as token ids."""
     max_bad_rows: Annotated[Number, Field(ge=0, le=1)] | None = None
-    """Share of bad rows in the last 20 steps, or in all steps so far if there are fewer, above which the run ends after the
-    step, with a checkpoint. Fewer than three rows end it only if this is 0, which allows none; 1 allows any number. None is
-    0.01 in a config that acts, and 1 in others. A share below 1 by itself makes a config act."""
+    """Share of bad rows in the last 20 steps above which the run ends after the step, with a checkpoint. Fewer than three
+    rows end it only if this is 0. None is 0.01 in a config that acts, and 1, which allows any number, in others. A share
+    below 1 by itself makes a config act."""
 
     def __post_init__(self) -> None:
         if self.run_dir is not None and not self.run_dir.strip():

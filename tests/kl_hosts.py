@@ -2,7 +2,7 @@
 
 TRL is measured in every version that was run, and in the two around the change of its default; a version that `.venv` does not
 hold is installed under `.cache/`, without its dependencies, and put in front on the path. What came out is written to
-tests/oracles/kl/hosts.json, and the table of docs/kl.md is printed. Tests measure again, and compare.
+tests/oracles/kl/hosts.json, and the table of evidence/kl.md is printed. Tests measure again, and compare.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@
 
 The miniature's runs take 5 to 60 seconds each, and all of them about an hour on two cores. `--real` is TRL's GRPO in float32 with
 vLLM in bf16, one to two minutes a run. Runs that are finished are not run again. `--record` keeps what was measured in
-benchmarks/stability, from which `--page` writes docs/stability.md.
+benchmarks/stability, from which `--page` writes evidence/stability.md.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="the same code with little of everything: no figure")
     parser.add_argument("--record", action="store_true", help="keep what was measured")
     parser.add_argument(
-        "--page", action="store_true", help="write docs/stability.md from what is recorded, and run nothing"
+        "--page", action="store_true", help="write evidence/stability.md from what is recorded, and run nothing"
     )
     args = parser.parse_args()
     if args.page:

@@ -14,7 +14,7 @@ FIRST = 20
 EVERY: dict[str, Arm | ExpertArm | RealArm] = {**REAL, **ARMS, **EXPERTS}
 BUDGET = {**dict.fromkeys(EVERY, 60), **dict.fromkeys(EXPERTS, 50)}
 LONG = 32
-PAGE = ROOT / "docs/stability.md"
+PAGE = ROOT / "evidence/stability.md"
 BEGIN, END = "<!-- table: python -m benchmarks.stability --page -->", "<!-- end of table -->"
 
 
@@ -95,7 +95,7 @@ def share(value: float, digits: int) -> str:
 
 
 def write_page() -> None:
-    """Write the tables of what is recorded between the marks of docs/stability.md."""
+    """Write the tables of what is recorded between the marks of evidence/stability.md."""
     parts = []
     for file in (RECORDED_REAL, RECORDED):
         on, runs = recorded(file)

@@ -181,6 +181,6 @@ def test_full_is_unbiased_exactly_where_documented(sampling: str, target: str, p
 @pytest.mark.parametrize("oracle", [conformance, spreads, hosts])
 def test_the_page_has_the_tables_that_enumeration_gives(oracle: Any, capsys: pytest.CaptureFixture[str]) -> None:
     oracle.main()
-    page = (Path(__file__).resolve().parents[2] / "docs/kl.md").read_text("utf-8")
+    page = (Path(__file__).resolve().parents[2] / "evidence/kl.md").read_text("utf-8")
     for table in capsys.readouterr().out.strip().split("\n\n"):
-        assert table in page, f"run python -m {oracle.__name__}, and copy its tables to docs/kl.md"
+        assert table in page, f"run python -m {oracle.__name__}, and copy its tables to evidence/kl.md"

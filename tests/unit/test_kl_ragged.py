@@ -17,7 +17,7 @@ def test_the_table_is_what_enumeration_gives(capsys: pytest.CaptureFixture[str])
     assert max(found["mean over tokens, B = 128"]) < 0.01
     assert min(found["mean over tokens of a response, any B"]) > 0.25
     ragged.main()
-    assert capsys.readouterr().out in (Path(__file__).resolve().parents[2] / "docs" / "kl.md").read_text("utf-8")
+    assert capsys.readouterr().out in (Path(__file__).resolve().parents[2] / "evidence" / "kl.md").read_text("utf-8")
 
 
 def test_only_a_term_in_the_loss_is_warned_of() -> None:

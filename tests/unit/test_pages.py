@@ -21,7 +21,12 @@ from mismatch_ext.config import MismatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-PAGES = [README, ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [
+    README,
+    ROOT / "CONTRIBUTING.md",
+    *sorted((ROOT / "docs").rglob("*.md")),
+    *sorted((ROOT / "evidence").glob("*.md")),
+]
 
 
 def plain(path: Path) -> str:

@@ -122,7 +122,7 @@ def test_pages_quote_the_recorded_gaps() -> None:
 
 @pytest.mark.parametrize("file", [RECORDED, RECORDED_REAL], ids=lambda file: file.stem)
 def test_the_page_of_stability_has_the_recorded_tables(file: Path) -> None:
-    assert table(recorded(file)[1]) in (ROOT / "docs/stability.md").read_text(encoding="utf-8")
+    assert table(recorded(file)[1]) in (ROOT / "evidence/stability.md").read_text(encoding="utf-8")
 
 
 def test_the_page_of_the_doctor_quotes_its_recorded_example() -> None:

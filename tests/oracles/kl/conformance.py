@@ -112,7 +112,7 @@ def figure(size: float, zero: str = "0") -> str:
 
 
 def main() -> None:
-    """Print the table of docs/kl.md."""
+    """Print the table of evidence/kl.md."""
     figures = "value | on-policy | off, ratio `none` | off, `token` | off, `sequence` | std"
     print(f"| target | estimator | placement | {figures} | regularizes instead, on-policy |")
     print("|---" * 10 + "|")

@@ -62,7 +62,7 @@ def read_terms() -> list[HostTerm]:
 
 
 def rows(terms: Iterable[HostTerm]) -> list[str]:
-    """Return the rows of docs/kl.md; versions of a host whose terms have the same figures share one."""
+    """Return the rows of evidence/kl.md; versions of a host whose terms have the same figures share one."""
     versions: dict[tuple[str, ...], list[str]] = {}
     for term in terms:
         setting = f"{'**default** ' if term.default else ''}`{term.setting}`"

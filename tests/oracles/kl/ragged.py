@@ -120,7 +120,7 @@ def table() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Print the table of docs/kl.md."""
+    """Print the table of evidence/kl.md."""
     found = table()
     terms = list(next(iter(found.values())))
     print(f"| the loss takes | {' | '.join(terms)} |")

@@ -129,7 +129,7 @@ def _spread(problem: Problem, config: KlConfig) -> float:
 
 
 def table(target: str, columns: list[Column]) -> str:
-    """Return a table of docs/kl.md: a row for each candidate, the least of each column in bold."""
+    """Return a table of evidence/kl.md: a row for each candidate, the least of each column in bold."""
     figures = [
         [f"**{value:.3g}**" if value <= min(values) * (1 + 1e-9) else f"{value:.3g}" for value in values]
         for _, values in columns
@@ -146,7 +146,7 @@ def table(target: str, columns: list[Column]) -> str:
 
 
 def main() -> None:
-    """Print the tables of docs/kl.md."""
+    """Print the tables of evidence/kl.md."""
     for spreads, target in product((alone, beside), ("sequence", "token")):
         print(table(target, list(spreads(target))), end="\n\n")
 
