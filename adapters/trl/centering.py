@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.accelerate.sharded import is_sharded
 from mismatch_ext.adapters.trl.objective import read_aggregation
 from mismatch_ext.adapters.trl.refusals import Row
 from mismatch_ext.adapters.trl.replay import RowKey, Rows, row_key, row_keys
@@ -25,7 +26,7 @@ from torch import Tensor
 
 from mismatch_ext.centering import SAMPLER_BIAS, TokenHead, TopTokens, padded_heads, projected_terms
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import RecordError, ReplayError
+from mismatch_ext.errors import ConfigError, RecordError, ReplayError
 from mismatch_ext.patching import Patch
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import Ranks
@@ -155,13 +156,29 @@ class Centering:
         self._batches: list[dict[RowKey, TokenHead]] = []
         self._biases = torch.zeros(2, dtype=torch.float64)  # sum and number of this rank's tokens since the last log
 
+    def check(self, *, stitches: bool) -> None:
+        """Refuse completions that are made of several generations, whose heads are not joined."""
+        if self.top_k is not None and stitches:
+            raise ConfigError(
+                "mismatch.correction.centering with tools, an environment or a rollout_func: the engine's most likely tokens of "
+                "several generations are not joined to one completion; leave out one of the two."
+            )
+
     def of_engine(self) -> EngineHeads | None:
         """Return what takes the heads of the engine's answers; None without centering.
 
         Raises:
+            ConfigError: The trainer's weights are sharded.
             EngineError: The engine reports fewer tokens than are asked for.
         """
-        return None if self.top_k is None else EngineHeads(expect_top_k(self.trainer.vllm_generation.llm, self.top_k))
+        if self.top_k is None:
+            return None
+        if is_sharded(self.trainer.accelerator) or self.trainer.is_deepspeed_enabled:
+            raise ConfigError(
+                "mismatch.correction.centering with FSDP or DeepSpeed: the term is made of the output head in the backward pass, "
+                "too, when its weights may be sharded again; train with DDP or one process, or leave out the key."
+            )
+        return EngineHeads(expect_top_k(self.trainer.vllm_generation.llm, self.top_k))
 
     def keep(self, records: Sequence[RolloutRecord]) -> None:
         """Keep the heads of a batch of rollouts until its loss is computed."""

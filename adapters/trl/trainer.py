@@ -184,6 +184,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
             "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
             "not known when rewards are computed; use reward_path='surrogate'."
         )
+    run.centering.check(stitches=stitches)
     _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
