@@ -71,7 +71,7 @@ def as_fp8(weight: Tensor) -> Tensor:
     return (weight / scale).to(torch.float8_e4m3fn).to(weight.dtype) * scale
 
 
-def send_rounded(trainer: MismatchGRPOTrainer) -> None:
+def send_rounded(trainer: Any) -> None:
     """Let the engine get the weights of linear layers rounded to fp8, at each update."""
     model, send = trainer.accelerator.unwrap_model(trainer.model), trainer.vllm_generation.sync_weights
 

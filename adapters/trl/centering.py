@@ -127,7 +127,9 @@ class EngineHeads:
             return heads, (prompts, completions, sampled, [[[token] for token in tokens] for tokens in completions])
         # With tensor parallelism every rank has the outputs of all ranks, and TRL takes the rank's own.
         rows = [row for output in outputs for row in output.outputs]
-        kept = {id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)}
+        kept: dict[int, Any] = {
+            id(row.token_ids): row.logprobs.left for row in rows if isinstance(row.logprobs, SampledLogprobs)
+        }
         if any(id(tokens) not in kept for tokens in completions if tokens):
             raise RecordError(
                 "a completion's tokens are not those of an output of LLM.generate: something stands between the engine and TRL, "
@@ -150,6 +152,8 @@ class Centering:
         settings = None if block.correction is None else resolve(block.correction)
         section = None if settings is None else settings.centering
         self.top_k: int | None = None
+        self._only_measured = False
+        self._bounds: dict[str, float | None] = {}
         if settings is not None and section is not None:
             self.top_k, self._only_measured = section.top_k, section.only_measured
             self._bounds = settings.bounds_of_tokens
@@ -223,7 +227,8 @@ class Centering:
             return loss
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
         weights = read_aggregation(self.trainer, model, inputs).to(terms.dtype) * self._slope()
-        return loss + (weights * advantages * terms).sum()
+        centered: Tensor = loss + (weights * advantages * terms).sum()
+        return centered
 
     def metrics(self) -> dict[str, float]:
         """Return the mean `sampler_bias` of the tokens of all ranks since the last log; every rank must call it."""
@@ -288,7 +293,8 @@ class _HeadPass:
             head_ids=self._head_ids[wanted],
             head_logprobs=self._head_logprobs[wanted],
             **scaling,
-            **self._bounds,
+            upper=self._bounds["upper"],
+            lower=self._bounds["lower"],
         )
         self.terms = terms.new_zeros(wanted.shape).masked_scatter(wanted, terms)
         self.biases = biases.new_zeros(wanted.shape).masked_scatter(wanted, biases.detach())

@@ -48,8 +48,8 @@ def head_of(tops: Any, top_k: int) -> TokenHead:
     """Return the head of a response from what vLLM reported at its places, the sampled token first."""
     if not is_flat(tops):
         ranked = [sorted(top.items(), key=lambda entry: entry[1].rank) for top in tops]
-        ids = [[token for token, _ in place] for place in ranked]
-        return TokenHead.from_lists(ids, [[entry.logprob for _, entry in place] for place in ranked], top_k)
+        names = [[token for token, _ in place] for place in ranked]
+        return TokenHead.from_lists(names, [[entry.logprob for _, entry in place] for place in ranked], top_k)
     places = len(tops)
     ids = torch.from_numpy(np.array(tops.token_ids, np.int32).reshape(places, -1)[:, 1:].copy())
     logprobs = torch.from_numpy(np.array(tops.logprobs, np.float32).reshape(places, -1)[:, 1:].copy())

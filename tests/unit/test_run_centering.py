@@ -73,7 +73,7 @@ def test_the_term_is_the_expected_score(block: dict[str, Any], upper: float | No
 
 
 def test_measuring_changes_no_weight(tmp_path: Path) -> None:
-    found = []
+    found: list[tuple[Any, Any]] = []
     for block in ({"correction": {"preset": "disabled"}}, MEASURED):
         with started(block, tmp_path / str(len(found))) as run:
             logs = learn(run, 2)
