@@ -163,7 +163,7 @@ def formula(model: str, out: str) -> dict[str, Any]:
 
 
 def differences(trainer: Any, batch: Inputs) -> list[float]:
-    """Return the relative errors of a gradient along drawn directions, by central differences of the term by hand.
+    """Return the errors of a gradient along drawn directions, in norms of it, by central differences of the term by hand.
 
     The output head alone moves: the model's norms compute in float32, whatever its dtype.
     """
@@ -190,7 +190,7 @@ def differences(trainer: Any, batch: Inputs) -> list[float]:
                 values.append(value(trainer, batch, stopped))
         with torch.no_grad():
             head.add_(direction, alpha=STEP)
-        errors.append(abs((values[0] - values[1]) / (2 * STEP) - slope) / abs(slope))
+        errors.append(abs((values[0] - values[1]) / (2 * STEP) - slope) / float((head.grad - without).norm()))
     return errors
 
 
