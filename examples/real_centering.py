@@ -1,6 +1,6 @@
 """Score centering on a real model: GRPO on SmolLM2-135M-Instruct, with an engine whose linear layers are rounded to fp8.
 
-    python -m examples.real_centering                                   # four arms, two seeds, 8 steps each
+    python -m examples.real_centering                                   # four arms, two seeds, 6 steps each
     python -m examples.real_centering --record evidence/real_centering.json
 
 Trainer and vLLM compute in float32 in one process. At each weight update the engine gets weights that were rounded to fp8 (e4m3,
@@ -43,7 +43,7 @@ from mismatch_ext import read_run
 from tests.rendezvous import rendezvous
 
 WORK = Path("runs/real_centering")
-STEPS, SEEDS, COMPLETIONS, SAMPLES, TOP_K = 8, (0, 1), 16, 8, 128
+STEPS, SEEDS, COMPLETIONS, SAMPLES, TOP_K = 6, (0, 1), 16, 8, 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 ARMS: dict[str, dict[str, Any]] = {
     "none": {"preset": "disabled", "centering": {"top_k": TOP_K, "only_measured": True}},
@@ -134,10 +134,9 @@ def series(folder: Path) -> dict[str, list[float | None]]:
     return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}
 
 
-def figures(arm: str, seed: int, folder: Path) -> dict[str, Any]:
-    """Return a run's row of the record: its means over the first and the last half, and each step's figures."""
-    found = series(folder)
-    steps = len(found["reward"])
+def figures(arm: str, seed: int, folder: Path, steps: int) -> dict[str, Any]:
+    """Return a run's row of the record, of so many steps: means over the first and the last half, and each step's figures."""
+    found = {name: values[:steps] for name, values in series(folder).items()}
     halves = {
         name: [fmean(known) for part in (values[: steps // 2], values[steps // 2 :]) if (known := _known(part))]
         for name, values in found.items()
@@ -196,7 +195,7 @@ def main() -> None:
             command = [sys.executable, "-m", "examples.real_centering", "--here", "--arms", arm, "--seeds", str(seed)]
             command += ["--steps", str(arguments.steps), "--out", str(arguments.out)]
             subprocess.run(command, check=True, env={**os.environ, **rendezvous()})
-    rows = [figures(arm, seed, folder) for arm, seed, folder in runs]
+    rows = [figures(arm, seed, folder, arguments.steps) for arm, seed, folder in runs]
     print_table(rows, console)
     if arguments.record is not None:
         document = {"command": "python -m examples.real_centering", **measured_on(), "figures": rows}

@@ -96,7 +96,7 @@ def test_the_gate_follows_the_current_policy(tmp_path: Path) -> None:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
             old = run.score(batch)
-        run.measure(batch, old)
+        run.measure(batch, old=old)
         advantages = rewards_of(batch)
         stopped = []
         for _ in range(3):

@@ -63,7 +63,7 @@ def test_the_term_is_the_expected_score(block: dict[str, Any], upper: float | No
         assert float(gradients[1].norm()) > 1e-3
         with torch.no_grad():
             old = run.score(batch)
-        run.measure(batch, old)
+        run.measure(batch, old=old)
         weighed = run.correct(batch, old).as_multiplier()
         ratio = (run.score(batch) - old).exp()
         run.step((run.center(batch, advantages) - weighed * ratio * advantages)[batch.response_mask].mean())
