@@ -102,7 +102,7 @@ def sampled(trainer: Any) -> Inputs:
     trainer.vllm_generation.sync_weights = lambda *_, **__: None  # the engine keeps the first weights
     batch: Inputs = trainer._generate_and_score_completions(next(iter(trainer.get_train_dataloader())))
     trainer.mm.centering.keep = keep
-    trainer.heads = {(r.prompt_ids, r.response_ids): r.head for r in records}
+    trainer.heads = {(_ids(r.prompt_ids), _ids(r.response_ids)): r.head for r in records}
     batch["advantages"] = torch.linspace(-0.5, 1.5, len(batch["advantages"]))
     return batch
 
@@ -113,6 +113,10 @@ def knowing(trainer: Any, block: MismatchConfig | None) -> ours.Centering:
     centering = ours.Centering(trainer, block, trainer.mm.ranks)
     centering._batches = [{ours.row_key(*key): head for key, head in trainer.heads.items()}]
     return centering
+
+
+def _ids(tokens: Any) -> tuple[int, ...]:
+    return tuple(int(token) for token in tokens)
 
 
 def cut(batch: Inputs, chosen: slice) -> Inputs:
@@ -287,7 +291,8 @@ def heads(trainer: Any) -> dict[str, Any]:
         with trainer.mm.checked.keeping(records):
             result = trainer.vllm_generation.generate(prompts, None, 1)
         found[name] = [
-            (r.response_ids, r.rollout_logprobs, r.head.ids.tolist(), r.head.logprobs.tolist()) for r in records
+            (_ids(r.response_ids), list(r.rollout_logprobs), r.head.ids.tolist(), r.head.logprobs.tolist())
+            for r in records
         ]
         found[f"{name}/width"] = [len(top) for row in result[2] for top in row]
         found["bytes"] = [(r.head.ids.nbytes + r.head.logprobs.nbytes) / len(r.head) for r in records]
