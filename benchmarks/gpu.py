@@ -182,7 +182,7 @@ def score(model: nn.Module, rollout: Rollout, rows: int) -> Tensor:
 
 def gap(trainer: Tensor, engine: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the measures of a gap that the page shows, and the number of tokens."""
-    metrics = gap_metrics(gap_sums(trainer, engine, mask))
+    metrics = gap_metrics(gap_sums(old=trainer, rollout=engine, mask=mask))
     return {name: float(metrics[name]) for name in MEASURES} | {"tokens": int(mask.sum())}
 
 

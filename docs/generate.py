@@ -366,6 +366,23 @@ def real_learning() -> list[str]:
     return lines
 
 
+STEP = "a step of 256 GPUs: "
+"""What the rows of `python -m benchmarks scale` begin with that say what a step takes."""
+
+
+def scale() -> list[str]:
+    """Return what the parts of a large run cost, and what follows for a step of 256 GPUs."""
+    (found,) = evidence("scale")
+    step = [row for row in found["figures"] if row["name"].startswith(STEP)]
+    units = [row for row in found["figures"] if row not in step]
+    lines = table("a step of 256 GPUs", "seconds")
+    lines += [f"| {row['name'].removeprefix(STEP)} | {row['seconds']:.2g} |" for row in step]
+    lines += ["", *table("unit", "of", "seconds", "peak memory, MB")]
+    for row in units:
+        lines.append(f"| {row['name']} | {row['unit']} | {row['seconds']:.2g} | {row.get('megabytes', '')} |")
+    return [*lines, "", f"Machine: {machine(found)}, shared with other jobs; commit {found['commit'][:8]}."]
+
+
 COLORS = {"bf16": "#0072B2", "FP16": "#D55E00", "float32": "#009E73"}
 FIRST_DECADE, LAST_DECADE = -6, -1
 LEFT, DECADE = 250, 90
@@ -488,8 +505,12 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "real_flows": real_flows,
     "real_learning": real_learning,
     "heads": heads,
+    "scale": scale,
 }
-PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "../evidence/real.md", "../evidence/hooks.md", "fp16.md")
+PAGES = (
+    *("../README.md", "config.md", "metrics.md", "real.md", "fp16.md"),
+    *("../evidence/real.md", "../evidence/hooks.md", "../evidence/scale.md"),
+)
 PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
 """Pictures by file; a picture without a record is not drawn."""
 
