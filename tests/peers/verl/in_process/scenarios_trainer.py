@@ -102,6 +102,7 @@ def batches_without_good_rows() -> dict[str, Any]:
         driver: Any = object.__new__(type("Trainer", (MismatchTrainer, StandIn), {}))
         driver._block, driver._kl = MismatchConfig(), None
         driver._checks, driver._bad = Checks(acts, lambda: 1), measure.BadKeys(batch(queue(1)))
+        driver._has_judged = False
         driver.actor_rollout_wg, driver.parameter_sync_step, driver.extra = Workers(), 1, []
         driver._processes, driver.global_steps = SimpleNamespace(follow_weights=lambda step: None), 1
         driver._weights, driver._actor_updated = weights, False
