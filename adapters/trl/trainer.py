@@ -117,7 +117,7 @@ class MismatchTrainerMixin(_Host):
         if self._acting is None:
             return host(model, inputs, *args, **kwargs)
         with self._acting.scoring.of_loss(inputs, whole=host.__module__.startswith("trl.")) as known:
-            return self._acting.objective.loss(host, model, known, *args, **kwargs)
+            return self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)
@@ -172,6 +172,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
             "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
             "not known when rewards are computed; use reward_path='surrogate'."
         )
+    run.centering.check(stitches=stitches)
     _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)

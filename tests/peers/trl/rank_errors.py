@@ -21,6 +21,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, correction, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
+from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import BASELINE
 from mismatch_ext.adapters.trl.objective import Objective
@@ -136,7 +137,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
-    mm.scoring, mm.objective = Scoring(mm), Objective(mm)
+    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
     mm.scoring.expect_old = mm.scoring.settle = lambda *_: None  # nothing is scored
     return found
 
@@ -361,9 +362,10 @@ def controller(fails: bool) -> None:
 
 
 def baseline(fails: bool) -> str:
-    """Take a batch whose only group is on both ranks, and return a row's baseline."""
-    found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
-    return f"baseline {[round(value, 3) for value in found[0].tolist()]}"
+    """Take a batch whose only group is on both ranks, and return a row's baseline, and how often objects were sent."""
+    with mock.patch.object(type(WORLD), "gather", autospec=True, side_effect=type(WORLD).gather) as gather:
+        found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
+    return f"baseline {[round(value, 3) for value in found[0].tolist()]} by {gather.call_count} object"
 
 
 MIS = {"correction": {"preset": "token_truncate"}}
