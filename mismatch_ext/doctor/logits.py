@@ -310,7 +310,8 @@ def _penalized(table: LogitTable, occurring: Sequence[Occurring], change: Penali
 def _padded(table: LogitTable, rows: float) -> Floats:
     """Return log-probabilities with `rows` extra vocabulary rows of logit 0, as zero padding has."""
     logit = table.chosen() / table.temperature
-    return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
+    with np.errstate(invalid="ignore"):  # NaN where the table has no logits
+        return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
 
 
 def _favored(table: LogitTable) -> int:
