@@ -11,6 +11,7 @@ import asyncio
 import tempfile
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +22,18 @@ import torch.multiprocessing as processes
 from numpy.typing import NDArray
 
 from benchmarks import bench_verl_scale
-from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, collate, to_records
+from benchmarks.harness import peak
+from mismatch_ext.rollout import (
+    Provenance,
+    RolloutRecord,
+    SamplingSettings,
+    collate,
+    to_flags,
+    to_ids,
+    to_logprobs,
+    to_records,
+)
+from mismatch_ext.turns import Trained, join_turns
 
 TOKENS, LAYERS, TOP_K, EXPERTS = 32_768, 48, 8, 128
 SAMPLES, GPUS, SHARING, LOOPS = 8_192, 256, 8, 8
@@ -30,6 +42,7 @@ TURNS = (1, 10, 20)
 RANKS = (2, 8, 16)
 ROUNDS = 20
 VOCABULARY = 150_000
+STEP = f"a step of {GPUS} GPUs: "
 
 
 def best(function: Callable[[], Any], clock: Callable[[], float] = time.process_time, rounds: int = 3) -> float:
@@ -55,8 +68,11 @@ def tokens_of(count: int = TOKENS) -> list[int]:
     return found
 
 
-def worker(sharing: int) -> float:
-    """Return a worker's seconds for checking and laying out one sample's routes in one pass, of which ranks share the rows."""
+def worker(sharing: int) -> tuple[float, float]:
+    """Return a worker's seconds for checking and laying out one sample's routes, when it is scored and in the update.
+
+    So many ranks share the rows of a sample.
+    """
     from mismatch_ext.adapters.verl import replay
     from mismatch_ext.adapters.verl.rollout.digests import with_digests
 
@@ -80,12 +96,29 @@ def worker(sharing: int) -> float:
     engine.config = SimpleNamespace(mode="R3")
     engine.layout = SimpleNamespace(layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=TOP_K)
     engine.weight_version, engine.takes_older = None, False
-    shared = {"get_ulysses_sequence_parallel_world_size": sharing, "get_ulysses_sequence_parallel_rank": 0}
+    # As if ranks shared the samples, of which this is the first.
+    shared: dict[str, Callable[..., Any]] = {
+        "get_ulysses_sequence_parallel_world_size": lambda: sharing,
+        "get_ulysses_sequence_parallel_rank": lambda: 0,
+        "slice_input_tensor": lambda values, **_: values[: len(values) // sharing],
+    }
     before = {name: getattr(replay, name) for name in shared}
-    for name, value in shared.items():
-        setattr(replay, name, lambda value=value: value)
+    layout = replay.PassLayout(offsets=data["input_ids"].offsets(), padding=0)
+
+    def one_pass(judged: bool) -> None:
+        """Do what a pass does before the model runs, with all samples in one micro-batch."""
+        batch = Batch(data)
+        proofs = replay.proofs_of(batch)
+        if not judged:
+            replay.other_than_recorded(proofs, replay.needed(batch))
+        engine.ingest(batch, 0, proofs, judged=judged)
+        engine.piece(layout, list(range(count)))
+
+    for name, stand_in in shared.items():
+        setattr(replay, name, stand_in)
     try:
-        return best(lambda: engine.ingest(Batch(data), 0, judged=True)) / count
+        scoring = best(lambda: one_pass(judged=True)) / count
+        return scoring, best(lambda: one_pass(judged=False)) / count
     finally:
         for name, function in before.items():
             setattr(replay, name, function)
@@ -168,10 +201,33 @@ def agreement(size: int) -> list[float]:
     return seconds
 
 
-def records(millions: float = 0.5) -> dict[str, float]:
-    """Return seconds for a million tokens: records of an engine's lists, and a batch of them."""
-    length = 8192
-    rows = max(1, round(millions * 1e6 / length))
+def spent(function: Callable[[], Any]) -> tuple[float, float]:
+    """Return the seconds of one call, and the largest resident size of this process during it beyond that before, in MB."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # the peak starts again from the present size
+    before, start = peak(), time.process_time()
+    function()
+    return time.process_time() - start, peak() - before
+
+
+def _own_loop(millions: float, results: Any) -> None:
+    """Make records of conversations of two calls, join the calls, and lay the joined records out as a batch."""
+    conversations = max(1, round(millions * 1e6 / TOKENS))
+    asked, tool = 64, 512
+    half = (TOKENS - asked - tool) // 2
+    generator = np.random.default_rng(0)
+    prompts: list[list[int]] = []
+    responses: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    rows = []
+    for _ in range(conversations):
+        tokens = generator.integers(0, VOCABULARY, asked + half + tool + half).tolist()
+        values = (-generator.random(2 * half, dtype=np.float32)).tolist()
+        middle = asked + half
+        prompts += [tokens[:asked], tokens[: middle + tool]]
+        responses += [tokens[asked:middle], tokens[middle + tool :]]
+        logprobs += [values[:half], values[half:]]
+        mask = [True] * half + [False] * tool + [True] * half
+        rows.append((tokens[:asked], tokens[asked:], mask, values[:half] + [0.0] * tool + values[half:]))
     provenance = Provenance(
         engine="made up",
         engine_version="0",
@@ -182,33 +238,59 @@ def records(millions: float = 0.5) -> dict[str, float]:
         sampling=SamplingSettings(),
         logprobs_mode="processed_logprobs",
     )
-    prompts = [tokens_of(64) for _ in range(rows)]
-    responses = [tokens_of(length) for _ in range(rows)]
-    logprobs = [(-torch.rand(length)).tolist() for _ in range(rows)]
-    made: list[RolloutRecord] = []
+    turns: list[RolloutRecord] = []
+    joined: list[RolloutRecord] = []
+    batches = []
 
     def make() -> None:
-        made[:] = to_records(prompts, responses, logprobs, provenance=provenance)
+        turns.extend(to_records(prompts, responses, logprobs, provenance=provenance))
 
-    millions_of = rows * length / 1e6
-    return {"records": best(make) / millions_of, "batch": best(lambda: collate(made)) / millions_of}
+    def join() -> None:
+        trained = [
+            Trained(
+                prompt_ids=to_ids(prompt, "a prompt"),
+                response_ids=to_ids(response, "a response"),
+                response_mask=to_flags(mask, "a response"),
+                rollout_logprobs=to_logprobs(values, "a response"),
+            )
+            for prompt, response, mask, values in rows
+        ]
+        joined.extend(join_turns(turns, trained).records)
+
+    def lay_out() -> None:
+        batches.append(collate(joined))
+
+    results.put([spent(part) for part in (make, join, lay_out)])
+
+
+def own_loop(millions: float = 30.0) -> dict[str, tuple[float, float]]:
+    """Return seconds and peak memory in MB of records, joins and a batch of so many million tokens, in a process of its own."""
+    context = processes.get_context("fork")
+    results = context.SimpleQueue()
+    process = context.Process(target=_own_loop, args=(millions, results))
+    process.start()
+    figures = results.get()
+    process.join()
+    return dict(zip(("records of two calls", "joins", "batch"), figures, strict=True))
 
 
 def step_of(units: dict[str, float]) -> dict[str, float]:
-    """Return the seconds of a step of 256 GPUs, from the seconds of the units; routes are checked in two passes."""
+    """Return the seconds of a step of 256 GPUs, from the seconds of the units; routes are replayed in two passes."""
     own = SAMPLES // GPUS
     conversations = SAMPLES / LOOPS
     return {
-        "worker": 2 * own * units["worker"],
-        "worker, Ulysses 8": 2 * own * SHARING * units["worker, Ulysses 8"],
-        "event loop of 20 turns": conversations * units["event loop, 20 turns"],
+        "worker, routes": own * (units["worker, scoring"] + units["worker, update"]),
+        f"worker, routes with Ulysses {SHARING}": own
+        * SHARING
+        * (units[f"worker, scoring, Ulysses {SHARING}"] + units[f"worker, update, Ulysses {SHARING}"]),
+        "each process of agent loops, 20 turns": conversations * units["event loop, 20 turns"],
         "driver": SAMPLES * TOKENS / 1e6 * units["driver"],
-        "driver, verl's own": SAMPLES * TOKENS / 1e6 * units["driver, verl's own"],
+        "driver, verl's own metrics": SAMPLES * TOKENS / 1e6 * units["driver, verl's own metrics"],
     }
 
 
-def run(millions: float = 2.0) -> list[dict[str, Any]]:
-    """Return the rows of this benchmark; the driver's batch has so many million tokens."""
+def run(millions: float = 2.0, conversations: float = 30.0) -> list[dict[str, Any]]:
+    """Return the rows of this benchmark; the driver's batch and the loop of your own have so many million tokens."""
     torch.set_num_threads(1)
     units: dict[str, float] = {}
     rows: list[dict[str, Any]] = []
@@ -222,17 +304,20 @@ def run(millions: float = 2.0) -> list[dict[str, Any]]:
         agreed, gathered = agreement(size)
         note(f"agreement, {size} ranks", agreed, "one agreement over gloo")
         note(f"object gather, {size} ranks", gathered, "one object over gloo")
-    for name, seconds in records().items():
-        note(name, seconds, "a million tokens")
-    note("worker", worker(1), "a sample of 32,768 tokens in a pass")
-    note(f"worker, Ulysses {SHARING}", worker(SHARING), "a sample of 32,768 tokens in a pass, on each of the ranks")
+    for name, (seconds, megabytes) in own_loop(conversations).items():
+        unit = f"{conversations:g} million tokens in conversations of two calls"
+        note(name, seconds, unit)
+        rows[-1]["megabytes"] = round(megabytes)
+    for sharing, suffix in ((1, ""), (SHARING, f", Ulysses {SHARING}")):
+        for of_pass, seconds in zip(("scoring", "update"), worker(sharing), strict=True):
+            note(f"worker, {of_pass}{suffix}", seconds, f"a sample of {TOKENS:,} tokens on each rank that has it")
     for turns in TURNS:
         loop, threads = min(agent_loop(turns) for _ in range(3))
         note(f"event loop, {turns} turns", loop, "a conversation of 32,768 tokens")
         note(f"event loop and its threads, {turns} turns", threads, "a conversation of 32,768 tokens")
     driver = next(iter(bench_verl_scale.run((millions,))))
     note("driver", driver["ours"], "a million tokens")
-    note("driver, verl's own", driver["theirs"], "a million tokens")
+    note("driver, verl's own metrics", driver["theirs"], "a million tokens")
     for name, seconds in step_of(units).items():
-        note(f"a step of {GPUS} GPUs: {name}", seconds, f"{SAMPLES} samples of {TOKENS} tokens")
+        note(f"{STEP}{name}", seconds, f"{SAMPLES:,} samples of {TOKENS:,} tokens")
     return rows

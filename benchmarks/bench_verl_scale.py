@@ -109,11 +109,12 @@ def _of_size(millions: float) -> list[dict[str, Any]]:
     gap = ours().gap
     whole = queue.kv_batch_get(queue.keys, "train", list(FIELDS))
     offsets = whole["response_mask"].offsets().diff()
-    values = [whole[name].values() for name in ("old_log_probs", "rollout_log_probs", "response_mask")]
-    expected, got = gap_metrics(merged(gap_sums(*values, offsets))), gap_metrics(gap)
+    old, rollout, mask = (whole[name].values() for name in ("old_log_probs", "rollout_log_probs", "response_mask"))
+    sums = gap_sums(old=old, rollout=rollout, mask=mask, lengths=offsets)
+    expected, got = gap_metrics(merged(sums)), gap_metrics(gap)
     worst = max(abs(got[name] - value) / max(abs(value), 1e-3) for name, value in expected.items())
     assert worst < 1e-9, worst
-    del whole, values
+    del whole, old, rollout, mask
     (mine, my_bytes), (verls, verls_bytes) = cost(ours), cost(theirs)
     equal = f"all {len(expected)} measures as of the whole batch, to 1e-9; verl's are other measures"
     name = f"verl's driver, {queue.tokens / 1e6:.1f} million tokens: our gap, KL and baseline vs verl's own metrics"

@@ -1,11 +1,12 @@
 """What one GPU shows of the gap and of its remedies: one record and one page.
 
-    python -m benchmarks.gpu --model PATH --experts PATH --out runs/gpu
+    python -m benchmarks.gpu --real                                        # SmolLM2-135M and a mixture made from it
+    python -m benchmarks.gpu --model PATH --experts PATH --out runs/gpu    # any checkpoints on disk
 
 Needs torch and transformers, and vLLM for `gate`. The engine of the other parts is transformers' own decode with a KV cache,
 in the engine's dtype. The trainer scores the same tokens in one pass, and so does an oracle in float32 with the engine's
-rounded weights. Without `--model` or `--experts` the weights are random, and `gate` takes the shipped model.
-`--device cpu --quick` runs the same code in a minute.
+rounded weights. Without `--model`, `--experts` or `--real` the weights are random, and `gate` takes the shipped model.
+`--device cpu --quick` runs the same code in a minute, and with `--real` on the first two of the model's layers.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3Moe
 from benchmarks.bench_kl_full import FORMS
 from benchmarks.bench_precision import trained
 from benchmarks.harness import measured_on, paired
+from examples import smollm2
 from examples.arithmetic.shipped import shipped_model
+from mismatch_ext.centering import centering_terms
 from mismatch_ext.gap import gap_metrics, gap_sums
 from mismatch_ext.precision.scaler import LossScaler
 from mismatch_ext.routing import RoutingTrace, agreement, agreement_metrics, align
@@ -179,7 +182,7 @@ def score(model: nn.Module, rollout: Rollout, rows: int) -> Tensor:
 
 def gap(trainer: Tensor, engine: Tensor, mask: Tensor) -> dict[str, float]:
     """Return the measures of a gap that the page shows, and the number of tokens."""
-    metrics = gap_metrics(gap_sums(trainer, engine, mask))
+    metrics = gap_metrics(gap_sums(old=trainer, rollout=engine, mask=mask))
     return {name: float(metrics[name]) for name in MEASURES} | {"tokens": int(mask.sum())}
 
 
@@ -282,6 +285,30 @@ def measure_costs(given: argparse.Namespace, scale: Scale) -> Iterator[Row]:
         what = f"exact KL of {tokens} tokens over {name}'s vocabulary of {vocabulary}: chunked, log_softmax of both"
         yield _cost(what, lambda form=form: form("ours"), lambda form=form: form("naive"), given, scale)
         del logits, reference
+        yield _centering_cost(name, vocabulary, tokens, given, scale)
+
+
+def _centering_cost(name: str, vocabulary: int, tokens: int, given: argparse.Namespace, scale: Scale) -> Row:
+    """Return what score centering adds to a policy loss, forward and backward, from the engine's 128 likeliest tokens."""
+    logits = torch.randn(1, tokens, vocabulary, generator=_generator(given, 21), device=given.device)
+    head_logprobs, head_ids = logits.log_softmax(-1).topk(128, dim=-1)
+    mask = torch.ones(1, tokens, dtype=torch.bool, device=given.device)
+    logits.requires_grad_()
+
+    def loss(centered: bool) -> Tensor:
+        logits.grad = None
+        value = -logits.log_softmax(-1)[..., 0]
+        if centered:
+            head = {"head_ids": head_ids, "head_logprobs": head_logprobs}
+            value = value + centering_terms(logits=logits, **head, response_mask=mask)
+        value.sum().backward()
+        assert logits.grad is not None
+        return logits.grad.norm()
+
+    # The engine is the policy here, so that nothing is centered and both gradients are equal.
+    _equal(f"gradients with and without centering over {vocabulary}", float(loss(True)), float(loss(False)))
+    what = f"policy loss of {tokens} tokens over {name}'s vocabulary of {vocabulary}: with score centering, without"
+    return _cost(what, lambda: loss(True), lambda: loss(False), given, scale)
 
 
 def _equal(what: str, ours: float, theirs: float) -> None:
@@ -366,12 +393,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--model", default="", help="folder of a dense checkpoint; default: random weights")
     parser.add_argument("--experts", default="", help="folder of a checkpoint with experts; default: random weights")
+    parser.add_argument("--real", action="store_true", help="SmolLM2-135M-Instruct and a mixture made from it")
     parser.add_argument("--prompts", type=Path, default=PROMPTS, help="for these, as `mismatch-ext doctor` takes them")
     parser.add_argument("--quick", action="store_true", help="little of everything, to see that it runs")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"))
     given = parser.parse_args(argv)
+    if given.real:
+        layers = 2 if given.quick else None
+        given.model, given.experts = str(smollm2.unpack(layers)), str(smollm2.upcycle(layers=layers))
     cuda = given.device.startswith("cuda")
     if cuda and not torch.cuda.is_available():
         raise SystemExit(f"--device {given.device}: torch {torch.__version__} sees no GPU; give --device cpu --quick.")

@@ -57,7 +57,9 @@ def theirs_corrected(level: Any, cap: float, batch: Batch) -> Tensor:
 
 def ours_kl(estimator: Any, batch: Batch) -> Tensor:
     settings = KlConfig(estimator=estimator, placement="loss", target="token", coef=1.0, baseline="none")
-    terms = kl_terms(batch["logprobs"], batch["ref_logprobs"], batch["response_mask"], settings)
+    terms = kl_terms(
+        logprobs=batch["logprobs"], ref_logprobs=batch["ref_logprobs"], mask=batch["response_mask"], settings=settings
+    )
     return aggregate(terms.loss, batch["response_mask"], SUMS)
 
 

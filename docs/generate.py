@@ -9,6 +9,7 @@ import ast
 import json
 import math
 import re
+import runpy
 import shlex
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -156,6 +157,23 @@ def roles() -> list[str]:
     lines = table("role", "meaning", *(f"in {host}" for host in HOSTS))
     for role, meaning in MEANINGS.items():
         lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
+    return lines
+
+
+def overridden() -> list[str]:
+    """Return the methods of TRL's trainers that ours override, read from the text of the class that does."""
+    tree = ast.parse((HERE.parent / "adapters/trl/trainer.py").read_text(encoding="utf-8"))
+    (mixin,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MismatchTrainerMixin")
+    names = [node.name for node in mixin.body if isinstance(node, ast.FunctionDef)]
+    return [", ".join(f"`{name}`" for name in names) + "."]
+
+
+def hooks(adapter: str) -> list[str]:
+    """Return what an adapter relies on: what for, by which names, and how a run notices a change."""
+    lines = table("name", "what for", "names, with the first parameters that we give", "how a run notices a change")
+    for seam in runpy.run_path(str(HERE.parent / f"adapters/{adapter}/seams.py"))["SEAMS"]:
+        names = "<br>".join(f"`{claim.target}({', '.join(claim.params)})`".replace("()", "") for claim in seam.claims)
+        lines.append(f"| [{seam.name}]({seam.upstream}) | {cell(seam.what)} | {names} | {cell(seam.checked)} |")
     return lines
 
 
@@ -348,6 +366,23 @@ def real_learning() -> list[str]:
     return lines
 
 
+STEP = "a step of 256 GPUs: "
+"""What the rows of `python -m benchmarks scale` begin with that say what a step takes."""
+
+
+def scale() -> list[str]:
+    """Return what the parts of a large run cost, and what follows for a step of 256 GPUs."""
+    (found,) = evidence("scale")
+    step = [row for row in found["figures"] if row["name"].startswith(STEP)]
+    units = [row for row in found["figures"] if row not in step]
+    lines = table("a step of 256 GPUs", "seconds")
+    lines += [f"| {row['name'].removeprefix(STEP)} | {row['seconds']:.2g} |" for row in step]
+    lines += ["", *table("unit", "of", "seconds", "peak memory, MB")]
+    for row in units:
+        lines.append(f"| {row['name']} | {row['unit']} | {row['seconds']:.2g} | {row.get('megabytes', '')} |")
+    return [*lines, "", f"Machine: {machine(found)}, shared with other jobs; commit {found['commit'][:8]}."]
+
+
 COLORS = {"bf16": "#0072B2", "FP16": "#D55E00", "float32": "#009E73"}
 FIRST_DECADE, LAST_DECADE = -6, -1
 LEFT, DECADE = 250, 90
@@ -459,14 +494,23 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
+    "overridden": overridden,
+    "hooks_trl": lambda: hooks("trl"),
+    "hooks_verl": lambda: hooks("verl"),
+    "hooks_vllm": lambda: hooks("vllm"),
+    "hooks_torch": lambda: hooks("transformers"),
     "real_headline": real_headline,
     "real_gaps": real_gaps,
     "real_mixture": real_mixture,
     "real_flows": real_flows,
     "real_learning": real_learning,
     "heads": heads,
+    "scale": scale,
 }
-PAGES = ("../README.md", "config.md", "metrics.md", "real.md", "../evidence/real.md", "fp16.md")
+PAGES = (
+    *("../README.md", "config.md", "metrics.md", "real.md", "fp16.md"),
+    *("../evidence/real.md", "../evidence/hooks.md", "../evidence/scale.md"),
+)
 PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
 """Pictures by file; a picture without a record is not drawn."""
 

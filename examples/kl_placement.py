@@ -146,11 +146,13 @@ def loss_of(toy: Toy, logits: Tensor, config: Any, beta: float, generator: torch
     logp, ref, reward = toy.sample(logits, BATCH, generator)
     terms = torch.zeros_like(logp)
     if config is not None:
-        pair = logp.flatten(0, 1), ref.flatten(0, 1)
+        logprobs, ref_logprobs = logp.flatten(0, 1), ref.flatten(0, 1)
         # Rows of other policies must not enter the baseline.
         groups = torch.arange(len(logits)).repeat_interleave(BATCH)
-        mask = torch.ones_like(pair[1], dtype=torch.bool)
-        loss, penalty = kl_terms(*pair, mask, config, coef=beta, groups=groups)
+        mask = torch.ones_like(ref_logprobs, dtype=torch.bool)
+        loss, penalty = kl_terms(
+            logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, settings=config, coef=beta, groups=groups
+        )
         terms, reward = loss.view_as(logp), reward - penalty.view_as(logp).sum(-1)
     advantage = (reward - reward.mean(1, keepdim=True)) * BATCH / (BATCH - 1)  # the distance to the mean of the others
     return (terms - advantage[..., None] * logp).sum() / BATCH

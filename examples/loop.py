@@ -95,7 +95,7 @@ def main() -> None:
             batch = run.batch(rollout.generate([tokenizer(row["prompt"]).input_ids for row in problems]))
             with torch.no_grad():
                 old, ref = run.score(batch), run.reference(batch)
-            run.measure(batch, old, ref)
+            run.measure(batch, old=old, reference=ref)
             weights = run.correct(batch, old).as_multiplier()
 
             texts = tokenizer.batch_decode([record.response_ids for record in batch.records], skip_special_tokens=True)
@@ -106,7 +106,7 @@ def main() -> None:
             logprobs = run.score(batch)
             ratio = (logprobs - old).exp()
             gain = torch.minimum(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-            loss = (run.kl(batch, logprobs, ref) - weights * gain)[batch.response_mask].mean()
+            loss = (run.kl(batch, logprobs=logprobs, reference=ref) - weights * gain)[batch.response_mask].mean()
             run.step(loss, max_norm=1.0)
             verdict = run.send()
             log = run.log(reward=rewards)

@@ -36,14 +36,14 @@ class SequenceSums:
         self._observe: Callable[..., None] = trainer.mm.log.observe
         trainer.mm.log.observe = self._observed
 
-    def _observed(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
-        self._observe(split, old, rollout, mask, native=native)
+    def _observed(self, split: str, *, old: Tensor, rollout: Tensor, mask: Tensor, native: bool = False) -> None:
+        self._observe(split, old=old, rollout=rollout, mask=mask, native=native)
         if split == "train":
             return
         gap = torch.where(mask.bool(), old.double() - rollout.double(), 0.0)
         per_token = {
             "abs": gap.abs(),
-            "k3": kl_estimate(-gap, torch.zeros_like(gap), "k3"),
+            "k3": kl_estimate(logprobs=-gap, ref_logprobs=torch.zeros_like(gap), estimator="k3"),
             "f2": (gap.abs() > math.log(2)).double(),
         }
         kept = self.sums.setdefault(split, {})

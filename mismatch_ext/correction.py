@@ -122,7 +122,7 @@ def correct(
     if not bool(mask.any()):
         nothing = mask.to(output_dtype(old_logprobs, rollout_logprobs))
         return Correction(weights=nothing, mask=mask, metrics={})
-    tokens = _Tokens(old_logprobs, rollout_logprobs, mask, settings)
+    tokens = _Tokens(old=old_logprobs, rollout=rollout_logprobs, mask=mask, settings=settings)
     metrics = tokens.gap_metrics()
     dtype = output_dtype(old_logprobs, rollout_logprobs)
     kept_mask = mask.clone()
@@ -143,7 +143,9 @@ def correct(
             weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
     keep_token, keep_row = tokens.rejected(metrics)
     if settings.off_policy_threshold is not None:
-        keep_row &= tokens.on_policy(rollout_logprobs, mask, logprobs, advantages, metrics)
+        keep_row &= tokens.on_policy(
+            rollout=rollout_logprobs, mask=mask, logprobs=logprobs, advantages=advantages, metrics=metrics
+        )
     left = tokens.count
     if keep_token is not None:
         kept_mask.masked_scatter_(mask, keep_token)
@@ -160,7 +162,7 @@ def correct(
 class _Tokens:
     """The unmasked tokens of a batch, row after row, with d = log pi_old - log mu, and c, which is d clamped."""
 
-    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
+    def __init__(self, *, old: Tensor, rollout: Tensor, mask: Tensor, settings: ResolvedCorrection) -> None:
         self.settings = settings
         count = mask.sum(1)
         self.count, self.total = count.double(), float(count.sum())
@@ -176,7 +178,8 @@ class _Tokens:
             (slice(start, start + step), slice(ends[start], ends[min(start + step, len(mask))])) for start in starts
         ]
         by_block = [
-            _of_block(old.detach()[rows], rollout.detach()[rows], mask[rows], d) for rows, d in self.blocks(self.d)
+            _of_block(old=old.detach()[rows], rollout=rollout.detach()[rows], mask=mask[rows], d=d)
+            for rows, d in self.blocks(self.d)
         ]
         self.old_row, self.d_row, self.excess_row = (torch.cat(sums) for sums in list(zip(*by_block, strict=True))[:3])
         self.k3, self.chi2 = torch.stack([sums[3] for sums in by_block]).sum(0).tolist()
@@ -346,6 +349,7 @@ class _Tokens:
 
     def on_policy(
         self,
+        *,
         rollout: Tensor,
         mask: Tensor,
         logprobs: Tensor | None,
@@ -371,7 +375,7 @@ def _at_least_float32(values: Tensor) -> Tensor:
     return values if values.dtype == torch.float64 else values.float()
 
 
-def _of_block(old: Tensor, rollout: Tensor, mask: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+def _of_block(*, old: Tensor, rollout: Tensor, mask: Tensor, d: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Write d of a block of rows; return the sums of log pi_old, d and rho - 1 of each row, and those of k3 and of rho^2 - 1."""
     places, lengths = mask.flatten().nonzero()[:, 0], mask.sum(1)
     trained, sampled = (_at_least_float32(x.flatten().index_select(0, places)) for x in (old, rollout))

@@ -175,7 +175,9 @@ def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what,
         progress("sample and score in three dtypes", done, len(DTYPES))
         policy = cast(master, dtype)
         responses_BT, sampled_BT = rollout(policy, prompts_BT, generator)
-        gaps[name] = gap_metrics(gap_sums(score(policy, prompts_BT, responses_BT)[0], sampled_BT, mask_BT))
+        gaps[name] = gap_metrics(
+            gap_sums(old=score(policy, prompts_BT, responses_BT)[0], rollout=sampled_BT, mask=mask_BT)
+        )
 
     progress("sample and score in three dtypes", len(DTYPES), len(DTYPES))
     progress("plant a fault, ask the doctor, apply its remedy", 0, 2)
@@ -202,9 +204,9 @@ def show(seed: int = 0, progress: Callable[[str, int, int], None] = lambda what,
     progress("plant a fault, ask the doctor, apply its remedy", 2, 2)
     return Shown(
         gaps=gaps,
-        faulty=gap_metrics(gap_sums(scored_BT, sampled_BT, mask_BT)),
+        faulty=gap_metrics(gap_sums(old=scored_BT, rollout=sampled_BT, mask=mask_BT)),
         diagnosis=diagnosis.confirmed({cause.family for cause in diagnosis.mendable}, left, after),
-        mended=gap_metrics(gap_sums(scored_BT, again_BT, mask_BT)),
+        mended=gap_metrics(gap_sums(old=scored_BT, rollout=again_BT, mask=mask_BT)),
     )
 
 

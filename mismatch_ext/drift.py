@@ -62,11 +62,11 @@ def of_one_version(versions: Tensor, mask: Tensor) -> Tensor:
 
 
 def drift_sums(
+    *,
     old: Tensor,
     rollout: Tensor,
     mask: Tensor,
     versions: Tensor,
-    *,
     scoring: int,
     comparable: Tensor | None = None,
 ) -> Sums:
@@ -106,7 +106,7 @@ def drift_sums(
     }
     sums = {name: torch.tensor(float(value), dtype=torch.float64) for name, value in counts.items()}
     for name, chosen in masks.items():
-        gap = gap_sums(old, rollout, chosen)
+        gap = gap_sums(old=old, rollout=rollout, mask=chosen)
         # Without profiles, which are most of the bytes and nobody draws.
         sums |= prefixed(name, {key: value for key, value in gap.items() if value.dim() == 0 or key == "moments:p"})
     return sums
@@ -155,13 +155,13 @@ def stopped_by_clip(log_ratio: Tensor, advantages: Tensor, low: float = 0.2, hig
 
 @torch.no_grad()
 def clip_sums(
+    *,
     trainer: Tensor,
     engine: Tensor,
     advantages: Tensor,
     mask: Tensor,
     low: float = 0.2,
     high: float = 0.2,
-    *,
     sequences: bool = False,
 ) -> Sums:
     """Count what a clip on pi_trainer / pi_engine `[B, T]`, or on a response's mean (GSPO), stops at an equal policy."""

@@ -1,8 +1,8 @@
 """The gap between rollout and trainer log-probabilities of sampled tokens.
 
-    sums = gap_sums(old, rollout, mask)      # one batch, or one rank's part of it
-    sums = merged(sums, others)              # any number of batches and ranks, see `mismatch_ext.sums`
-    metrics = gap_metrics(sums)              # {"k3_kl": ..., "ess_seq": ..., ...}
+    sums = gap_sums(old=old, rollout=rollout, mask=mask)  # one batch, or one rank's part of it
+    sums = merged(sums, others)  # any number of batches and ranks, see `mismatch_ext.sums`
+    metrics = gap_metrics(sums)  # {"k3_kl": ..., "ess_seq": ..., ...}
 
 The formulas of all metrics are in names.toml. Shapes: B sequences, T tokens, n unmasked tokens, m sequences that have one.
 """
@@ -48,11 +48,11 @@ def k3(log_ratio: Tensor) -> Tensor:
 
 
 def gap_sums(
+    *,
     old: Tensor,
     rollout: Tensor,
     mask: Tensor,
     lengths: Tensor | None = None,
-    *,
     sample: int = 0,
     seed: int = 0,
 ) -> Sums:
@@ -88,7 +88,9 @@ def gap_sums(
     generator = torch.Generator().manual_seed(seed)
     parts = []
     for rows, places in _chunks(lengths.tolist()):
-        tokens = _Tokens(old[places], rollout[places], mask[places], lengths[rows], first=rows.start)
+        tokens = _Tokens(
+            old=old[places], rollout=rollout[places], mask=mask[places], lengths=lengths[rows], first=rows.start
+        )
         parts.append(tokens.sums() | tokens.profiles() | tokens.sample(sample, generator))
     return merged(*parts)
 
@@ -170,7 +172,7 @@ def gap_sample(sums: Sums) -> dict[str, list[float]]:
 class _Tokens:
     """The unmasked tokens of some rows, gathered once and widened to float64; everything below runs only over them."""
 
-    def __init__(self, old: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, first: int) -> None:
+    def __init__(self, *, old: Tensor, rollout: Tensor, mask: Tensor, lengths: Tensor, first: int) -> None:
         places = mask.nonzero()[:, 0]
         before = torch.nn.functional.pad(mask.cumsum(0), (1, 0))
         ends = lengths.cumsum(0)

@@ -38,7 +38,7 @@ MIN_COEF, MAX_COEF = 1e-6, 10.0  # a choice
 # Estimates of each token.
 
 
-def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
+def kl_estimate(*, logprobs: Tensor, ref_logprobs: Tensor, estimator: str) -> Tensor:
     """Return a KL estimate of each token, with its own path-wise gradient.
 
     With d = logprobs - ref_logprobs of a token sampled from the policy pi (Schulman 2020, "Approximating KL
@@ -127,11 +127,11 @@ class KlTerms(NamedTuple):
 
 
 def kl_terms(
+    *,
     logprobs: Tensor,
     ref_logprobs: Tensor | None,
     mask: Tensor,
     settings: KlConfig | Mapping[str, Any] | str,
-    *,
     behavior: Tensor | None = None,
     coef: float | None = None,
     groups: Tensor | None = None,
@@ -224,12 +224,14 @@ def kl_terms(
         reference, mu, of_tokens = (None if x is None else x[None] for x in (ref_logprobs, behavior, baseline))
         pair = None if logits is None else (logits[0][None], logits[1][None])
         terms = kl_terms(
-            logprobs[None], reference, mask[None], settings,
+            logprobs=logprobs[None], ref_logprobs=reference, mask=mask[None], settings=settings,
             behavior=mu, coef=coef, groups=groups, baseline=of_tokens, logits=pair, temperature=temperature,
         )  # fmt: skip
         return KlTerms(terms.loss[0], terms.reward[0])
     coef = _checked_coef(settings, coef)
-    tokens = _checked_tokens(logprobs, ref_logprobs, mask, settings, behavior)
+    tokens = _checked_tokens(
+        logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask, settings=settings, behavior=behavior
+    )
     weight = _weights(tokens, settings)
     if settings.estimator == "full":
         if logits is None or baseline is not None:
@@ -237,7 +239,8 @@ def kl_terms(
                 "mismatch.kl.estimator='full' needs the logits of policy and reference, and no baseline; use "
                 f"{', '.join(ESTIMATORS)} where you have log-probabilities alone."
             )
-        estimate = kl_full(*logits, mask=tokens.mask, temperature=temperature).double()
+        policy, reference = logits
+        estimate = kl_full(logits=policy, ref_logits=reference, mask=tokens.mask, temperature=temperature).double()
         value = _prefix_weights(weight, settings) * estimate
         later = value.detach().flip(-1).cumsum(-1).flip(-1) - value.detach()
         credits = settings.applied_placement != "loss" and settings.target == "sequence"
@@ -264,11 +267,11 @@ def kl_terms(
 
 
 def kl_baseline(
+    *,
     logprobs: Tensor,
     ref_logprobs: Tensor,
     mask: Tensor,
     settings: KlConfig | Mapping[str, Any] | str,
-    *,
     behavior: Tensor | None = None,
     groups: Tensor | None = None,
 ) -> Tensor:
@@ -277,7 +280,9 @@ def kl_baseline(
     No response's baseline depends on that response, so that it keeps the expectation while the policy moves.
     """
     settings = section_of(KlConfig, settings, "settings", "estimator")
-    tokens = _checked_tokens(logprobs.detach(), ref_logprobs, mask, settings, behavior)
+    tokens = _checked_tokens(
+        logprobs=logprobs.detach(), ref_logprobs=ref_logprobs, mask=mask, settings=settings, behavior=behavior
+    )
     estimate: Tensor = _Estimate.apply(tokens.logprobs - tokens.ref_logprobs, settings.estimator)
     later = _later_kl(estimate, _weights(tokens, settings), settings)
     return _mean_of_others(later, tokens.mask, groups).to(tokens.dtype)
@@ -294,7 +299,7 @@ class _Tokens(NamedTuple):
 
 
 def _checked_tokens(
-    logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, settings: KlConfig, behavior: Tensor | None
+    *, logprobs: Tensor, ref_logprobs: Tensor | None, mask: Tensor, settings: KlConfig, behavior: Tensor | None
 ) -> _Tokens:
     """Check shapes, dtypes and unmasked values, and set masked values to 0."""
     if settings.ratio != "none" and behavior is None:
@@ -398,7 +403,7 @@ def ragged_bias(settings: KlConfig | None, setting: str, instead: str) -> str | 
 # The exact divergence over the vocabulary, without a second tensor of the logits' size.
 
 
-def kl_full(logits: Tensor, ref_logits: Tensor, *, mask: Tensor | None = None, temperature: float = 1.0) -> Tensor:
+def kl_full(*, logits: Tensor, ref_logits: Tensor, mask: Tensor | None = None, temperature: float = 1.0) -> Tensor:
     """Return KL(pi || pi_ref) of each token's distribution, exact over the vocabulary.
 
     With d_v = log pi_v - log pi_ref,v the value is sum_v pi_v (d_v - 1 + exp(-d_v)). It equals sum_v pi_v d_v, because both
@@ -455,7 +460,9 @@ class _FullKl(torch.autograd.Function):
         for index, rows in _rows(logits):
             wanted = None if mask is None else mask[index]
             for chosen in _chunks(rows.shape[0], wanted, chunk, logits.device):
-                d, p = _difference(rows[chosen], reference[index][chosen], dtype, temperature)
+                d, p = _difference(
+                    logits=rows[chosen], reference=reference[index][chosen], dtype=dtype, temperature=temperature
+                )
                 kl[index][chosen] = _divergence(d, p, reference[index][chosen], temperature)
         return kl
 
@@ -467,7 +474,12 @@ class _FullKl(torch.autograd.Function):
         for index, rows in _rows(logits):
             wanted = None if mask is None else mask[index]
             for chosen in _chunks(rows.shape[0], wanted, ctx.chunk, logits.device):
-                d, p = _difference(rows[chosen], reference[index][chosen], outer.dtype, ctx.temperature)
+                d, p = _difference(
+                    logits=rows[chosen],
+                    reference=reference[index][chosen],
+                    dtype=outer.dtype,
+                    temperature=ctx.temperature,
+                )
                 # Subtract the mean of the same d, not the KL: a rounding error that all d share then cancels.
                 if not bool(torch.isfinite(d.sum())):
                     d.masked_fill_(p == 0, 0.0)
@@ -494,7 +506,7 @@ def _chunks(tokens: int, wanted: Tensor | None, chunk: int, device: torch.device
         yield from torch.split(wanted.nonzero()[:, 0].to(device), chunk)
 
 
-def _difference(logits: Tensor, reference: Tensor, dtype: torch.dtype, temperature: float) -> tuple[Tensor, Tensor]:
+def _difference(*, logits: Tensor, reference: Tensor, dtype: torch.dtype, temperature: float) -> tuple[Tensor, Tensor]:
     """Return d = log pi - log pi_ref and pi, `[tokens, V]` each."""
     p = logits.to(dtype, copy=True)
     q = reference.to(dtype, copy=True)
@@ -524,11 +536,13 @@ def _divergence(d: Tensor, p: Tensor, reference: Tensor, temperature: float) -> 
 # Measured KL, and the coefficient that follows it.
 
 
-def kl_sums(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Sums:
+def kl_sums(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Sums:
     """Return the sums of k1 and of k3, nats, over the tokens of a part of a batch, and the number of these tokens."""
     chosen = mask.bool()
     policy, reference = logprobs.detach()[chosen], ref_logprobs.detach()[chosen]
-    estimates = (kl_estimate(policy, reference, name).double().sum() for name in ("k1", "k3"))
+    estimates = (
+        kl_estimate(logprobs=policy, ref_logprobs=reference, estimator=name).double().sum() for name in ("k1", "k3")
+    )
     k1, k3, tokens = torch.stack([*estimates, chosen.sum().double()]).cpu()
     return {"kl_k1": k1, "kl_k3": k3, "kl_tokens": tokens}
 
@@ -581,9 +595,9 @@ def kl_step(state: KlState, measured: float, settings: KlConfig) -> tuple[KlStat
 class KlTerm:
     """The coefficient of a run's KL term: one for each batch, and from the batch's KL the next one's. Raises ConfigError.
 
-    term.begin()                                                     # a fresh batch
-    term.add(over_ranks(kl_sums(old, ref, mask), ranks))             # for each of its parts
-    kl_terms(logprobs, ref, mask, term.config, coef=term.coef, ...)  # for each micro-batch
+    term.begin()                                            # a fresh batch
+    term.add(over_ranks(kl_sums(...), ranks))               # for each of its parts
+    kl_terms(..., settings=term.config, coef=term.coef)     # for each micro-batch
     """
 
     def __init__(self, config: KlConfig, coef: float) -> None:

@@ -575,12 +575,14 @@ class RunLog:
             self.evidence.hold(batch)
             self.evidence.measured(batch.step + 1)
 
-    def observe(self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, *, native: bool = False) -> None:
+    def observe(self, split: str, *, old: Tensor, rollout: Tensor, mask: Tensor, native: bool = False) -> None:
         """Add a batch of `[B, T]` log-probabilities to a split; with `native`, of the trainer's own routing."""
         self._created += 1
         # Each rank and batch needs its own seed, because otherwise all of them would sample the same places.
         seed = self._created * self.ranks.size + self.ranks.rank
-        self.merge(split, gap_sums(old, rollout, mask, sample=SCATTER_SAMPLES, seed=seed), native=native)
+        self.merge(
+            split, gap_sums(old=old, rollout=rollout, mask=mask, sample=SCATTER_SAMPLES, seed=seed), native=native
+        )
 
     def merge(self, split: str, sums: Sums, *, native: bool = False) -> None:
         """Add what was measured on a batch, sums from `gap_sums` with the arguments of `part`."""
@@ -588,10 +590,10 @@ class RunLog:
         self._gaps[split, native] = sums if before is None else merged(before, sums)
 
     def observe_cached(
-        self, split: str, old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[RolloutRecord | None]
+        self, split: str, *, old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[RolloutRecord | None]
     ) -> None:
         """Add the gap of a batch apart for prompts from the engine's prefix cache; arguments as for `cache_sums`."""
-        sums = cache_sums(old, rollout, mask, records)
+        sums = cache_sums(old=old, rollout=rollout, mask=mask, records=records)
         self._cached[split] = merged(self._cached[split], sums) if split in self._cached else sums
 
     def mask(self, split: str, kept_mask: Tensor, response_mask: Tensor) -> None:
@@ -654,7 +656,7 @@ class RunLog:
     def follow_versions(self) -> None:
         """From now on, separate drift from numerics in the train split; either all ranks must call this or none."""
         nothing = torch.zeros(0, 0)
-        self._drift = drift_sums(nothing, nothing, nothing, nothing.long(), scoring=0)
+        self._drift = drift_sums(old=nothing, rollout=nothing, mask=nothing, versions=nothing.long(), scoring=0)
 
     @property
     def follows_versions(self) -> bool:
@@ -707,7 +709,7 @@ class RunLog:
         for name, native in (("gap", False), ("native", True)):
             gap = self._gaps.pop((split, native), None)
             if gap is None:
-                gap = gap_sums(nothing, nothing, nothing, sample=SCATTER_SAMPLES)
+                gap = gap_sums(old=nothing, rollout=nothing, mask=nothing, sample=SCATTER_SAMPLES)
             sums |= prefixed(name, gap)
         masked = self._masked.pop(split, None)
         sums |= prefixed("masked", masked_sums(nothing, nothing) if masked is None else masked)

@@ -6,11 +6,12 @@
             batch = run.batch(rollout.generate(prompts))
             with torch.no_grad():
                 old, ref = run.score(batch), run.reference(batch)
-            run.measure(batch, old, ref)
+            run.measure(batch, old=old, reference=ref)
             weights = run.correct(batch, old).as_multiplier()
             logprobs = run.score(batch)
             ratio = (logprobs - old).exp()
-            loss = (run.kl(batch, logprobs, ref) - weights * ratio * advantages)[batch.response_mask].mean()
+            term = run.kl(batch, logprobs=logprobs, reference=ref)
+            loss = (term - weights * ratio * advantages)[batch.response_mask].mean()
             run.step(loss, max_norm=1.0)
             run.send()
             if run.log(reward=rewards).stop:
@@ -469,7 +470,7 @@ class Run:
                 "batch.attention_mask as they are."
             )
 
-    def measure(self, batch: Batch, old: Tensor, reference: Tensor | None = None) -> None:
+    def measure(self, batch: Batch, *, old: Tensor, reference: Tensor | None = None) -> None:
         """Measure the gap to the engine, and the KL divergence from the reference.
 
         `old` and `reference` are log-probabilities `[B, T]` in nats, of the trainer at sampling time and of the reference; the
@@ -481,34 +482,34 @@ class Run:
         with self._together(batch.split):
             self._find_non_finite(batch, old.detach())
             mask = batch.good_tokens
-            gap = (old.detach(), batch.rollout_logprobs, mask)
+            trainer, engine = old.detach(), batch.rollout_logprobs
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
-                self._log.observe(batch.split, *gap)
-                self._log.observe_cached(batch.split, *gap, batch.records)
+                self._log.observe(batch.split, old=trainer, rollout=engine, mask=mask)
+                self._log.observe_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
                 measurable = mask & native.isfinite()  # it only serves as a comparison
-                self._log.observe(batch.split, native, batch.rollout_logprobs, measurable, native=True)
+                self._log.observe(batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True)
             if batch.split != "train":
                 return
             self._required.note("measure", batch)
             if self._kl is not None:
                 if reference is None:
                     raise LoopError(
-                        "mismatch.kl is on: give run.measure(batch, old, reference) the reference's log-probabilities."
+                        "mismatch.kl is on: give run.measure(batch, old=..., reference=...) the reference's log-probabilities."
                     )
-                kl_of_part = kl_sums(old, reference, mask)
+                kl_of_part = kl_sums(logprobs=old, ref_logprobs=reference, mask=mask)
         if self._kl is not None:
             kl_of_batch = over_ranks(kl_of_part, self.ranks)
             for name, value in self._kl.add(kl_of_batch).items():
                 self._pending.note(PREFIX + name, value, float(kl_of_batch["kl_tokens"]))
         if self._rate is not None and self._rate.config.trigger in ("mismatch_kl", "f_tau"):
             if not measured:  # tokens that were refused lead nothing, and other ranks wait for this one's sums
-                gap = (torch.zeros_like(gap[0]), torch.zeros_like(gap[1]), torch.zeros_like(mask))
-            sums = over_ranks(leading_sums(*gap), self.ranks)
+                trainer, engine, mask = torch.zeros_like(trainer), torch.zeros_like(engine), torch.zeros_like(mask)
+            sums = over_ranks(leading_sums(old=trainer, rollout=engine, mask=mask), self.ranks)
             self._rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def _held(self, records: Sequence[RolloutRecord], trainer: Tensor | None = None) -> ColumnBatch:
@@ -563,7 +564,7 @@ class Run:
         self._log.mask(batch.split, correction.as_multiplier(), mask)
         return correction
 
-    def kl(self, batch: Batch, logprobs: Tensor, reference: Tensor, *, old: Tensor | None = None) -> Tensor:
+    def kl(self, batch: Batch, *, logprobs: Tensor, reference: Tensor, old: Tensor | None = None) -> Tensor:
         """Return the KL term `[B, T]` to add to a per-token loss, coefficient included; zeros without a `kl` section.
 
         It is 0 for bad rows, which a baseline leaves out, too.
@@ -580,10 +581,10 @@ class Run:
             )
         full = self._kl.config.estimator == "full"
         terms = kl_terms(
-            logprobs,
-            reference,
-            batch.good_tokens,
-            self._kl.config,
+            logprobs=logprobs,
+            ref_logprobs=reference,
+            mask=batch.good_tokens,
+            settings=self._kl.config,
             behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
             coef=self._kl.coef,
             groups=batch.groups,
@@ -596,12 +597,14 @@ class Run:
         with self._under_routes(batch, reference=reference):
             return self.trainer.logits(batch, reference=reference)
 
-    def penalty(self, batch: Batch, old: Tensor, reference: Tensor) -> Tensor:
+    def penalty(self, batch: Batch, *, old: Tensor, reference: Tensor) -> Tensor:
         """Return the amount to subtract from each token's reward `[B, T]`; zeros unless `kl.reward_path` is `rewards`."""
         self._required.note("penalty", batch)
         if self._kl is None or not self._kl.config.in_rewards:
             return torch.zeros_like(old)
-        return kl_terms(old, reference, batch.good_tokens, self._kl.config, coef=self._kl.coef).reward
+        return kl_terms(
+            logprobs=old, ref_logprobs=reference, mask=batch.good_tokens, settings=self._kl.config, coef=self._kl.coef
+        ).reward
 
     # A step.
 

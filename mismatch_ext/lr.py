@@ -475,9 +475,9 @@ def length_statistics(sums: Sums) -> dict[str, float]:
     return statistics
 
 
-def leading_sums(old: Tensor, rollout: Tensor, mask: Tensor) -> Sums:
+def leading_sums(*, old: Tensor, rollout: Tensor, mask: Tensor) -> Sums:
     """Return those of `gap_sums` that `gap_statistics` needs, for `sums.over_ranks`."""
-    sums = gap_sums(old, rollout, mask)
+    sums = gap_sums(old=old, rollout=rollout, mask=mask)
     return {name: sums[name] for name in ("k3", F_TAU, "tokens")}
 
 

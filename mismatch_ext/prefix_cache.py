@@ -25,7 +25,7 @@ def no_cache_sums() -> Sums:
     return {f"{kind}{name}": torch.zeros((), dtype=torch.float64) for kind in PARTS_OF_CACHE for name in _NAMES}
 
 
-def cache_sums(old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[RolloutRecord | None]) -> Sums:
+def cache_sums(*, old: Tensor, rollout: Tensor, mask: Tensor, records: Sequence[RolloutRecord | None]) -> Sums:
     """Return sums of the gap of a batch, apart for cached and fresh prompts; responses of which that is unknown are left out.
 
     Args:

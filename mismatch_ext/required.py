@@ -9,18 +9,18 @@ from mismatch_ext.errors import LoopError
 from mismatch_ext.rollout import Batch
 
 LEAVE_OUT = "or leave the section out of the config"
-NOT_MEASURED = "the gap of each batch is measured by run.measure(batch, old): call it before the step."
+NOT_MEASURED = "the gap of each batch is measured by run.measure(batch, old=...): call it before the step."
 NOT_CORRECTED = (
     "mismatch.correction is on, and run.correct(batch, old) was not called for this batch: multiply the policy loss by its "
     f"weights, {LEAVE_OUT}."
 )
 NO_PENALTY = (
-    "mismatch.kl.reward_path='rewards', and run.penalty(batch, old, reference) was not called for this batch: take it off the "
-    f"rewards, {LEAVE_OUT}."
+    "mismatch.kl.reward_path='rewards', and run.penalty(batch, old=..., reference=...) was not called for this batch: "
+    f"take it off the rewards, {LEAVE_OUT}."
 )
 NO_KL_IN_LOSS = (
-    "mismatch.kl is on, and no gradient went through a term of run.kl(batch, logprobs, reference) since the step before: add it "
-    f"to the loss of each step, {LEAVE_OUT}."
+    "mismatch.kl is on, and no gradient went through a term of run.kl(batch, logprobs=..., reference=...) since the step before: "
+    f"add it to the loss of each step, {LEAVE_OUT}."
 )
 NOT_REPLAYED = (
     "mismatch.routing.mode={mode!r}, and no forward pass of this step was replayed: take its log-probabilities from "

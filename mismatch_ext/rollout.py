@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import compress
-from numbers import Integral
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.bad_rows import Fault
 from mismatch_ext.errors import MismatchError, NonFiniteLogprobError, RecordError, RoutingError
@@ -28,6 +26,10 @@ from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask import TokenSupport
 
 DTYPES = ("float32", "float16", "bfloat16")
+
+Ids = NDArray[np.int64]
+Logprobs = NDArray[np.float64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,18 +260,60 @@ class Origins:
         return one_provenance((name, replace(of, weight_version=now.weight_version)) for name, _, of in sampled)
 
 
+# Columns of a rollout as arrays.
+
+
+def to_ids(values: Sequence[int] | NDArray[Any] | Tensor, where: str) -> Ids:
+    """Return token ids as an array `[T]`; raises RecordError if one is not an integer >= 0."""
+    found = _to_array(values)
+    if found.ndim != 1 or (found.size and (found.dtype.kind not in "iu" or found.min() < 0)):
+        raise RecordError(f"{where}: token ids must be integers >= 0.")
+    return found.astype(np.int64, copy=False)
+
+
+def to_logprobs(values: Sequence[float] | NDArray[Any] | Tensor, where: str) -> Logprobs:
+    """Return log-probabilities as an array `[T]`; raises RecordError if one is not a number."""
+    found = _to_array(values)
+    if found.ndim != 1 or found.dtype.kind not in "fiu":
+        raise RecordError(f"{where}: log-probabilities must be numbers, one for each token.")
+    return found.astype(np.float64, copy=False)
+
+
+def to_flags(values: Sequence[bool] | NDArray[Any] | Tensor, where: str) -> Flags:
+    """Return a response mask as an array `[T]`; raises RecordError if a value is neither True nor False."""
+    found = _to_array(values)
+    if found.ndim == 1 and found.dtype.kind == "b":
+        return found
+    others = sorted({*found.flatten().tolist()} - {0, 1})
+    if found.ndim != 1 or others:
+        raise RecordError(f"{where}: response_mask holds {others}; it must be True or False.")
+    return found.astype(np.bool_)
+
+
+def _to_array(values: Sequence[float] | NDArray[Any] | Tensor) -> NDArray[Any]:
+    if isinstance(values, Tensor):
+        values = values.detach().cpu()
+        if values.is_floating_point():
+            values = values.double()  # numpy has no bfloat16
+        return values.numpy()
+    return np.asarray(values)
+
+
 # One record for each rollout.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class RolloutRecord:
     """One response of the engine, as the trainer gets it: T tokens, their log-probabilities, and where they come from.
 
+    Give lists, arrays or tensors; the record holds arrays. Leave them as they are, because an array of the right dtype is not
+    copied.
+
     Args:
-        prompt_ids: Token ids of the prompt.
-        response_ids: Sampled token ids `[T]`.
-        rollout_logprobs: Natural-log probability of each response token under the rollout policy `[T]`.
-        response_mask: True where the policy sampled the token, False where a tool or environment inserted it `[T]`.
+        prompt_ids: Token ids of the prompt, int64.
+        response_ids: Sampled token ids `[T]`, int64.
+        rollout_logprobs: Natural-log probability of each response token under the rollout policy `[T]`, float64.
+        response_mask: True where the policy sampled the token, False where a tool or environment inserted it `[T]`, bool.
         finish_reason: Why generation ended, or None if unknown.
         provenance: Where the record comes from.
         request_id: The engine's or caller's name for the request, used in messages.
@@ -285,10 +329,10 @@ class RolloutRecord:
         NonFiniteLogprobError: An unmasked log-probability is NaN or infinite; names request and token.
     """
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
-    response_mask: tuple[bool, ...]
+    prompt_ids: Ids
+    response_ids: Ids
+    rollout_logprobs: Logprobs
+    response_mask: Flags
     finish_reason: str | None
     provenance: Provenance
     request_id: str | None = None
@@ -298,44 +342,61 @@ class RolloutRecord:
     fault: Fault | None = None
 
     def __post_init__(self) -> None:
-        where, ids, flags = (
-            f"rollout {self.request_id}",
-            (*self.prompt_ids, *self.response_ids),
-            set(self.response_mask),
-        )
-        if not isinstance(self.rollout_logprobs, tuple):
-            raise RecordError(
-                f"{where}: rollout_logprobs is a {type(self.rollout_logprobs).__name__}; it must be a tuple of floats, such as "
-                "tuple(tensor.tolist())."
-            )
+        where = f"rollout {self.request_id}"
+        arrays = {
+            "prompt_ids": to_ids(self.prompt_ids, where),
+            "response_ids": to_ids(self.response_ids, where),
+            "rollout_logprobs": to_logprobs(self.rollout_logprobs, where),
+            "response_mask": to_flags(self.response_mask, where),
+        }
+        for name, values in arrays.items():
+            object.__setattr__(self, name, values)
         lengths = (len(self.response_ids), len(self.rollout_logprobs), len(self.response_mask))
         if len(set(lengths)) != 1:
             raise RecordError(
                 f"{where}: {lengths[0]} response tokens, {lengths[1]} log-probabilities and {lengths[2]} mask values; the three "
                 "must be equal."
             )
-        if not all(issubclass(kind, Integral) for kind in set(map(type, ids))) or min(ids, default=0) < 0:
-            raise RecordError(f"{where}: token ids must be integers >= 0.")
-        if not flags <= {0, 1}:
-            raise RecordError(f"{where}: response_mask holds {sorted(flags - {0, 1})}; it must be True or False.")
-        if not all(map(math.isfinite, compress(self.rollout_logprobs, self.response_mask))):
-            values = enumerate(zip(self.rollout_logprobs, self.response_mask, strict=True))
-            bad = next(at for at, (logprob, counts) in values if counts and not math.isfinite(logprob))
-            raise non_finite(str(self.request_id), bad, self.rollout_logprobs[bad], self.response_ids[bad])
+        broken = ~np.isfinite(self.rollout_logprobs) & self.response_mask
+        if broken.any():
+            bad = int(broken.argmax())
+            raise non_finite(str(self.request_id), bad, float(self.rollout_logprobs[bad]), int(self.response_ids[bad]))
         one_provenance([(str(self.request_id), self.provenance)])
         if self.routing is not None:
-            first, rows, tokens = self.routing.start, self.routing.rows, self.routing.tokens
-            if len(ids) - first - rows not in (0, 1):
-                raise RecordError(
-                    f"{where}: {len(ids)} tokens of prompt and response, but routing of positions {first} to {first + rows - 1}; "
-                    "it must end at the last token or the one before."
-                )
-            if tokens is not None and tokens.tolist() != list(ids[: len(tokens)]):
-                raise RecordError(
-                    f"{where}: its routing was recorded of other tokens than those of its prompt and response."
-                )
+            self._check_routing(self.routing, where)
         if self.support is not None:
             self.support.check_sampled(self.response_ids, self.response_mask, str(self.request_id))
+
+    def _check_routing(self, routing: RoutingTrace, where: str) -> None:
+        count = len(self.prompt_ids) + len(self.response_ids)
+        first, rows, tokens = routing.start, routing.rows, routing.tokens
+        if count - first - rows not in (0, 1):
+            raise RecordError(
+                f"{where}: {count} tokens of prompt and response, but routing of positions {first} to {first + rows - 1}; "
+                "it must end at the last token or the one before."
+            )
+        if tokens is not None and not np.array_equal(tokens.cpu().numpy(), self.token_ids[: len(tokens)]):
+            raise RecordError(
+                f"{where}: its routing was recorded of other tokens than those of its prompt and response."
+            )
+
+    @property
+    def token_ids(self) -> Ids:
+        """Token ids of prompt and response, int64."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, RolloutRecord):
+            return NotImplemented
+        return all(_equal(getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _equal(value: Any, other: Any) -> bool:
+    if isinstance(value, np.ndarray):
+        return np.array_equal(value, other, equal_nan=True)
+    return bool(value == other)
 
 
 def to_records(
@@ -359,10 +420,11 @@ def to_records(
     columns = [[None] * count if column is None else column for column in given]
     return [
         record_of(
-            prompt_ids=tuple(prompt),
-            response_ids=tuple(response),
-            rollout_logprobs=tuple(math.nan if value is None else float(value) for value in logprobs),
-            response_mask=(True,) * len(response),
+            prompt_ids=prompt,
+            response_ids=response,
+            # In an array of floats, None is NaN.
+            rollout_logprobs=np.array(logprobs, dtype=np.float64),
+            response_mask=np.ones(len(response), dtype=np.bool_),
             finish_reason=reason,
             provenance=provenance,
             request_id=str(row) if names is None else names[row],
@@ -385,7 +447,8 @@ def record_of(**fields: Any) -> RolloutRecord:
         return RolloutRecord(**fields)
     except MismatchError:
         pass  # below it is found out which field is wrong
-    finite = tuple(value if math.isfinite(value) else 0.0 for value in fields["rollout_logprobs"])
+    logprobs = to_logprobs(fields["rollout_logprobs"], f"rollout {fields.get('request_id')}")
+    finite = np.where(np.isfinite(logprobs), logprobs, 0.0)
     plain = RolloutRecord(**fields | {"rollout_logprobs": finite, "routing": None, "support": None})
     fitting: dict[str, Any] = {}
     faults: list[Fault] = []
@@ -500,7 +563,7 @@ def collate(
     give the engine's present `weight_version`, a row of another version if other rows have that version.
     """
     for row, record in enumerate(records):
-        if not record.prompt_ids:
+        if not len(record.prompt_ids):
             raise RecordError(f"row {row} has no prompt; give at least one token, such as the one that begins a text.")
     records = _with_faults(records, weight_version)
     faults = [record.fault for record in records]
@@ -510,21 +573,18 @@ def collate(
     ]
     provenance = one_provenance((f"row {row}", of_row) for row, of_row in enumerate(of_batch))
     routing = _routing_of(records)
-    numbers: dict[tuple[int, ...], int] = {}
-    groups = [numbers.setdefault(record.prompt_ids, len(numbers)) for record in records]
-
-    def padded(rows: Iterable[Sequence[float]], dtype: type[np.generic]) -> Tensor:
-        # numpy reads a tuple three times as fast as torch does.
-        return pad_sequence([torch.from_numpy(np.array(row, dtype)) for row in rows], batch_first=True).to(device)
-
-    tokens = padded(((*record.prompt_ids, *record.response_ids) for record in records), np.int64)
+    numbers: dict[bytes, int] = {}
+    groups = [numbers.setdefault(record.prompt_ids.tobytes(), len(numbers)) for record in records]
+    tokens = _padded([(record.prompt_ids, record.response_ids) for record in records], np.int64).to(device)
+    mask = _padded([(record.response_mask,) for record in records], np.bool_).to(device)
+    rollout_logprobs = _padded([(record.rollout_logprobs,) for record in records], np.float32).to(device)
     lengths = torch.tensor([len(record.prompt_ids) + len(record.response_ids) for record in records], device=device)
     return Batch(
         tokens=tokens,
         attention_mask=torch.arange(tokens.shape[1], device=device) < lengths[:, None],
         prompt_lengths=torch.tensor([len(record.prompt_ids) for record in records], device=device),
-        response_mask=padded((record.response_mask for record in records), np.bool_),
-        rollout_logprobs=padded((record.rollout_logprobs for record in records), np.float32),
+        response_mask=mask,
+        rollout_logprobs=rollout_logprobs,
         groups=torch.tensor(groups, device=device),
         bad=torch.tensor([fault is not None for fault in faults], dtype=torch.bool, device=device),
         temperature=provenance.sampling.temperature,
@@ -533,6 +593,18 @@ def collate(
         split=split,
         routing=routing,
     )
+
+
+def _padded(rows: Sequence[Sequence[NDArray[Any]]], dtype: type[np.generic]) -> Tensor:
+    """Return rows, each given in parts that follow one another, padded with 0 on the right."""
+    width = max((sum(map(len, parts)) for parts in rows), default=0)
+    padded = np.zeros((len(rows), width), dtype)
+    for row, parts in zip(padded, rows, strict=True):
+        first = 0
+        for part in parts:
+            row[first : first + len(part)] = part
+            first += len(part)
+    return torch.from_numpy(padded)
 
 
 def _at(record: RolloutRecord, weight_version: int | None) -> Provenance:
@@ -577,7 +649,7 @@ def _routing_of(records: Sequence[RolloutRecord]) -> list[RoutingTrace] | None:
 def unrouted(record: RolloutRecord, *, layers: Sequence[int], top_k: int, num_experts: int) -> RoutingTrace:
     """Return a trace without rows for a record, which the model then routes itself."""
     return RoutingTrace.unrouted(
-        (*record.prompt_ids, *record.response_ids),
+        torch.from_numpy(record.token_ids),
         layers=layers,
         top_k=top_k,
         num_experts=num_experts,

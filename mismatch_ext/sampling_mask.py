@@ -149,7 +149,9 @@ class TokenSupport:
         ids[filled] = self.ids[int(self.offsets[start]) : int(self.offsets[stop])].to(device).long()
         return ids, filled
 
-    def check_sampled(self, tokens: Sequence[int], mask: Sequence[bool], name: str) -> None:
+    def check_sampled(
+        self, tokens: Sequence[int] | NDArray[Any], mask: Sequence[bool] | NDArray[Any], name: str
+    ) -> None:
         """Raise RecordError if a sampled token of the response `[T]`, True in `mask`, is not in the support of its position."""
         if len(tokens) != len(self):
             raise RecordError(

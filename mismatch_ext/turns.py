@@ -10,10 +10,23 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import chain, takewhile
+from itertools import chain
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
-from mismatch_ext.rollout import RolloutRecord, one_provenance
+from mismatch_ext.rollout import (
+    Flags,
+    Ids,
+    Logprobs,
+    RolloutRecord,
+    one_provenance,
+    to_flags,
+    to_ids,
+    to_logprobs,
+)
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.sampling_mask import TokenSupport
 
@@ -25,15 +38,27 @@ REMEDY = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """One completion of T tokens as it is to be trained on."""
+    """One completion of T tokens as it is to be trained on; give lists, arrays or tensors, it holds arrays."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    response_mask: tuple[bool, ...]  # True where a token counts as the policy's
-    # nats; None if the host keeps none, an entry where it does not know one
-    rollout_logprobs: tuple[float | None, ...] | None = None
+    prompt_ids: Ids
+    response_ids: Ids  # `[T]`
+    response_mask: Flags  # True where a token counts as the policy's `[T]`
+    rollout_logprobs: Logprobs | None = None  # nats `[T]`, NaN where the host does not know one; None if it keeps none
+
+    def __post_init__(self) -> None:
+        where = "a completion"
+        object.__setattr__(self, "prompt_ids", to_ids(self.prompt_ids, where))
+        object.__setattr__(self, "response_ids", to_ids(self.response_ids, where))
+        object.__setattr__(self, "response_mask", to_flags(self.response_mask, where))
+        if self.rollout_logprobs is not None:
+            object.__setattr__(self, "rollout_logprobs", to_logprobs(self.rollout_logprobs, where))
+
+    @property
+    def token_ids(self) -> Ids:
+        """Token ids of prompt and response."""
+        return np.concatenate([self.prompt_ids, self.response_ids])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +97,12 @@ def match_turns(turns: Sequence[RolloutRecord], trained: Sequence[Trained], *, l
     return Matched(rows=rows, left=left)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Fork:
     """Where a completion is not what was sampled: the tokens of a turn, and those that should have begun with them."""
 
-    earlier: tuple[tuple[int, ...], tuple[int, ...]]  # prompt and response
-    later: tuple[int, ...]
+    earlier: tuple[Ids, Ids]  # prompt and response
+    later: Ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +156,12 @@ class Matched:
     def misplaced(self) -> tuple[int, int]:
         """Return how many of the policy's tokens no turn sampled where they are trained on, and how many there are."""
         missing = sum(row.unsampled() for row in self.rows)
-        return missing, sum(sum(row.mask) for row in self.rows)
+        return missing, sum(int(row.mask.sum()) for row in self.rows)
 
 
 def any_asked(turns: Sequence[RolloutRecord], trained: Sequence[Trained]) -> bool:
     """Tell whether any turn was given a completion's prompt; if none was, something else sampled the completions."""
-    return any(turn.prompt_ids[: len(row.prompt_ids)] == row.prompt_ids for row in trained for turn in turns)
+    return any(begins(row.prompt_ids, turn.prompt_ids) for row in trained for turn in turns)
 
 
 _Waiting = dict[int, list[tuple[int, RolloutRecord]]]
@@ -153,8 +178,8 @@ class _Completion:
     turns: list[tuple[RolloutRecord, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.tokens = self.trained.prompt_ids + self.trained.response_ids
-        self.mask = (False,) * len(self.trained.prompt_ids) + self.trained.response_mask
+        self.tokens = self.trained.token_ids
+        self.mask = np.concatenate([np.zeros(len(self.trained.prompt_ids), np.bool_), self.trained.response_mask])
         self.at = len(self.trained.prompt_ids)  # the first token after the turns so far
         self.ended = False
 
@@ -164,9 +189,11 @@ class _Completion:
         if self.ended or not self.at <= start <= len(self.tokens):
             return None
         near = min(stop, start + 8, len(self.tokens))  # most other turns differ here, and whole prompts are long
-        if self.tokens[start:near] != turn.response_ids[: near - start] or self.tokens[:start] != turn.prompt_ids:
+        if not np.array_equal(self.tokens[start:near], turn.response_ids[: near - start]):
             return None
-        if any(self.mask[self.at : start]) or self.tokens[start:stop] != turn.response_ids[: len(self.tokens) - start]:
+        if not np.array_equal(self.tokens[:start], turn.prompt_ids) or self.mask[self.at : start].any():
+            return None
+        if not np.array_equal(self.tokens[start:stop], turn.response_ids[: len(self.tokens) - start]):
             return None
         if stop > len(self.tokens):
             may_end = start < len(self.tokens) if self.limit is None else len(self.trained.response_ids) == self.limit
@@ -193,17 +220,20 @@ class _Completion:
             self.at, self.ended = start + count, count < len(turn.response_ids)
 
     def _other_logprobs(self, turn: RolloutRecord) -> bool:
+        if self.trained.rollout_logprobs is None:
+            return False
         first = len(turn.prompt_ids) - len(self.trained.prompt_ids)
-        trained = (self.trained.rollout_logprobs or ())[first:]
-        return any(not _near(value, other) for value, other in zip(turn.rollout_logprobs, trained, strict=False))
+        trained = self.trained.rollout_logprobs[first : first + len(turn.response_ids)]
+        return not _near(turn.rollout_logprobs[: len(trained)], trained).all()
 
     def missing(self) -> int | None:
         """Return the place of the first of the policy's tokens that no turn has sampled so far."""
-        return next((place for place in range(self.at, len(self.tokens)) if self.mask[place]), None)
+        left = self.mask[self.at :]
+        return self.at + int(left.argmax()) if left.any() else None
 
     def common(self, turn: RolloutRecord) -> int:
         """Return the number of tokens up to the first that differs from the row's."""
-        return _shared(turn.prompt_ids + turn.response_ids, self.tokens)
+        return shared(turn.token_ids, self.tokens)
 
     def token(self, place: int) -> str:
         """Name a place in the sequence."""
@@ -223,7 +253,7 @@ class _Completion:
         if call is not None and place < len(call.prompt_ids) + len(call.response_ids):
             did = "was given" if place < len(call.prompt_ids) else "sampled"
             there = f"id {self.tokens[place]} is trained on" if place < len(self.tokens) else "the completion ends"
-            token = (call.prompt_ids + call.response_ids)[place]
+            token = call.token_ids[place]
             message += f" The nearest call {did} id {token} as {self.token(place)}, where {there}."
         raise RecordError(f"{message} {REMEDY}")
 
@@ -234,7 +264,8 @@ class _Completion:
         for turn in left:
             start, common = len(turn.prompt_ids), self.common(turn)
             following = self.tokens[missing : missing + len(turn.response_ids)]
-            after_others = first <= common < start and following == turn.response_ids[: len(following)]
+            same = np.array_equal(following, turn.response_ids[: len(following)])
+            after_others = first <= common < start and same
             if (after_others or first <= start <= min(missing, common)) and (after_others, common) > nearest[:2]:
                 nearest = after_others, common, turn
         _, place, call = nearest
@@ -254,8 +285,11 @@ class _Completion:
 
     def unsampled(self) -> int:
         """Return how many of the policy's tokens no turn sampled."""
-        sampled = sum(sum(self.mask[len(turn.prompt_ids) : len(turn.prompt_ids) + count]) for turn, count in self.turns)
-        return sum(self.mask) - sampled
+        left = self.mask.copy()
+        for turn, count in self.turns:
+            start = len(turn.prompt_ids)
+            left[start : start + count] = False
+        return int(left.sum())
 
 
 def _dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_turn: bool) -> Iterator[tuple[int, str]]:
@@ -267,7 +301,8 @@ def _dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_t
     for turn in left:
         if not every_turn:
             begun = any(row.turns and _continues(turn, row.turns[0][0]) for row in rows)
-            if not begun or any(taken.prompt_ids == turn.prompt_ids for row in rows for taken, _ in row.turns):
+            again = any(np.array_equal(taken.prompt_ids, turn.prompt_ids) for row in rows for taken, _ in row.turns)
+            if not begun or again:
                 continue
         row = max(rows, key=lambda row: row.common(turn))
         yield (
@@ -280,20 +315,26 @@ def _dropped(rows: Sequence[_Completion], left: Sequence[RolloutRecord], every_t
 
 def _continues(turn: RolloutRecord, earlier: RolloutRecord) -> bool:
     """Whether a turn was given all of another."""
-    whole = earlier.prompt_ids + earlier.response_ids
-    return turn.prompt_ids[: len(whole)] == whole
+    return begins(earlier.token_ids, turn.prompt_ids)
 
 
-def _near(value: float, other: float | None) -> bool:
-    return other is None or abs(value - other) <= TOLERANCE * max(1.0, abs(value))
+def begins(beginning: NDArray[Any], whole: NDArray[Any]) -> bool:
+    """Tell whether a sequence begins with another."""
+    return np.array_equal(whole[: len(beginning)], beginning)
 
 
-def _shared(first: tuple[int, ...], second: tuple[int, ...]) -> int:
-    """Return how many tokens two sequences share from the start; in most calls, one sequence is the beginning of the other."""
+def shared(first: NDArray[Any], second: NDArray[Any]) -> int:
+    """Return how many tokens two sequences share from the start."""
     least = min(len(first), len(second))
-    if first[:least] == second[:least]:
-        return least
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+    differs = first[:least] != second[:least]
+    return int(differs.argmax()) if differs.any() else least
+
+
+def _near(values: Logprobs, others: Logprobs) -> Flags:
+    """Tell which log-probabilities are equal but for rounding; one that is unknown, NaN in `others`, is."""
+    near: Flags = np.abs(values - others) <= TOLERANCE * np.maximum(1.0, np.abs(values))
+    near |= np.isnan(others)
+    return near
 
 
 # The record of a completion: log-probabilities, routes, masks and origin.
@@ -307,12 +348,12 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
     one_provenance(
         (f"completion {row.name}, turn {number}", turn.provenance) for number, (turn, _) in enumerate(row.turns)
     )
-    logprobs, sampled = [0.0] * len(trained.response_ids), [False] * len(trained.response_ids)
+    logprobs, sampled = np.zeros(len(trained.response_ids)), np.zeros(len(trained.response_ids), np.bool_)
     for turn, count in row.turns:
         first = len(turn.prompt_ids) - len(trained.prompt_ids)
         logprobs[first : first + count] = turn.rollout_logprobs[:count]
-        sampled[first : first + count] = [True] * count
-    mask = tuple(ours and theirs for ours, theirs in zip(sampled, trained.response_mask, strict=True))
+        sampled[first : first + count] = True
+    mask = sampled & trained.response_mask
     if all(turn.fault is None for turn, _ in row.turns):  # else some log-probabilities are 0 in place of NaN
         _expect_logprobs(row, logprobs, mask)
     last, count = row.turns[-1]
@@ -321,7 +362,7 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
     return RolloutRecord(
         prompt_ids=trained.prompt_ids,
         response_ids=trained.response_ids,
-        rollout_logprobs=tuple(logprobs),
+        rollout_logprobs=logprobs,
         response_mask=mask,
         finish_reason=last.finish_reason if count == len(last.response_ids) else "length",
         provenance=last.provenance,
@@ -332,15 +373,19 @@ def _record(row: _Completion, counts: Counter[str]) -> RolloutRecord:
     )
 
 
-def _expect_logprobs(row: _Completion, logprobs: Sequence[float], mask: Sequence[bool]) -> None:
-    trained = row.trained.rollout_logprobs or ()
-    for place, (value, other, counted) in enumerate(zip(logprobs, trained, mask, strict=False)):
-        if counted and not _near(value, other):
-            raise RecordError(
-                f"completion {row.name}: token {place} of the completion is trained with log-probability {other}, and the engine "
-                f"reported {value}: log-probabilities have moved against their tokens, or are another model's. Give those of the "
-                "call that sampled the token."
-            )
+def _expect_logprobs(row: _Completion, logprobs: Logprobs, mask: Flags) -> None:
+    trained = row.trained.rollout_logprobs
+    if trained is None:
+        return
+    count = min(len(logprobs), len(trained))
+    wrong = mask[:count] & ~_near(logprobs[:count], trained[:count])
+    if wrong.any():
+        place = int(wrong.argmax())
+        raise RecordError(
+            f"completion {row.name}: token {place} of the completion is trained with log-probability {trained[place]}, and the "
+            f"engine reported {logprobs[place]}: log-probabilities have moved against their tokens, or are another model's. Give "
+            "those of the call that sampled the token."
+        )
 
 
 def _pieces(row: _Completion) -> Iterator[tuple[RoutingTrace, int, int, int]]:
@@ -395,13 +440,13 @@ def _support(row: _Completion) -> TokenSupport | None:
 # Sampling masks of rows whose calls have no records.
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Call:
     """One call of the engine. `support` holds what each token was sampled from, or why it is unknown; None if nobody asked."""
 
-    prompt_ids: tuple[int, ...]
-    response_ids: tuple[int, ...]
-    rollout_logprobs: tuple[float, ...]
+    prompt_ids: Ids
+    response_ids: Ids
+    rollout_logprobs: Logprobs  # empty if the engine reported none
     support: TokenSupport | str | None = None
 
 
@@ -410,7 +455,7 @@ class Calls:
 
     def __init__(self) -> None:
         self._calls: list[tuple[int, Call]] = []
-        self._last: tuple[int, ...] = ()
+        self._last = to_ids((), "")
 
     def add(
         self,
@@ -420,18 +465,20 @@ class Calls:
         support: TokenSupport | str | None = None,
     ) -> None:
         """Note a call; the arguments are those of `Call`, with None if there are no log-probabilities."""
-        prompt, response = tuple(prompt_ids), tuple(response_ids)
-        same, logprobs = _shared(self._last, prompt), tuple(rollout_logprobs or ())
+        where = "a call of the engine"
+        prompt, response = to_ids(prompt_ids, where), to_ids(response_ids, where)
+        logprobs = to_logprobs(() if rollout_logprobs is None else rollout_logprobs, where)
+        same = shared(self._last, prompt)
         call = Call(prompt_ids=prompt[same:], response_ids=response, rollout_logprobs=logprobs, support=support)
         self._calls.append((same, call))
-        self._last = prompt + response
+        self._last = np.concatenate([prompt, response])
 
     def __iter__(self) -> Iterator[Call]:
-        last: tuple[int, ...] = ()
+        last = to_ids((), "")
         for same, call in self._calls:
-            prompt = last[:same] + call.prompt_ids
+            prompt = np.concatenate([last[:same], call.prompt_ids])
             yield replace(call, prompt_ids=prompt)
-            last = prompt + call.response_ids
+            last = np.concatenate([prompt, call.response_ids])
 
 
 def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
@@ -440,21 +487,21 @@ def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
     If several calls were given the same tokens, the mask comes from the one whose log-probabilities and tokens the row has,
     because another may have sampled the same token with other weights. Raises RecordError.
     """
-    first, tokens = len(row.prompt_ids), row.prompt_ids + row.response_ids
+    first, tokens = len(row.prompt_ids), row.token_ids
     parts: list[TokenSupport] = []
     at = first
     for call in sorted(calls, key=lambda call: (len(call.prompt_ids), *_distance(row, call))):
         start = len(call.prompt_ids)
-        if call.prompt_ids != tokens[:start]:
+        if not np.array_equal(call.prompt_ids, tokens[:start]):
             continue
-        stop, begin = start + _shared(call.response_ids, tokens[start:]), max(at, start)
-        if stop <= begin or not any(row.response_mask[begin - first : stop - first]):
+        stop, begin = start + shared(call.response_ids, tokens[start:]), max(at, start)
+        if stop <= begin or not row.response_mask[begin - first : stop - first].any():
             continue
         if not isinstance(support := call.support, TokenSupport):
             raise RecordError(support or f"completion {name}: the engine sent no sampling masks with its answer.")
         parts += [TokenSupport.empty(begin - at, support.vocabulary), support.slice(begin - start, stop - start)]
         at = stop
-    if not parts and any(row.response_mask):
+    if not parts and row.response_mask.any():
         raise RecordError(
             f"completion {name}: no call of the engine has sampled its tokens, so that they have no sampling masks."
         )
@@ -467,9 +514,10 @@ def masks_of(name: str, row: Trained, calls: Calls) -> TokenSupport:
 def _distance(row: Trained, call: Call) -> tuple[int, int]:
     """Return how many of a call's tokens the row has with another log-probability, then minus how many it has."""
     start = len(call.prompt_ids)
-    place, same = start - len(row.prompt_ids), _shared(call.response_ids, (row.prompt_ids + row.response_ids)[start:])
-    if place < 0:  # a call about the row's prompt
+    place, same = start - len(row.prompt_ids), shared(call.response_ids, row.token_ids[start:])
+    if place < 0 or row.rollout_logprobs is None:  # a call about the row's prompt, or nothing to compare
         return 0, -same
-    trained = (row.rollout_logprobs or ())[place : place + same]
-    pairs = zip(call.rollout_logprobs, trained, row.response_mask[place : place + same], strict=False)
-    return sum(1 for value, other, counts in pairs if counts and not _near(value, other)), -same
+    count = min(same, len(call.rollout_logprobs))
+    trained, mask = row.rollout_logprobs[place : place + count], row.response_mask[place : place + count]
+    other = mask[: len(trained)] & ~_near(call.rollout_logprobs[: len(trained)], trained)
+    return int(other.sum()), -same

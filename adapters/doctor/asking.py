@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from mismatch_ext.doctor.sample import Sample
 from mismatch_ext.rollout import RolloutRecord, SamplingSettings
 from mismatch_ext.routing import RoutingShape
@@ -61,9 +63,9 @@ class ToSample:
             RecordError: As in `Sample`.
         """
         if self.seen is not None:
-            owners = [tuple(prompt) for prompt in self.prompts for _ in range(self.of_each)]
+            owners = [np.array(prompt, dtype=np.int64) for prompt in self.prompts for _ in range(self.of_each)]
             records = [replace(record, prompt_ids=owner) for record, owner in zip(records, owners, strict=True)]
-        return Sample.of([record for record in records if record.response_ids])
+        return Sample.of([record for record in records if len(record.response_ids)])
 
 
 def sequences(sample: Sample) -> list[list[int]]:

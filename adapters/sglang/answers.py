@@ -152,10 +152,10 @@ def _record(
         with bad.judging(0, "routes"):
             trace = answer.trace(prompt_ids, shape, provenance.weight_version)
     record = record_of(
-        prompt_ids=tuple(prompt_ids),
+        prompt_ids=prompt_ids,
         response_ids=answer.ids,
         rollout_logprobs=logprobs,
-        response_mask=(True,) * len(answer.ids),
+        response_mask=np.ones(len(answer.ids), dtype=np.bool_),
         finish_reason=answer.finish_reason(allow_abort),
         provenance=provenance,
         request_id=answer.request,

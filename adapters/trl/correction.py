@@ -132,8 +132,15 @@ def phantom(
     """Return the measures of phantom clipping over all ranks, those that the batch has tokens for; every rank must call it."""
     trained, engine, mask = gap
     sequences = trainer.importance_sampling_level == "sequence"
-    bounds = (trainer.epsilon_low, trainer.epsilon_high)
-    sums = clip_sums(trained, engine, output["advantages"], mask, *bounds, sequences=sequences)
+    sums = clip_sums(
+        trainer=trained,
+        engine=engine,
+        advantages=output["advantages"],
+        mask=mask,
+        low=trainer.epsilon_low,
+        high=trainer.epsilon_high,
+        sequences=sequences,
+    )
     metrics = clip_metrics(over_ranks(sums, ranks))
     logged = metrics if clips else {"advantage_gap": metrics["advantage_gap"]}
     return {name: value for name, value in logged.items() if math.isfinite(value)}

@@ -72,7 +72,12 @@ def batch_baseline(
         of_prompt = torch.tensor([numbers[prompt] for prompt in (*prompt_of, *(prompt for prompt, _ in others))])
         behavior = term.behavior(policy, old=policy, rollout=engine[0] if engine else None)
         baseline = kl_baseline(
-            policy, reference, chosen, term.config, behavior=behavior, groups=of_prompt.to(old.device)
+            logprobs=policy,
+            ref_logprobs=reference,
+            mask=chosen,
+            settings=term.config,
+            behavior=behavior,
+            groups=of_prompt.to(old.device),
         )
     return baseline[[place[row] for row in of_row], :length]
 
@@ -101,10 +106,10 @@ def kl_loss(term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor
     # TRL leaves the old log-probabilities out where the policy is still the old one.
     old, rollout = inputs.get("old_per_token_logps"), inputs.get("sampling_per_token_logps")
     return kl_terms(
-        logps,
-        inputs["ref_per_token_logps"],
-        mask,
-        term.config,
+        logprobs=logps,
+        ref_logprobs=inputs["ref_per_token_logps"],
+        mask=mask,
+        settings=term.config,
         behavior=term.behavior(logps, old=old, rollout=rollout),
         coef=term.coef,
         baseline=inputs[BASELINE] if term.config.has_baseline else None,

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from mismatch_ext.adapters.accelerate.deepspeed import configured, forget_order, scale_metrics
@@ -173,7 +174,7 @@ class MeasuredRun(TrainerRun):
 
     def recorded_logprobs(self, records: Sequence[RolloutRecord | None], mask: Tensor) -> Tensor:
         """Return the engine's log-probabilities `[B, T]` of a trainer that drops them, padded as its completions are."""
-        known = [() if record is None else record.rollout_logprobs for record in records]
+        known = [np.zeros(0) if record is None else record.rollout_logprobs for record in records]
         rows = pad_sequence([torch.tensor(row, dtype=torch.float32) for row in known], batch_first=True)
         return F.pad(rows, (0, mask.shape[1] - rows.shape[1])).to(mask.device)
 

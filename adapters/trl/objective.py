@@ -117,7 +117,13 @@ class Objective:
         mask = torch.arange(old.size(1), device=old.device) < lengths[:, None]
         # A row that is not finite has no such reward, and becomes a bad row once the batch is scored.
         finite = ((old.isfinite() & reference.scores[0].isfinite()) | ~mask).all(1)
-        terms = kl_terms(old, reference.scores[0], mask & finite[:, None], term.config, coef=term.coef)
+        terms = kl_terms(
+            logprobs=old,
+            ref_logprobs=reference.scores[0],
+            mask=mask & finite[:, None],
+            settings=term.config,
+            coef=term.coef,
+        )
         penalties: list[float] = terms.reward.sum(-1).masked_fill(~finite, torch.nan).tolist()
         return penalties
 
@@ -135,7 +141,7 @@ class Objective:
             output[BASELINE] = batch_baseline(term, output, old, mask, batch.generated, pad, run.ranks)
         if adapts:
             with together(run.ranks):
-                sums = kl_sums(old, output["ref_per_token_logps"], mask)
+                sums = kl_sums(logprobs=old, ref_logprobs=output["ref_per_token_logps"], mask=mask)
             term.add(over_ranks(sums, run.ranks))
 
     def expect_known_inputs(self, output: Mapping[str, Any]) -> None:
@@ -285,7 +291,7 @@ class Objective:
     def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
         metrics = self.trainer._metrics[self.run.mode]
-        sums = over_ranks(kl_sums(logps, reference_logps, mask), self.run.ranks)
+        sums = over_ranks(kl_sums(logprobs=logps, ref_logprobs=reference_logps, mask=mask), self.run.ranks)
         if not float(sums["kl_tokens"]):
             return
         found = term.measured(sums)

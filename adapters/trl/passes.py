@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.trl.replay import RowKey, Rows, Scores, matching, prompts_of
 from mismatch_ext.adapters.trl.sampling_mask import RowMask
@@ -104,21 +105,20 @@ class RolloutPass:
         tokens, real = (
             torch.cat([output[f"prompt_{name}"], output[f"completion_{name}"]], dim=1) for name in ("ids", "mask")
         )
-        samples: defaultdict[tuple[int, ...], list[RolloutRecord]] = defaultdict(list)
+        samples: defaultdict[bytes, list[RolloutRecord]] = defaultdict(list)
         for record in self.records:
-            samples[record.prompt_ids].append(record)
+            samples[record.prompt_ids.tobytes()].append(record)
         found: list[RolloutRecord | None] = []
         taken = Counter[int]()
         prompts = prompts_of(tokens, real, length)
-        for row, (prompt, completion, mask) in enumerate(
-            zip(prompts, ids.tolist(), output["completion_mask"].tolist(), strict=True)
-        ):
+        completions, masks = ids.cpu().numpy(), output["completion_mask"].bool().cpu().numpy()
+        for row, (prompt, completion, mask) in enumerate(zip(prompts, completions, masks, strict=True)):
             # A completion that was turned into padding has no mask to end it.
             fitting = [
                 (count, -taken[id(record)], record)
-                for record in samples[tuple(prompt)]
-                if tuple(completion[: (count := len(record.response_ids))]) == record.response_ids
-                and not any(mask[count:])
+                for record in samples[np.array(prompt, dtype=np.int64).tobytes()]
+                if np.array_equal(completion[: (count := len(record.response_ids))], record.response_ids)
+                and not mask[count:].any()
             ]
             if not fitting:
                 message = (

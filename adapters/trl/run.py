@@ -345,7 +345,7 @@ class TrlRun(MeasuredRun):
                 native = self.score_again(output)
             with together(self.ranks):
                 native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-                self.log.observe(self.split, native, output[ROLLOUT], mask.bool(), native=True)
+                self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
         if gap is not None and self.correction is not None:
             self._correct(self.correction, output, gap[0], mask)
         if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
@@ -426,8 +426,9 @@ class TrlRun(MeasuredRun):
         with together(self.ranks), self.log.holding(self.split, held):
             gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
             held.routes = [None if record is None else record.routing for record in records]
-            self.log.observe(self.split, *gap)
-            self.log.observe_cached(self.split, *gap, records)
+            old, rollout, sampled = gap
+            self.log.observe(self.split, old=old, rollout=rollout, mask=sampled)
+            self.log.observe_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
@@ -483,7 +484,8 @@ class TrlRun(MeasuredRun):
                     lengths["responses"] = float(sums["responses"])
             self.lr.rate.collect(lengths)
         elif trigger in ("mismatch_kl", "f_tau") and gap is not None:
-            sums = over_ranks(leading_sums(*gap), self.ranks)
+            old, rollout, mask = gap
+            sums = over_ranks(leading_sums(old=old, rollout=rollout, mask=mask), self.ranks)
             self.lr.rate.collect(gap_statistics(sums), float(sums["tokens"]))
 
     def _lengths_of_good(self, records: Sequence[RolloutRecord | None], bad: BadRows) -> Sums:
@@ -491,8 +493,8 @@ class TrlRun(MeasuredRun):
         tokenizer = self.trainer._tokenizer
         ends = {tokenizer.eos_token_id, tokenizer.pad_token_id, *getattr(self.trainer, "eos_token_ids", ())}
         good = [record for row, record in enumerate(records) if record is not None and row not in bad.faults]
-        lengths = torch.tensor([sum(record.response_mask) for record in good], dtype=torch.float64)
-        truncated = torch.tensor([record.response_ids[-1] not in ends for record in good], dtype=torch.bool)
+        lengths = torch.tensor([record.response_mask.sum() for record in good], dtype=torch.float64)
+        truncated = torch.tensor([int(record.response_ids[-1]) not in ends for record in good], dtype=torch.bool)
         return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
     def grad_norm(self, norm: Any) -> None:

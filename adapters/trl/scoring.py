@@ -351,7 +351,7 @@ class Scoring:
             if trace is None:
                 trace = unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
             routes.append(trace)
-        batch.routes = [share(routes, [record.prompt_ids for record in batch.records])]
+        batch.routes = [share(routes, [record.prompt_ids.tolist() for record in batch.records])]
 
     def _masks_of(self, batch: RolloutPass, keys: Sequence[RowKey]) -> list[RowMask] | None:
         """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows.

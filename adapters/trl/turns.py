@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from mismatch_ext.adapters.transformers.chat import TokenizerChat
 from torch import Tensor
@@ -13,7 +14,7 @@ from mismatch_ext.bad_rows import BadRows, Fault
 from mismatch_ext.chains.in_run import Forks, forks_of_completions
 from mismatch_ext.checks import Checks
 from mismatch_ext.errors import MismatchError, RecordError, RoutingError
-from mismatch_ext.rollout import Provenance, RolloutRecord
+from mismatch_ext.rollout import Provenance, RolloutRecord, to_flags, to_ids
 from mismatch_ext.turns import Joined, Matched, Trained, any_asked, match_turns
 
 ROWS = ("sampled_rows", "prefilled_rows", "rerouted_rows")
@@ -114,7 +115,7 @@ def _record_with(fault: Fault, completion: Trained, present: Provenance) -> Roll
     return RolloutRecord(
         prompt_ids=completion.prompt_ids,
         response_ids=completion.response_ids,
-        rollout_logprobs=(0.0,) * len(completion.response_ids),
+        rollout_logprobs=np.zeros(len(completion.response_ids)),
         response_mask=completion.response_mask,
         finish_reason=None,
         provenance=present,
@@ -134,10 +135,11 @@ def _trained(output: Sequence[Any]) -> list[Trained]:
     )
     return [
         Trained(
-            prompt_ids=tuple(map(int, prompt)),
-            response_ids=tuple(map(int, completion)),
-            response_mask=tuple(map(bool, mask)),
-            rollout_logprobs=None if values is None else tuple(values),
+            prompt_ids=to_ids(prompt, "a prompt"),
+            response_ids=to_ids(completion, "a completion"),
+            response_mask=to_flags(mask, "a completion"),
+            # In an array of floats, None is NaN.
+            rollout_logprobs=None if values is None else np.array(values, dtype=np.float64),
         )
         for prompt, completion, mask, values in rows
     ]

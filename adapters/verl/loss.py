@@ -166,10 +166,10 @@ def loss_term(logps: Tensor, fields: Mapping[str, Tensor], section: KlConfig) ->
     responses because of what was sampled would change what is regularized. Raises RecordError if a field is missing.
     """
     return kl_terms(
-        logps,
-        _field(fields, "ref_log_prob"),
-        _field(fields, "loss_mask").bool(),
-        section,
+        logprobs=logps,
+        ref_logprobs=_field(fields, "ref_log_prob"),
+        mask=_field(fields, "loss_mask").bool(),
+        settings=section,
         behavior=sampled_by(fields) if section.ratio != "none" else None,
         coef=1.0,
         baseline=_field(fields, BASELINE) if section.has_baseline else None,

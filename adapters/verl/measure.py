@@ -130,7 +130,9 @@ def measure(
         left_out = bad.flags(chunk.keys)
         measured = chunk.sampled & ~left_out.repeat_interleave(chunk.lengths)
         old, rollout = (data[name].values().float() for name in (scoring.field, ROLLOUT))
-        gaps.append(gap_sums(old, rollout, measured, chunk.lengths, sample=sample, seed=seed + number))
+        gaps.append(
+            gap_sums(old=old, rollout=rollout, mask=measured, lengths=chunk.lengths, sample=sample, seed=seed + number)
+        )
         if scoring.version is not None:
             drifts.append(_drift_of(data, batch.tags[rows], scoring, left_out))
     sampled, limit = sampled_rows(batch), torch.cat(places) >= longest
@@ -222,7 +224,9 @@ def _drift_of(data: Any, tags: Sequence[Mapping[str, Any]], scoring: Scoring, le
     ]
     versions = token_versions(segments, mask)
     comparable = of_one_version(versions, mask) if scoring.replayed else mask
-    return drift_sums(old, rollout, mask, versions, scoring=scoring.version, comparable=comparable)
+    return drift_sums(
+        old=old, rollout=rollout, mask=mask, versions=versions, scoring=scoring.version, comparable=comparable
+    )
 
 
 def segments_of(extra: Mapping[str, Any], prompt: int, response: int) -> list[tuple[int | None, int]]:
@@ -268,13 +272,14 @@ def measure_kl(batch: Any, section: KlConfig, bad: BadKeys) -> Sums:
     Bad rows stay in the baseline of other rows, as their rewards stay in their groups' statistics.
     """
     names = [OLD, REFERENCE, MASK, *([ROLLOUT] if section.has_baseline and section.ratio != "none" else [])]
-    sums = [kl_sums(*torch.zeros(3, 0))]
+    nothing = torch.zeros(0)
+    sums = [kl_sums(logprobs=nothing, ref_logprobs=nothing, mask=nothing)]
     for chunk in chunks(groups(batch.keys)):
         keys = [key for group in chunk for key in group]
         data = tq.kv_batch_get(keys=keys, partition_id=batch.partition_id, select_fields=names)
         responses, padded = data[MASK], data.to_padded_tensor()
         measured = padded[MASK].bool() & ~bad.flags(keys)[:, None]
-        sums.append(kl_sums(padded[OLD], padded[REFERENCE], measured))
+        sums.append(kl_sums(logprobs=padded[OLD], ref_logprobs=padded[REFERENCE], mask=measured))
         if section.has_baseline:
             prompts = torch.tensor([number for number, group in enumerate(chunk) for _ in group])
             values = {BASELINE: response_to_nested(baseline_of(padded, section, prompts), responses)}
@@ -286,7 +291,14 @@ def measure_kl(batch: Any, section: KlConfig, bad: BadKeys) -> Sums:
 def baseline_of(fields: Any, section: KlConfig, prompts: Tensor) -> Tensor:
     """Return the leave-one-out baseline of each token `[B, T]`, nats, from fields before rejection and the rows' groups `[B]`."""
     behavior = sampled_by(fields) if section.ratio != "none" else None
-    return kl_baseline(fields[OLD], fields[REFERENCE], fields[MASK].bool(), section, behavior=behavior, groups=prompts)
+    return kl_baseline(
+        logprobs=fields[OLD],
+        ref_logprobs=fields[REFERENCE],
+        mask=fields[MASK].bool(),
+        settings=section,
+        behavior=behavior,
+        groups=prompts,
+    )
 
 
 def groups(keys: Sequence[str]) -> list[list[str]]:

@@ -28,6 +28,7 @@ from mismatch_ext.adapters.verl.replay import (
     lengths,
     names,
     other_than_recorded,
+    proofs_of,
     routes,
 )
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
@@ -199,7 +200,7 @@ def check_routes(engine: Any, data: Any, forward_only: bool) -> bool:
         replayed, others = tokens, altered(data)
     else:  # all rows but a sample's last, and none of one without a response: verl says which
         replayed = [int(mask.sum()) for mask in build_r3_replay_mask(data["input_ids"], data["response_mask"]).unbind()]
-        others = other_than_recorded(data, replayed)
+        others = other_than_recorded(proofs_of(data), replayed)
     check_tokens(others, data, rank, forward_only)
     if others:
         return False

@@ -10,7 +10,7 @@ layers, K experts per token.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -49,8 +49,8 @@ TOKENS = "routed_tokens"
 NATIVE = "mismatch_native"
 """Entry of a batch that asks for a pass without replay, to measure the gap that replay closes."""
 SAMPLES = "mismatch_samples"
-"""Field of a batch that is replayed `[B, 4]`: how many tokens of a sample have a route, from the first on; whether its tokens are
-counted; whether its routes are of the present weights; the number of its fault, 0 if it has none."""
+"""Field of a batch that is replayed `[B, 5]`: how many tokens of a sample have a route, from the first on; whether its tokens are
+counted; whether its routes are of the present weights; the number of its fault, 0 if it has none; its own number in the batch."""
 TRAIN = "train"
 """Split of all passes of the policy: verl's engines do not validate."""
 ALTERED = (
@@ -114,6 +114,18 @@ class PassLayout:
         return rows[: int(self.offsets[-1])]
 
 
+@dataclass(frozen=True)
+class _Sample:
+    """A sample as its routes are checked."""
+
+    array: Tensor | None  # its routes as they came
+    tokens: int
+    proof: tuple[int, bool]
+    needed: int  # rows that its loss depends on
+    name: str
+    checks_ids: bool  # False if another rank does
+
+
 class EngineReplay(RouteReplay):
     """Records or replays routing around an engine's forward passes; `sharing` ranks have a piece of a pass's rows each.
 
@@ -127,6 +139,8 @@ class EngineReplay(RouteReplay):
         self.takes_older = False  # whether rollouts may be of older weights than these
         self.moved = False  # whether an update has moved the weights since the rollout engine was sent them
         self._faults: dict[int, str] = {}  # what is wrong with samples of the batch that are bad
+        # Of each sample of the batch, in this process's memory: verl's micro-batches would carry them whole to each device.
+        self._routes: list[Tensor | None] = []
         self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
@@ -150,15 +164,16 @@ class EngineReplay(RouteReplay):
         judged = self.config.mode == "R3" and not reference and is_judged(data, forward_only)
         self._faults = {}
         with together(WORLD, flags=2) as flags:
+            proofs = proofs_of(data) if self.config.mode == "R3" else [(0, False)] * len(data)
             if judged:
                 others = {}
             elif self.config.mode == "R3":
-                others = other_than_recorded(data, needed(data))
+                others = other_than_recorded(proofs, needed(data))
             else:  # routes that came with altered samples would be replaced by those that are recorded of other tokens
                 others = altered(data) if not records or data.get(FIELD, None) is not None else {}
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
-                run[FIELD], run[SAMPLES] = self.ingest(data, rank, judged=judged)
+                run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
         if self._reports and not any_others:
@@ -184,6 +199,7 @@ class EngineReplay(RouteReplay):
                     )
         finally:
             self._split = None
+            self._routes = []
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -214,8 +230,8 @@ class EngineReplay(RouteReplay):
         if self._records:
             self._recording = self._opened.enter_context(backend.record_routing(self._model))
             return
-        recorded, counted, present, _ = micro_batch[SAMPLES][layout.sample].unbind(1)
-        experts = layout.rows(micro_batch[FIELD].values(), 0)
+        recorded, counted, present, _, _ = micro_batch[SAMPLES][layout.sample].unbind(1)
+        experts = self.piece(layout, micro_batch[SAMPLES][:, 4].tolist()).to(ids.device)
         trace = RoutingTrace(
             parts=(experts if experts.dtype == torch.uint8 else experts.view(torch.uint16),),
             layers=self.layout.layers,
@@ -260,47 +276,63 @@ class EngineReplay(RouteReplay):
         """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learned since."""
         return mask if self._present is None else mask & self._present
 
-    def ingest(self, data: Any, rank: int, *, judged: bool = False) -> tuple[Tensor, Tensor]:
-        """Check the routes of a batch's samples, and return them as fields `FIELD` and `SAMPLES` of a batch to run.
+    def ingest(self, data: Any, rank: int, proofs: Sequence[tuple[int, bool]], *, judged: bool = False) -> Tensor:
+        """Check the routes of a batch's samples, keep them for `piece`, and return the field `SAMPLES` of a batch to run.
 
-        If the pass is judged, samples whose routes are wrong are bad, unless that is true of all; otherwise raises RoutingError.
+        `proofs` says of each sample what `proven` does. If the pass is judged, samples whose routes are wrong are bad, unless
+        that is true of all; otherwise raises RoutingError.
         """
-        kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
-        inputs, wanted = data["input_ids"], needed(data)
-        shape = (len(self.layout.layers), self.layout.top_k)
-        # Of all samples in one piece, because their routes are the largest field of a batch.
-        experts = torch.zeros((inputs.values().shape[0], *shape), dtype=kind)
         # Ranks that share rows have the same samples, and each checks the ids of its own part of them.
         sharing, place = get_ulysses_sequence_parallel_world_size(), get_ulysses_sequence_parallel_rank()
         samples = []
+        kept: list[Tensor | None] = []
         wrong: dict[int, RoutingError] = {}
         rows = zip(
             routes(data),
-            inputs.unbind(),
-            experts.split(lengths(data)),
-            wanted,
+            lengths(data),
+            proofs,
+            needed(data),
             versions(data),
             names(data, rank),
             bad_rows(data),
             strict=True,
         )
-        for row, (array, ids, into, count, span, name, bad) in enumerate(rows):
-            recorded, present = 0, True
+        for row, (array, tokens, proof, count, span, name, bad) in enumerate(rows):
+            recorded, present, found = 0, True, None
+            if bad:  # it has no part in any loss, and perhaps no routes of its own: the model routes it itself
+                kept.append(None)
+                samples.append((0, False, True, 0, row))
+                continue
             try:
-                recorded, present = self._of_sample(
-                    array, ids, into, count, span, name, judged=judged, checks_ids=row % sharing == place
-                )
+                sample = _Sample(array, tokens, proof, count, name, checks_ids=row % sharing == place)
+                recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
-                into.zero_()
-                if not bad:  # a bad row may have no routes of its own
-                    if not judged:
-                        raise
-                    wrong[row] = error
+                if not judged:
+                    raise
+                wrong[row] = error
+            kept.append(found)
             fault = number_of("routes") if row in wrong else 0
-            samples.append((recorded, count > 0 and not fault, present, fault))
+            samples.append((recorded, count > 0 and not fault, present, fault, row))
         self._faults = {row: str(error) for row, error in wrong.items()}
-        field = torch.nested.nested_tensor_from_jagged(experts, inputs.offsets().cpu())
-        return field, torch.tensor(samples, dtype=torch.int64)
+        self._routes = kept
+        return torch.tensor(samples, dtype=torch.int64)
+
+    def piece(self, layout: PassLayout, numbers: list[int]) -> Tensor:
+        """Return the routes of this rank's rows of a pass `[R, L, K]`, from the numbers of its samples; 0 where there is none."""
+        kind = torch.uint8 if self.layout.num_experts <= 256 else torch.int16
+        tokens = torch.arange(len(layout.sample), device=layout.sample.device)
+        places = layout.rows(tokens, -1).cpu()  # the token of each row, -1 at padding
+        experts = torch.zeros((len(places), len(self.layout.layers), self.layout.top_k), dtype=kind)
+        for number, begin in zip(numbers, layout.offsets.tolist(), strict=False):
+            found = self._routes[number]
+            if found is None:
+                continue
+            rows = ((places >= begin) & (places < begin + len(found))).nonzero()[:, 0]
+            if len(rows):  # a sample's rows follow one another, and a rank may have some of them
+                first, last = int(rows[0]), int(rows[-1]) + 1
+                start = int(places[first]) - begin
+                experts[first:last].copy_(found[start : start + last - first])
+        return experts
 
     def _share_faults(self, samples: Tensor) -> None:
         """Take over the faults that ranks with the same samples have found, which all call this; raise if all are bad."""
@@ -317,72 +349,60 @@ class EngineReplay(RouteReplay):
                 why = "the routes of all samples are wrong; another rank says why."
                 raise RoutingError(next(iter(self._faults.values()), why))
 
-    def _of_sample(
-        self,
-        array: Tensor | None,
-        ids: Tensor,
-        into: Tensor,
-        needed: int,
-        span: Span | None,
-        name: str,
-        *,
-        judged: bool,
-        checks_ids: bool,
-    ) -> tuple[int, bool]:
-        """Write the routes of a sample; return how many rows it has, and whether they are of the present weights."""
+    def _of_sample(self, sample: _Sample, span: Span | None, *, judged: bool) -> tuple[int, bool, Tensor | None]:
+        """Return how many rows a sample has, whether they are of the present weights, and its routes `[rows, L, K]`."""
         if self.config.mode == "R2":
-            self._write(array, into, name, checks_ids)
-            return len(ids), True
-        if judged and _is_trace(array):
-            rows, other = proven(array, ids)
-            if other and rows < needed:
-                raise RoutingError(ALTERED.format(name, 1, 1, rows, ""))
-        recorded = self._recorded(array, ids, into, needed, name, checks_ids)
+            return sample.tokens, True, self._routes_of(sample, sample.array, sample.tokens)
+        rows, other = sample.proof
+        if judged and other and rows < sample.needed:
+            raise RoutingError(ALTERED.format(sample.name, 1, 1, rows, ""))
+        recorded, found = self._recorded(sample)
         if not recorded:
-            return 0, True
-        first = expect_weights(span, self.weight_version, name, older=self.takes_older)
+            return 0, True, None
+        first = expect_weights(span, self.weight_version, sample.name, older=self.takes_older)
         is_present = self.weight_version is None or first == self.weight_version
-        return recorded, not self.takes_older or is_present
+        return recorded, not self.takes_older or is_present, found
 
-    def _recorded(self, array: Any, tokens: Tensor, into: Tensor, needed: int, name: str, checks_ids: bool) -> int:
-        """Write an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
+    def _recorded(self, sample: _Sample) -> tuple[int, Tensor | None]:
+        """Return an engine's routes as verl hands them on: rows that are not of these tokens come last, and have no loss."""
+        array, tokens = sample.array, sample.tokens
         if not _is_trace(array):
-            self._write(array, into, name, checks_ids)  # says what is wrong with it
-        if len(array) not in (len(tokens), len(tokens) - 1):
+            return tokens, self._routes_of(sample, array, tokens)  # says what is wrong with it
+        if len(array) not in (tokens, tokens - 1):
             raise RoutingError(
-                f"request {name}: routing has {len(array)} rows for {len(tokens)} tokens; allowed: one for each, or all but the "
-                "last. They were lost on the way from the rollout engine, or are another sample's."
+                f"request {sample.name}: routing has {len(array)} rows for {tokens} tokens; allowed: one for each, or all but "
+                "the last. They were lost on the way from the rollout engine, or are another sample's."
             )
-        recorded, _ = proven(array, tokens)
-        if recorded < needed:
+        recorded, _ = sample.proof
+        if recorded < sample.needed:
             raise RoutingError(
-                f"request {name}: routing has {recorded} rows for {len(tokens)} tokens, but its loss depends on the first "
-                f"{needed}; the rollout engine did not record them, or they were lost on the way."
+                f"request {sample.name}: routing has {recorded} rows for {tokens} tokens, but its loss depends on the first "
+                f"{sample.needed}; the rollout engine did not record them, or they were lost on the way."
             )
-        if recorded:
-            self._write(without_digests(array)[:recorded], into[:recorded], name, checks_ids)
-        return recorded
+        if not recorded:
+            return 0, None
+        return recorded, self._routes_of(sample, without_digests(array)[:recorded], recorded)
 
-    def _write(self, array: Any, into: Tensor, name: str, checks_ids: bool) -> None:
-        """Write routes of so many tokens as there is room for, and check their ids unless another rank does."""
-        layout = self.layout
-        if isinstance(array, Tensor) and array.shape == into.shape and not array.is_floating_point() and array.is_cpu:
-            into.copy_(array)
-            if checks_ids:
-                narrow = into.numpy().view("u1" if into.dtype == torch.uint8 else "u2")
-                check_ids(array.numpy(), narrow, layout.num_experts, tuple(layout.layers), f"request {name}")
-            return
+    def _routes_of(self, sample: _Sample, array: Any, rows: int) -> Tensor:
+        """Return routes of so many tokens in the model's MoE layers, and check their ids unless another rank does."""
+        layout, where = self.layout, f"request {sample.name}"
+        shape = (rows, len(layout.layers), layout.top_k)
+        if isinstance(array, Tensor) and array.shape == shape and not array.is_floating_point() and array.is_cpu:
+            if sample.checks_ids:
+                narrow = array.numpy().astype("u1" if layout.num_experts <= 256 else "u2")
+                check_ids(array.numpy(), narrow, layout.num_experts, tuple(layout.layers), where)
+            return array
         trace = RoutingTrace.ingest(  # of all decoder layers, or malformed
             array,
             num_experts=layout.num_experts,
             layers=layout.layers,
-            tokens=len(into),
+            tokens=rows,
             version=0,
-            request=name,
+            request=sample.name,
             top_k=layout.top_k,
             last_row=True,
         )
-        into.copy_(trace.experts.view(into.dtype))
+        return trace.experts if trace.experts.dtype == torch.uint8 else trace.experts.view(torch.int16)
 
     def metrics(self) -> dict[str, float]:
         """Return the agreement since the last call, over all ranks, which must all call this."""
@@ -406,11 +426,16 @@ def _is_trace(array: Tensor | None) -> TypeGuard[Tensor]:
     return array is not None and array.dim() == 3 and not array.is_floating_point()
 
 
-def other_than_recorded(data: Any, needed: list[int]) -> dict[int, int]:
+def proofs_of(data: Any) -> list[tuple[int, bool]]:
+    """Return what `proven` says of each sample's routes and tokens."""
+    pairs = zip(routes(data), data["input_ids"].unbind(), strict=True)
+    return [proven(array, ids) if _is_trace(array) else (0, False) for array, ids in pairs]
+
+
+def other_than_recorded(proofs: Sequence[tuple[int, bool]], needed: Sequence[int]) -> dict[int, int]:
     """Return which samples R3's routes are not of, in the first rows, as many as `needed`, and from which token on."""
     found = {}
-    for row, (array, ids, rows) in enumerate(zip(routes(data), data["input_ids"].unbind(), needed, strict=True)):
-        count, other = proven(array, ids) if _is_trace(array) else (0, False)
+    for row, ((count, other), rows) in enumerate(zip(proofs, needed, strict=True)):
         if other and count < rows:
             found[row] = count
     return found

@@ -32,7 +32,7 @@ from verl.utils.ulysses import get_ulysses_sequence_parallel_rank, get_ulysses_s
 from mismatch_ext.bad_rows import FEW
 from mismatch_ext.errors import MismatchError, RecordError, ReplayError
 from mismatch_ext.ranks import WORLD, together
-from mismatch_ext.rollout import SamplingSettings
+from mismatch_ext.rollout import SamplingSettings, to_flags, to_ids, to_logprobs
 from mismatch_ext.sampling_mask import TokenSupport, support_logprobs
 from mismatch_ext.turns import Calls, Trained, masks_of
 
@@ -117,13 +117,13 @@ def add_masks(outputs: list[AgentLoopOutput], calls: Calls, name: str) -> None:
     """Add sampling masks to an agent loop's outputs, or say why one has none: verl trains without a rollout that raised."""
     for number, output in enumerate(outputs):
         logprobs = output.response_logprobs
-        trained = Trained(
-            prompt_ids=tuple(output.prompt_ids),
-            response_ids=tuple(output.response_ids),
-            response_mask=tuple(map(bool, output.response_mask)),
-            rollout_logprobs=None if logprobs is None else tuple(logprobs),
-        )
         try:
+            trained = Trained(
+                prompt_ids=to_ids(output.prompt_ids, name),
+                response_ids=to_ids(output.response_ids, name),
+                response_mask=to_flags(output.response_mask, name),
+                rollout_logprobs=None if logprobs is None else to_logprobs(logprobs, name),
+            )
             support = masks_of(f"{name}_{number}", trained, calls)
         except Exception as error:  # noqa: BLE001 - raised here, it would take the rollout out of the batch in silence
             output.extra_fields[UNKNOWN] = f"{type(error).__name__}: {error}"

@@ -85,7 +85,9 @@ def note(
     kept["length"].append(float(mask.sum(1).float().mean()))
     kept["stopped"].append(float(stopped[mask].float().mean()))
     kept["stopped_ends"].append(float(stopped[ends].float().mean()) if bool(ends.any()) else 0.0)
-    kept["advantage_gap"].append(clip_metrics(clip_sums(trainer, engine, reward, mask))["advantage_gap"])
+    kept["advantage_gap"].append(
+        clip_metrics(clip_sums(trainer=trainer, engine=engine, advantages=reward, mask=mask))["advantage_gap"]
+    )
     kept["k3"].append(float(k3((trainer - engine)[mask].double()).mean()))
 
 
@@ -131,8 +133,10 @@ def kl_term(kind: str, trainer: Tensor, reference: Tensor, mask: Tensor, samples
     """Return the KL's term per token `[B, T]`: k3 as it stands in many losses, or the one whose gradient is the KL's own."""
     if kind == "surrogate":
         groups = torch.arange(len(mask)) // samples
-        return kl_terms(trainer, reference, mask, KlConfig(coef=KL), groups=groups).loss
-    return KL * torch.where(mask, kl_estimate(trainer, reference, "k3"), 0.0)
+        return kl_terms(
+            logprobs=trainer, ref_logprobs=reference, mask=mask, settings=KlConfig(coef=KL), groups=groups
+        ).loss
+    return KL * torch.where(mask, kl_estimate(logprobs=trainer, ref_logprobs=reference, estimator="k3"), 0.0)
 
 
 def _scored(sides: Sides, grid: Grid, ids: Tensor, *, gradient: bool = False) -> Tensor:

@@ -1,4 +1,4 @@
-"""`rollout_correction.bypass_mode` with a rejection reaches verl's driver alone: its loss rejects nothing, and says nothing."""
+"""`rollout_correction.bypass_mode` with a rejection reaches only verl's driver: its loss rejects nothing, and says nothing."""
 
 import torch
 from hydra import compose, initialize_config_module

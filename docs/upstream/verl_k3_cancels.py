@@ -20,7 +20,9 @@ def with_workaround() -> float:
     """Estimate by this package."""
     from mismatch_ext.kl import kl_estimate
 
-    return seen(lambda policy, reference: kl_estimate(policy.double(), reference.double(), "k3"))
+    return seen(
+        lambda policy, reference: kl_estimate(logprobs=policy.double(), ref_logprobs=reference.double(), estimator="k3")
+    )
 
 
 if __name__ == "__main__":

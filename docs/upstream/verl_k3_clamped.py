@@ -20,7 +20,7 @@ def with_workaround() -> float:
     """Estimate by this package."""
     from mismatch_ext.kl import kl_estimate
 
-    return seen(lambda policy, reference: kl_estimate(policy, reference, "k3"))
+    return seen(lambda policy, reference: kl_estimate(logprobs=policy, ref_logprobs=reference, estimator="k3"))
 
 
 if __name__ == "__main__":

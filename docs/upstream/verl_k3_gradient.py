@@ -31,7 +31,11 @@ def with_workaround() -> float:
 
     config = KlConfig(estimator="k3", coef=1.0, target="token", baseline="none")
     mask = torch.ones(4, 1)
-    return seen(lambda policy: kl_terms(policy[:, None], REFERENCE[:, None], mask, config).loss[:, 0])
+    return seen(
+        lambda policy: kl_terms(
+            logprobs=policy[:, None], ref_logprobs=REFERENCE[:, None], mask=mask, settings=config
+        ).loss[:, 0]
+    )
 
 
 if __name__ == "__main__":

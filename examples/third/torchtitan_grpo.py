@@ -177,7 +177,7 @@ def train(run: Run, rows: list[Row], prompts: int, tokenizer: Any) -> None:
         batch = run.batch(rollout.generate([tokenizer(row["prompt"]).input_ids for row in problems]))
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
-        run.measure(batch, old, ref)
+        run.measure(batch, old=old, reference=ref)
         weights = run.correct(batch, old).as_multiplier()
 
         samples = len(batch) // len(problems)
@@ -193,7 +193,7 @@ def train(run: Run, rows: list[Row], prompts: int, tokenizer: Any) -> None:
         loss, of_loss = policy_loss(
             logits, labels, tokens, generator_logprobs=old, advantages=weights * advantages, loss_mask=mask
         )
-        kl = run.kl(batch, compute_logprobs(logits, labels), ref)[mask].sum() / tokens
+        kl = run.kl(batch, logprobs=compute_logprobs(logits, labels), reference=ref)[mask].sum() / tokens
         run.step(loss + kl, max_norm=1.0)
         run.send()
         log = run.log(reward=rewards, entropy=of_loss["trainer/entropy/mean"])

@@ -13,7 +13,7 @@ from mismatch_ext.chains.turns import CAUSES, UNKNOWN, Chat, KnownParts, Turn
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.turns import Fork, Matched
+from mismatch_ext.turns import Fork, Matched, begins
 
 EXPLAINED = 8
 """The most forks of a batch whose causes are looked for; the shares of the causes are estimated from these."""
@@ -88,17 +88,13 @@ def _first_fork(turns: Sequence[RolloutRecord]) -> Fork | None:
     for number in range(1, len(turns)):
         prompt = turns[number].prompt_ids
         before = turns[:number]
-        if any(_begins(turn.prompt_ids + turn.response_ids, prompt) for turn in before):
+        if any(begins(turn.token_ids, prompt) for turn in before):
             continue
-        if any(_begins(prompt, turn.prompt_ids) for turn in before):  # the prompt was sampled from again
+        if any(begins(prompt, turn.prompt_ids) for turn in before):  # the prompt was sampled from again
             continue
         last = before[-1]
         return Fork(earlier=(last.prompt_ids, last.response_ids), later=prompt)
     return None
-
-
-def _begins(beginning: tuple[int, ...], whole: tuple[int, ...]) -> bool:
-    return whole[: len(beginning)] == beginning
 
 
 def _causes(found: Sequence[Fork | None], chat: Chat | None) -> Counter[str]:
@@ -113,7 +109,8 @@ def _causes(found: Sequence[Fork | None], chat: Chat | None) -> Counter[str]:
             causes[UNKNOWN] += 1
             continue
         prompt, response = fork.earlier
-        earlier, later = _turn(prompt, response, chat), _turn(fork.later, (), chat)
+        earlier = _turn(tuple(prompt.tolist()), tuple(response.tolist()), chat)
+        later = _turn(tuple(fork.later.tolist()), (), chat)
         causes[explain(earlier, later, chat, parts)[0]] += 1
     return causes
 

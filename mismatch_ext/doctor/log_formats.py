@@ -384,12 +384,12 @@ def write_rollouts(records: Iterable[RolloutRecord], path: Path, *, routes: bool
 
 def _line_of(record: RolloutRecord, routes: bool) -> dict[str, Any]:
     # A token that a tool inserted may have none.
-    logprobs = [float(value) if math.isfinite(value) else None for value in record.rollout_logprobs]
+    logprobs = [value if math.isfinite(value) else None for value in record.rollout_logprobs.tolist()]
     line = {
-        "prompt_ids": list(map(int, record.prompt_ids)),
-        "response_ids": list(map(int, record.response_ids)),
+        "prompt_ids": record.prompt_ids.tolist(),
+        "response_ids": record.response_ids.tolist(),
         "rollout_logprobs": logprobs,
-        "response_mask": list(map(bool, record.response_mask)),
+        "response_mask": record.response_mask.tolist(),
         "provenance": asdict(record.provenance),
     }
     if routes and record.routing is not None:

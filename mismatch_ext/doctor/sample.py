@@ -66,10 +66,10 @@ class Sample:
         expect_no_fault(records)
         routes = tuple(record.routing for record in records if record.routing is not None)
         return cls(
-            prompts=tuple(record.prompt_ids for record in records),
-            responses=tuple(record.response_ids for record in records),
-            masks=tuple(record.response_mask for record in records),
-            logprobs=tuple(record.rollout_logprobs for record in records),
+            prompts=tuple(tuple(record.prompt_ids.tolist()) for record in records),
+            responses=tuple(tuple(record.response_ids.tolist()) for record in records),
+            masks=tuple(tuple(record.response_mask.tolist()) for record in records),
+            logprobs=tuple(tuple(record.rollout_logprobs.tolist()) for record in records),
             routes=routes if len(routes) == len(records) else None,
         )
 

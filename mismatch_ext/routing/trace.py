@@ -115,7 +115,7 @@ class RoutingTrace:
 
     @classmethod
     def unrouted(
-        cls, tokens: Sequence[int], *, layers: Sequence[int], top_k: int, num_experts: int, version: int
+        cls, tokens: Sequence[int] | Tensor, *, layers: Sequence[int], top_k: int, num_experts: int, version: int
     ) -> RoutingTrace:
         """Return a trace of a sequence without rows, which the model routes itself as it does padding.
 

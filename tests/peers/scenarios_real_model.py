@@ -108,7 +108,7 @@ def updated_by_run(model: str, out: str, updates: int, stale_head: bool = False)
         for _ in range(updates):
             batch = run.batch(rollout.generate(prompts))
             sampled = run.score(batch)
-            run.measure(batch, sampled.detach())
+            run.measure(batch, old=sampled.detach())
             run.step(sampled[batch.response_mask].mean())
             verdict = run.send()
             statuses.append(None if verdict is None else verdict.status)

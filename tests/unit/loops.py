@@ -46,12 +46,14 @@ def learn(run: Run, steps: int, *, sends: bool = True, checkpoint: Path | None =
         batch = run.batch(run.rollout.generate(PROMPTS))
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
-        run.measure(batch, old, ref)
+        run.measure(batch, old=old, reference=ref)
         advantages = rewards_of(batch)
         weights = run.correct(batch, old, advantages=advantages[:, 0]).as_multiplier()
         logprobs = run.score(batch)
         ratio = (logprobs - old).exp()
-        loss = (run.kl(batch, logprobs, ref) - weights * ratio * advantages)[batch.response_mask].mean()
+        loss = (run.kl(batch, logprobs=logprobs, reference=ref) - weights * ratio * advantages)[
+            batch.response_mask
+        ].mean()
         run.step(loss, max_norm=1.0)
         if sends:
             run.send()

@@ -57,9 +57,9 @@ def one(name: str, fails: bool, folder: Path) -> str:
             run.batch([dataclasses.replace(record, provenance=None) for record in records], "eval/mine")
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
-        run.measure(batch, old, None if fails and name == "measure" else ref)
+        run.measure(batch, old=old, reference=None if fails and name == "measure" else ref)
         run.correct(batch, old[1:] if fails and name == "correct" else old)
-        loss = run.score(batch).mean() + run.kl(batch, run.score(batch), ref).mean()
+        loss = run.score(batch).mean() + run.kl(batch, logprobs=run.score(batch), reference=ref).mean()
         if fails and name == "step":
             loss = loss.detach().requires_grad_()
         run.step(loss)

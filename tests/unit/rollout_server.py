@@ -29,7 +29,11 @@ def answer_of(engine: TorchRollout, path: str, body: bytes) -> Any:
     if path == "/decode":
         decoded = engine.decode(torch.tensor(sent["prompts"]), sent["count"])
         return {"tokens": decoded.tokens.tolist(), "logprobs": decoded.logprobs.tolist()}
-    return [asdict(record) for record in engine.generate(sent["prompts"])]
+    columns = ("prompt_ids", "response_ids", "rollout_logprobs")
+    return [
+        {"finish_reason": record.finish_reason, **{name: getattr(record, name).tolist() for name in columns}}
+        for record in engine.generate(sent["prompts"])
+    ]
 
 
 @contextmanager

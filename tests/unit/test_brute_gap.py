@@ -32,10 +32,12 @@ def test_metrics_of_batches_rows_and_shards(seed: int) -> None:
         rows += [[(float(old[b, t]), float(rollout[b, t])) for t in range(width) if mask[b, t]] for b in range(size)]
         old, rollout = old.masked_fill(~mask, math.inf), rollout.masked_fill(~mask, math.nan)
         given = rng.choice([mask, mask.long(), mask.float()])
-        batches.append(gap_sums(old, rollout, given))
-        flat = (x.flatten() for x in (old, rollout, given))
-        unpadded.append(gap_sums(*flat, lengths=torch.full((size,), width)))
-        shards += [gap_sums(*(x[b : b + 1] for x in (old, rollout, given))) for b in range(size)]
+        batches.append(gap_sums(old=old, rollout=rollout, mask=given))
+        lengths = torch.full((size,), width)
+        unpadded.append(gap_sums(old=old.flatten(), rollout=rollout.flatten(), mask=given.flatten(), lengths=lengths))
+        for b in range(size):
+            row = slice(b, b + 1)
+            shards.append(gap_sums(old=old[row], rollout=rollout[row], mask=given[row]))
     rng.shuffle(shards)
     whole, parts = merged(*batches), merged(*shards)
     if not any(rows):

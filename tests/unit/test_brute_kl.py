@@ -92,7 +92,14 @@ def test_terms_of_a_loss(seed: int) -> None:
     leaf, exact, kl = sampled(case)
     mask = case.rng.choice([case.mask, case.mask.long(), case.mask.float()])
     behavior = case.blotted(case.behavior) if case.asked.ratio != "none" or seed % 3 == 0 else None
-    terms = kl_terms(leaf, case.blotted(case.reference), mask, case.settings(), behavior=behavior, groups=case.groups)
+    terms = kl_terms(
+        logprobs=leaf,
+        ref_logprobs=case.blotted(case.reference),
+        mask=mask,
+        settings=case.settings(),
+        behavior=behavior,
+        groups=case.groups,
+    )
     want = brute.loss_terms(case.asked, exact, kl, case.behavior.double(), case.mask, case.group_list())
     case.expect(terms.loss, leaf, want, exact)
     assert not terms.reward.any()
@@ -105,7 +112,7 @@ def test_terms_among_the_rewards(seed: int) -> None:
         return  # nothing of it is a reward
     leaf, exact, kl = sampled(case)
     settings = case.settings(target="sequence", ratio="none", reward_path="rewards")
-    terms = kl_terms(leaf, case.blotted(case.reference), case.mask, settings)
+    terms = kl_terms(logprobs=leaf, ref_logprobs=case.blotted(case.reference), mask=case.mask, settings=settings)
     loss, reward = brute.reward_terms(case.asked, kl, case.mask)
     case.expect(terms.loss, leaf, loss, exact)
     relative(terms.reward, reward, 3e-6)
@@ -118,13 +125,15 @@ def test_a_baseline_of_all_rows_serves_each_row(seed: int) -> None:
     settings = KlConfig(**vars(asked))
     leaf, exact, kl = sampled(case)
     reference, behavior = case.blotted(case.reference), case.blotted(case.behavior)
-    baseline = kl_baseline(leaf, reference, case.mask, settings, behavior=behavior, groups=case.groups)
+    baseline = kl_baseline(
+        logprobs=leaf, ref_logprobs=reference, mask=case.mask, settings=settings, behavior=behavior, groups=case.groups
+    )
     rows = [
         kl_terms(
-            leaf[row : row + 1],
-            reference[row : row + 1],
-            case.mask[row : row + 1],
-            settings,
+            logprobs=leaf[row : row + 1],
+            ref_logprobs=reference[row : row + 1],
+            mask=case.mask[row : row + 1],
+            settings=settings,
             behavior=behavior[row : row + 1],
             baseline=baseline[row : row + 1],
         ).loss
@@ -164,7 +173,7 @@ class Vocabulary:
 def test_the_exact_divergence(seed: int) -> None:
     case = Case(seed, full=True)
     logits = Vocabulary(case)
-    found = kl_full(logits.leaf, logits.reference, mask=case.mask, temperature=logits.temperature)
+    found = kl_full(logits=logits.leaf, ref_logits=logits.reference, mask=case.mask, temperature=logits.temperature)
     want = torch.where(case.mask, logits.kl, 0.0)
     relative(found, want.detach(), 10 * logits.tolerance, scale=1e-4 * logits.distance**2 + 1e-6)
     logits.expect_gradient(found.double() * case.outer, want * case.outer, logits.leaf, logits.exact, floor=1e-3)
@@ -182,10 +191,10 @@ def test_terms_of_the_exact_divergence(seed: int) -> None:
     leaf, exact = (first.to(dtype, copy=True).requires_grad_() for dtype in (logits.dtype, torch.float64))
     behavior = (first.double() + 0.1 * case.noise(*case.shape)).to(logits.dtype)
     found = kl_terms(
-        leaf,
-        None,
-        case.mask,
-        case.settings(),
+        logprobs=leaf,
+        ref_logprobs=None,
+        mask=case.mask,
+        settings=case.settings(),
         behavior=behavior,
         groups=case.groups,
         logits=(logits.leaf, logits.reference),

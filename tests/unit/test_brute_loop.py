@@ -114,7 +114,7 @@ def test_parameters_after_each_step(seed: int, tmp_path: Path) -> None:
                 batch = run.batch(rollout.generate(PROMPTS))
                 with torch.no_grad():
                     old, ref, by_hand = run.score(batch), run.reference(batch), scored(hand, batch)
-                run.measure(batch, old, ref)
+                run.measure(batch, old=old, reference=ref)
                 sampled.append((batch, old, ref, rewards_of(batch), by_hand))
             tokens = sum(int(batch.response_mask.sum()) for batch, *_ in sampled)
             for _ in range(case.epochs):
@@ -127,7 +127,7 @@ def test_parameters_after_each_step(seed: int, tmp_path: Path) -> None:
                         policy = logprobs.detach() if case.correction.mode == "bypass" else old[rows]
                         weights = run.correct(part, policy, advantages=advantages[rows, 0]).as_multiplier()
                         loss = case.policy_loss(weights, advantages[rows], logprobs, old[rows], part.rollout_logprobs)
-                        run.backward((loss + run.kl(part, logprobs, ref[rows]))[mask].sum() / tokens)
+                        run.backward((loss + run.kl(part, logprobs=logprobs, reference=ref[rows]))[mask].sum() / tokens)
                         with torch.no_grad():
                             exact_reference = scored(reference, part)
                         terms = case.by_hand(part, scored(hand, part), by_hand[rows], exact_reference, advantages[rows])

@@ -30,7 +30,7 @@ def test_figures_are_those_by_hand() -> None:
     trainer = torch.tensor([[-1.0, -2.0, 9.0], [-0.5, -1.0, -1.5]])
     engine = torch.tensor([[-1.3, -2.0, 0.0], [-0.2, -1.0, -1.6]])
     mask = torch.tensor([[1, 1, 0], [1, 1, 1]])
-    found = clip_metrics(clip_sums(trainer, engine, torch.tensor([1.0, -1.0]), mask))
+    found = clip_metrics(clip_sums(trainer=trainer, engine=engine, advantages=torch.tensor([1.0, -1.0]), mask=mask))
     # Up by 0.3 where reinforced is beyond 1.2; down by 0.3 where discouraged is below 0.8; all others are inside.
     assert found["phantom_clip_frac"] == pytest.approx(2 / 5)
     assert found["advantage_gap"] == pytest.approx(0.3 / 2 - (-0.3 + 0.1) / 3)
@@ -41,24 +41,34 @@ def test_of_sequences_the_mean_of_a_response_is_clipped() -> None:
     trainer[0, 0] = 0.5  # a mean of 0.125, inside; one token beyond
     mask = torch.ones(2, 4, dtype=torch.bool)
     advantages = torch.tensor([1.0, -1.0])
-    assert clip_sums(trainer, engine, advantages, mask)["stopped"] == 1
-    assert clip_sums(trainer, engine, advantages, mask, sequences=True)["stopped"] == 0
-    assert clip_sums(trainer, engine, advantages, mask, 0.1, 0.1, sequences=True)["stopped"] == 4
+    assert clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask)["stopped"] == 1
+    assert clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask, sequences=True)["stopped"] == 0
+    assert (
+        clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask, low=0.1, high=0.1, sequences=True)[
+            "stopped"
+        ]
+        == 4
+    )
 
 
 def test_parts_add_up() -> None:
     generator = torch.Generator().manual_seed(1)
     trainer, engine = torch.randn(2, 8, 5, generator=generator)
     advantages, mask = torch.randn(8, generator=generator), torch.rand(8, 5, generator=generator) > 0.3
-    whole = clip_sums(trainer, engine, advantages, mask)
-    parts = [clip_sums(trainer[s], engine[s], advantages[s], mask[s]) for s in (slice(0, 3), slice(3, 8))]
+    whole = clip_sums(trainer=trainer, engine=engine, advantages=advantages, mask=mask)
+    parts = [
+        clip_sums(trainer=trainer[s], engine=engine[s], advantages=advantages[s], mask=mask[s])
+        for s in (slice(0, 3), slice(3, 8))
+    ]
     assert clip_metrics(merged(*parts)) == pytest.approx(clip_metrics(whole))
 
 
 def test_what_has_no_tokens_has_no_figure() -> None:
     """Padding is not read: it may hold anything."""
     trainer = torch.full((1, 2), math.nan)
-    found = clip_metrics(clip_sums(trainer, trainer, torch.ones(1), torch.zeros(1, 2)))
+    found = clip_metrics(clip_sums(trainer=trainer, engine=trainer, advantages=torch.ones(1), mask=torch.zeros(1, 2)))
     assert all(math.isnan(value) for value in found.values())
-    up_alone = clip_sums(torch.zeros(1, 2), torch.zeros(1, 2), torch.ones(1), torch.ones(1, 2))
+    up_alone = clip_sums(
+        trainer=torch.zeros(1, 2), engine=torch.zeros(1, 2), advantages=torch.ones(1), mask=torch.ones(1, 2)
+    )
     assert math.isnan(clip_metrics(up_alone)["advantage_gap"])

@@ -41,7 +41,9 @@ class Stream:
     scoring: int
 
     def sums(self) -> Sums:
-        return drift_sums(self.old, self.rollout, self.mask, self.versions, scoring=self.scoring)
+        return drift_sums(
+            old=self.old, rollout=self.rollout, mask=self.mask, versions=self.versions, scoring=self.scoring
+        )
 
     def metrics(self) -> dict[str, float]:
         return drift_metrics(self.sums())
@@ -84,7 +86,7 @@ def test_tokens_of_the_scoring_weights_give_the_truth() -> None:
     )
     stale = given.mask & ~same
     assert found["stale/logp_abs_diff_mean"] == pytest.approx(
-        gap_metrics(gap_sums(given.old, given.rollout, stale))["logp_abs_diff_mean"], rel=1e-12
+        gap_metrics(gap_sums(old=given.old, rollout=given.rollout, mask=stale))["logp_abs_diff_mean"], rel=1e-12
     )
     known = (3 - given.versions)[given.mask].double()
     assert found["staleness_mean"] == pytest.approx(float(known.mean())) and found["staleness_max"] == 3
@@ -152,7 +154,7 @@ def test_the_log_keeps_the_total_and_adds_the_parts(tmp_path: Path) -> None:
     plain, followed = (RunLog(MismatchConfig(), tmp_path / name, info=dict, step=lambda: 0) for name in "ab")
     followed.follow_versions()
     for one in (plain, followed):
-        one.observe("train", given.old, given.rollout, given.mask)
+        one.observe("train", old=given.old, rollout=given.rollout, mask=given.mask)
     assert followed.follows_versions and not plain.follows_versions
     followed.add_drift(given.sums())
     total, both = plain.flush("train", 1), followed.flush("train", 1)
@@ -197,6 +199,8 @@ def test_tokens_behind_those_of_other_weights_are_no_numerics_where_routes_are_r
     assert whole.tolist() == [[True, True, False, False], [True] * 4, [True] * 4]
     rollout = torch.full(mask.shape, -1.0)
     old = torch.where(whole, rollout, rollout - 3)
-    found = drift_metrics(drift_sums(old, rollout, mask, versions, scoring=7, comparable=whole))
+    found = drift_metrics(
+        drift_sums(old=old, rollout=rollout, mask=mask, versions=versions, scoring=7, comparable=whole)
+    )
     assert found["numerics/tokens"] == 3 and found["numerics/logp_abs_diff_mean"] == 0
     assert found["same_version_frac"] == pytest.approx(4 / 7) and found["mixed_routes_frac"] == pytest.approx(1 / 7)

@@ -248,7 +248,7 @@ def test_rows_that_overflow_in_the_trainer_are_kept(tmp_path: Path) -> None:
         with torch.no_grad():
             old = run.score(batch)
         old[5, 0] = math.nan
-        run.measure(batch, old)
+        run.measure(batch, old=old)
     (path,) = tmp_path.rglob("evidence-*")
     assert lines(path)[0]["kept"]["row"] == 5 and lines(path)[0]["trainer_logprobs"][0] is None
 
@@ -275,7 +275,7 @@ def test_batches_of_an_evaluation_are_not_kept(tmp_path: Path) -> None:
     with Run({"monitor": {"alarms": ALARM}}, trainer, rollout, tmp_path).start() as run:
         batch = run.batch(rollout.generate(PROMPTS), split="eval/test")
         with torch.no_grad():
-            run.measure(batch, run.score(batch))
+            run.measure(batch, old=run.score(batch))
         run.log(split="eval/test")
     assert files(tmp_path) == []
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def metrics_of(
     old_logprobs: Tensor, rollout_logprobs: Tensor, response_mask: Tensor, **options: bool
 ) -> dict[str, float]:
-    return gap_metrics(gap_sums(old_logprobs, rollout_logprobs, response_mask), **options)
+    return gap_metrics(gap_sums(old=old_logprobs, rollout=rollout_logprobs, mask=response_mask), **options)
 
 
 def k3_exact(d: float) -> Decimal:
@@ -70,7 +70,7 @@ def test_saturation_is_a_share_of_tokens_and_of_sequences_apart() -> None:
 
 def test_a_batch_that_saturates_everywhere_still_has_finite_sums() -> None:
     # exp(700) * 18,000 is beyond float64; a batch of 20,000 broken tokens must still be reported.
-    sums = gap_sums(torch.zeros(4, 5000), torch.full((4, 5000), -1e4), torch.ones(4, 5000))
+    sums = gap_sums(old=torch.zeros(4, 5000), rollout=torch.full((4, 5000), -1e4), mask=torch.ones(4, 5000))
     assert all(math.isfinite(value) for value in gap_metrics(sums).values())
 
 
@@ -81,7 +81,10 @@ def test_correlation_survives_probabilities_near_one(spread: float) -> None:
     q = 0.999 - spread * torch.rand(4, 2000, generator=generator, dtype=torch.float64)
     p = q + 0.3 * spread * torch.randn(4, 2000, generator=generator, dtype=torch.float64)
     old, rollout = p.log(), q.log()
-    parts = [gap_sums(old[rows], rollout[rows], torch.ones(old[rows].shape)) for rows in (slice(0, 1), slice(1, 4))]
+    parts = [
+        gap_sums(old=old[rows], rollout=rollout[rows], mask=torch.ones(old[rows].shape))
+        for rows in (slice(0, 1), slice(1, 4))
+    ]
     x, y = old.exp().flatten().tolist(), rollout.exp().flatten().tolist()
     mean_x, mean_y = math.fsum(x) / len(x), math.fsum(y) / len(y)
     x, y = [a - mean_x for a in x], [b - mean_y for b in y]
@@ -183,8 +186,10 @@ def test_ranks_merged_equal_one_accumulator(shape: tuple[int, int], cut: int, sc
     old = rollout + scale * torch.randn(shape, dtype=torch.float64, generator=generator)
     mask = torch.rand(shape, generator=generator) > 0.3
     mask[0, 0] = True
-    whole = gap_sums(old, rollout, mask, sample=4, seed=0)
-    left, right = (gap_sums(*(x[rows] for x in (old, rollout, mask)), sample=4, seed=1 + i) for i, rows in halves(cut))
+    whole = gap_sums(old=old, rollout=rollout, mask=mask, sample=4, seed=0)
+    left, right = (
+        gap_sums(old=old[rows], rollout=rollout[rows], mask=mask[rows], sample=4, seed=1 + i) for i, rows in halves(cut)
+    )
     both = merged(left, right)
     metrics = gap_metrics(both)
     for name, value in gap_metrics(whole).items():
@@ -210,7 +215,10 @@ def test_the_scatter_sample_is_uniform_over_merged_parts() -> None:
     share = []
     for seed in range(60):
         values = [torch.full((1, count), value) for count, value in ((100, -1.0), (300, -2.0))]
-        parts = [gap_sums(x, x, torch.ones(x.shape), sample=40, seed=2 * seed + i) for i, x in enumerate(values)]
+        parts = [
+            gap_sums(old=x, rollout=x, mask=torch.ones(x.shape), sample=40, seed=2 * seed + i)
+            for i, x in enumerate(values)
+        ]
         share.append(gap_sample(merged(*parts))["old_logprobs"].count(-1.0) / 40)
     # Standard error of the mean: sqrt(.25 * .75 / 40 / 60) = 0.009.
     assert sum(share) / 60 == pytest.approx(0.25, abs=0.04)
@@ -223,12 +231,16 @@ def test_rows_without_padding_are_measured_as_padded_ones_and_in_chunks(lengths:
     old = -3 * torch.rand(sum(lengths), generator=generator)
     rollout = old + 0.05 * torch.randn(len(old), generator=generator)
     mask = torch.rand(len(old), generator=generator) < 0.7
-    square = [torch.nn.utils.rnn.pad_sequence(list(x.split(lengths)), batch_first=True) for x in (old, rollout, mask)]
-    ragged, padded = gap_sums(old, rollout, mask, torch.tensor(lengths)), gap_sums(*square)
+    square = {
+        name: torch.nn.utils.rnn.pad_sequence(list(x.split(lengths)), batch_first=True)
+        for name, x in (("old", old), ("rollout", rollout), ("mask", mask))
+    }
+    ragged = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
+    padded = gap_sums(**square)
     assert all(torch.equal(ragged[name], padded[name]) for name in padded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("mismatch_ext.gap.TOGETHER", 20)  # a longer row is measured alone
-        chunked = gap_sums(old, rollout, mask, torch.tensor(lengths))
+        chunked = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
     assert gap_metrics(chunked) == pytest.approx(gap_metrics(padded), rel=1e-12, abs=1e-15)
     assert gap_profiles(chunked)["position"]["count"] == gap_profiles(padded)["position"]["count"]
 
@@ -238,7 +250,10 @@ def test_parts_in_any_order_are_the_whole() -> None:
     rollout = -torch.rand(6, 30, generator=generator)
     old, mask = rollout + 0.1 * torch.randn(6, 30, generator=generator), torch.rand(6, 30, generator=generator) < 0.7
     whole = metrics_of(old, rollout, mask)
-    parts = [gap_sums(old[rows], rollout[rows], mask[rows]) for rows in (slice(0, 2), slice(2, 2), slice(2, 6))]
+    parts = [
+        gap_sums(old=old[rows], rollout=rollout[rows], mask=mask[rows])
+        for rows in (slice(0, 2), slice(2, 2), slice(2, 6))
+    ]
     for order in itertools.permutations(parts):
         assert gap_metrics(merged(*order)) == pytest.approx(whole, rel=1e-12, abs=1e-15)
 
@@ -246,15 +261,15 @@ def test_parts_in_any_order_are_the_whole() -> None:
 def test_a_position_is_the_tokens_number_among_the_policys_own() -> None:
     # Four tokens of the policy, five of a tool, and four more: without the tool the last four are positions 4 to 7.
     mask = torch.tensor([[True] * 4 + [False] * 5 + [True] * 4])
-    tools = gap_sums(torch.full((1, 13), -1.0), torch.full((1, 13), -1.5), mask)
-    plain = gap_sums(torch.full((1, 8), -1.0), torch.full((1, 8), -1.5), torch.ones(1, 8))
+    tools = gap_sums(old=torch.full((1, 13), -1.0), rollout=torch.full((1, 13), -1.5), mask=mask)
+    plain = gap_sums(old=torch.full((1, 8), -1.0), rollout=torch.full((1, 8), -1.5), mask=torch.ones(1, 8))
     assert gap_profiles(tools)["position"] == gap_profiles(plain)["position"]
 
 
 def test_profiles_put_tokens_in_their_bins() -> None:
     rollout = torch.log(torch.tensor([[0.05, 0.5, 0.95, 0.2]], dtype=torch.float64))
     old = rollout + torch.tensor([[0.1, 0.2, 0.3, 0.4]], dtype=torch.float64)
-    profiles = gap_profiles(gap_sums(old, rollout, torch.ones(1, 4)))
+    profiles = gap_profiles(gap_sums(old=old, rollout=rollout, mask=torch.ones(1, 4)))
     position, probability = profiles["position"], profiles["probability"]
     # Positions 0 | 1 | 2, 3
     assert position["count"][:4] == [1, 1, 2, 0]
@@ -275,10 +290,10 @@ def test_malformed_input_is_named() -> None:
     assert metrics_of(good, good, torch.zeros(2, 3)) == {}
     for lengths in ([2, 2], [4, -1]):
         with pytest.raises(RecordError, match="add up to the 3 places"):
-            gap_sums(good[0], good[0], torch.ones(3), torch.tensor(lengths))
+            gap_sums(old=good[0], rollout=good[0], mask=torch.ones(3), lengths=torch.tensor(lengths))
     broken = torch.tensor([-1.0, -1.0, math.nan])
     with pytest.raises(NonFiniteLogprobError, match=r"rollout_logprobs\[1, 0\]"):
-        gap_sums(good[0], broken, torch.ones(3), torch.tensor([2, 1]))
+        gap_sums(old=good[0], rollout=broken, mask=torch.ones(3), lengths=torch.tensor([2, 1]))
 
 
 def test_rows_without_tokens_count_in_nothing() -> None:

@@ -19,5 +19,6 @@ def test_every_part_is_measured_with_its_control(tmp_path: Path) -> None:
         gap = {row["engine"]: row["logp_abs_diff_mean"] for row in figures["gap"] if row["compared"] == side}
         # FP16 has eight times the precision of bf16, and float32 far more than either.
         assert 100 * gap["float32 (control)"] < gap["FP16"] < gap["bf16"], side
+    assert any("score centering" in row["compared"] for row in figures["costs"])
     control = [row for row in figures["experts"] if row["dtype"] == "float32 (control)"]
     assert len(control) == 2 and all(row["tokens with other experts"] <= 0.01 for row in control)

@@ -148,7 +148,15 @@ def test_responses_that_end_early_and_tool_tokens_keep_the_expectation(
         def term(logprobs: Tensor, ref_logprobs: Tensor, behavior: Tensor, config: KlConfig = config) -> Tensor:
             pairs = torch.stack([mask.repeat_interleave(len(mask), 0), mask.repeat(len(mask), 1)], 1).flatten(0, 1)
             groups = torch.arange(len(pairs)) // 2
-            return kl_terms(logprobs, ref_logprobs, pairs, config, behavior=behavior, coef=1.0, groups=groups).loss
+            return kl_terms(
+                logprobs=logprobs,
+                ref_logprobs=ref_logprobs,
+                mask=pairs,
+                settings=config,
+                behavior=behavior,
+                coef=1.0,
+                groups=groups,
+            ).loss
 
         got = pair_gradient(problem, term)
         assert float((got - truth).norm() / truth.norm()) < 1e-9

@@ -35,7 +35,7 @@ def exact(d: float, estimator: str) -> tuple[Decimal, Decimal]:
 def value_and_gradient(d: float, estimator: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return an estimate and its gradient where logprobs - ref_logprobs is exactly d."""
     logprobs = torch.tensor([d], dtype=dtype, requires_grad=True)
-    value = kl_estimate(logprobs, torch.zeros(1, dtype=dtype), estimator)
+    value = kl_estimate(logprobs=logprobs, ref_logprobs=torch.zeros(1, dtype=dtype), estimator=estimator)
     return value, torch.autograd.grad(value.sum(), logprobs)[0]
 
 
@@ -56,7 +56,7 @@ def test_tiny_differences_of_float32_logprobs_keep_six_digits() -> None:
     # Two neighbouring float32 near -2 differ by 2.4e-7 exactly; the textbook form in float32 is 100 % wrong there.
     policy = torch.tensor([-2.0, -2.0, -1.0], dtype=torch.float32)
     ref = torch.tensor([-2.0 - 2**-22, -2.0 + 2**-20, -1.0 + 2**-20], dtype=torch.float32)
-    got = kl_estimate(policy, ref, "k3")
+    got = kl_estimate(logprobs=policy, ref_logprobs=ref, estimator="k3")
     for index in range(3):
         want = exact(policy[index].item() - ref[index].item(), "k3")[0]
         assert abs(Decimal(got[index].item()) / want - 1) < Decimal("1e-6")
@@ -90,7 +90,7 @@ def test_beyond_saturation_k3_is_its_tangent() -> None:
 @given(st.lists(st.floats(-1e4, 1e4), min_size=2, max_size=2, unique=True))
 def test_k3_is_convex_so_value_and_gradient_are_monotone(pair: list[float]) -> None:
     d = torch.tensor(sorted(pair), dtype=torch.float64, requires_grad=True)
-    value = kl_estimate(d, torch.zeros(2, dtype=torch.float64), "k3")
+    value = kl_estimate(logprobs=d, ref_logprobs=torch.zeros(2, dtype=torch.float64), estimator="k3")
     gradient = torch.autograd.grad(value.sum(), d)[0]
     assert gradient[0] <= gradient[1]
     gap = (d[1] - d[0]).item()
@@ -103,20 +103,22 @@ def test_gradient_agrees_with_finite_differences(estimator: str) -> None:
     generator = torch.Generator().manual_seed(0)
     logprobs = torch.randn(3, 4, generator=generator, dtype=torch.float64, requires_grad=True)
     ref = torch.randn(3, 4, generator=generator, dtype=torch.float64)
-    assert torch.autograd.gradcheck(lambda x: kl_estimate(x, ref, estimator), (logprobs,))
+    assert torch.autograd.gradcheck(
+        lambda x: kl_estimate(logprobs=x, ref_logprobs=ref, estimator=estimator), (logprobs,)
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_inputs_are_subtracted_in_full(dtype: torch.dtype) -> None:
     policy, ref = torch.tensor([-7.03125], dtype=dtype), torch.tensor([-0.1], dtype=dtype)
     want = exact(policy.double().item() - ref.double().item(), "k3")[0]
-    assert kl_estimate(policy, ref, "k3").item() == pytest.approx(float(want), rel=1e-6)
-    assert kl_estimate(policy, ref, "k3").dtype == torch.float32
+    assert kl_estimate(logprobs=policy, ref_logprobs=ref, estimator="k3").item() == pytest.approx(float(want), rel=1e-6)
+    assert kl_estimate(logprobs=policy, ref_logprobs=ref, estimator="k3").dtype == torch.float32
 
 
 def test_the_reference_is_a_constant() -> None:
     policy, ref = torch.zeros(2, requires_grad=True), torch.ones(2, requires_grad=True)
-    kl_estimate(policy, ref, "k2").sum().backward()
+    kl_estimate(logprobs=policy, ref_logprobs=ref, estimator="k2").sum().backward()
     assert ref.grad is None
     assert policy.grad is not None and policy.grad.tolist() == [-1.0, -1.0]
 
@@ -124,20 +126,20 @@ def test_the_reference_is_a_constant() -> None:
 def test_non_finite_inputs_never_look_finite() -> None:
     bad = torch.tensor([math.nan, math.inf, -math.inf])
     for estimator in ESTIMATORS:
-        assert not torch.isfinite(kl_estimate(bad, torch.zeros(3), estimator)).any()
-        assert not torch.isfinite(kl_estimate(torch.zeros(3), bad, estimator)).any()
+        assert not torch.isfinite(kl_estimate(logprobs=bad, ref_logprobs=torch.zeros(3), estimator=estimator)).any()
+        assert not torch.isfinite(kl_estimate(logprobs=torch.zeros(3), ref_logprobs=bad, estimator=estimator)).any()
 
 
 def test_wrong_arguments_are_named() -> None:
     x = torch.zeros(2)
     with pytest.raises(ConfigError, match=f"'nonsense' is not allowed; allowed: {', '.join(ESTIMATORS)}"):
-        kl_estimate(x, x, "nonsense")
+        kl_estimate(logprobs=x, ref_logprobs=x, estimator="nonsense")
     with pytest.raises(ConfigError, match="kl_full"):
-        kl_estimate(x, x, "full")
+        kl_estimate(logprobs=x, ref_logprobs=x, estimator="full")
     with pytest.raises(RecordError, match=r"logprobs \[2\], ref_logprobs \[3\]"):
-        kl_estimate(x, torch.zeros(3), "k1")
+        kl_estimate(logprobs=x, ref_logprobs=torch.zeros(3), estimator="k1")
     with pytest.raises(RecordError, match="ref_logprobs has dtype torch.int64"):
-        kl_estimate(x, torch.zeros(2, dtype=torch.long), "k1")
+        kl_estimate(logprobs=x, ref_logprobs=torch.zeros(2, dtype=torch.long), estimator="k1")
 
 
 def test_the_section_takes_the_estimators_that_have_a_formula() -> None:

@@ -33,7 +33,7 @@ def pair(*shape: int, seed: int = 0, spread: float = 1.0) -> tuple[Tensor, Tenso
 
 def test_two_tokens_by_hand() -> None:
     # pi = (1/2, 1/2), ref = (1/4, 3/4): KL = 1/2 log 2 + 1/2 log(2/3) = 1/2 log(4/3).
-    kl = kl_full(torch.zeros(1, 2), torch.tensor([[0.0, math.log(3)]]))
+    kl = kl_full(logits=torch.zeros(1, 2), ref_logits=torch.tensor([[0.0, math.log(3)]]))
     assert kl.item() == pytest.approx(math.log(4 / 3) / 2, rel=1e-6)
 
 
@@ -45,7 +45,7 @@ def test_value_and_gradient_are_autograds(monkeypatch: pytest.MonkeyPatch, shape
     logits.requires_grad_()
     outer = torch.randn(shape[:-1], generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     for temperature in (1.0, 0.7):
-        ours = kl_full(logits, reference, temperature=temperature)
+        ours = kl_full(logits=logits, ref_logits=reference, temperature=temperature)
         theirs = naive(logits / temperature, reference / temperature)
         assert torch.allclose(ours, theirs, rtol=1e-12, atol=1e-14)
         (a,), (b,) = (torch.autograd.grad((kl * outer).sum(), logits) for kl in (ours, theirs))
@@ -55,7 +55,7 @@ def test_value_and_gradient_are_autograds(monkeypatch: pytest.MonkeyPatch, shape
 def test_a_slice_of_a_batch_is_read_in_place() -> None:
     logits, reference = pair(2, 5, 9)
     whole = logits.clone().requires_grad_()
-    kl = kl_full(whole[:, :-1], reference[:, :-1])
+    kl = kl_full(logits=whole[:, :-1], ref_logits=reference[:, :-1])
     assert torch.allclose(kl.double(), naive(logits, reference)[:, :-1], rtol=1e-5)
     kl.sum().backward()
     assert whole.grad is not None and not whole.grad[:, -1].any() and whole.grad[:, :-1].any()
@@ -65,7 +65,7 @@ def test_a_slice_of_a_batch_is_read_in_place() -> None:
 def test_tiny_divergences_keep_their_digits_in_float32(spread: float) -> None:
     logits, reference = pair(16, 2000, spread=spread)
     oracle = naive(logits, reference)
-    assert float((kl_full(logits, reference) / oracle - 1).abs().max()) < 1e-3
+    assert float((kl_full(logits=logits, ref_logits=reference) / oracle - 1).abs().max()) < 1e-3
     if spread == 1e-4:  # which the plain form in float32 does not: this is what is guarded against
         a, b = logits.log_softmax(-1), reference.log_softmax(-1)
         assert float(((a.exp() * (a - b)).sum(-1) / oracle - 1).abs().max()) > 0.1
@@ -76,21 +76,23 @@ def test_gradient_of_a_tiny_divergence() -> None:
     exact = logits.double().requires_grad_()
     (oracle,) = torch.autograd.grad(naive(exact, reference).sum(), exact)
     logits.requires_grad_()
-    (ours,) = torch.autograd.grad(kl_full(logits, reference).sum(), logits)
+    (ours,) = torch.autograd.grad(kl_full(logits=logits, ref_logits=reference).sum(), logits)
     assert float((ours.double() - oracle).norm() / oracle.norm()) < 5e-3
 
 
 def test_far_apart_and_impossible_tokens() -> None:
     logits, reference = torch.zeros(1, 6), torch.zeros(1, 6)
     logits[:, 0], reference[:, 0] = -150.0, 5.0  # float32 has no number for pi of token 0, and ref gives it nearly all
-    assert kl_full(logits, reference).item() == pytest.approx(naive(logits, reference).item(), rel=1e-6)
+    assert kl_full(logits=logits, ref_logits=reference).item() == pytest.approx(
+        naive(logits, reference).item(), rel=1e-6
+    )
     logits[:, 0] = -math.inf  # impossible under the policy alone: the limit of the same
-    assert kl_full(logits, reference).item() == pytest.approx(naive(logits[:, 1:], reference[:, 1:]).item()
+    assert kl_full(logits=logits, ref_logits=reference).item() == pytest.approx(naive(logits[:, 1:], reference[:, 1:]).item()
         + math.log((5 + math.exp(5)) / 5), rel=1e-6)  # fmt: skip
     reference[:, 0] = -math.inf  # impossible under both, as a vocabulary's padding is
-    assert kl_full(logits, reference).item() == pytest.approx(0.0, abs=1e-7)
+    assert kl_full(logits=logits, ref_logits=reference).item() == pytest.approx(0.0, abs=1e-7)
     logits.requires_grad_()
-    (gradient,) = torch.autograd.grad(kl_full(logits, reference).sum(), logits)
+    (gradient,) = torch.autograd.grad(kl_full(logits=logits, ref_logits=reference).sum(), logits)
     assert torch.isfinite(gradient).all()
 
 
@@ -99,21 +101,21 @@ def test_what_has_no_value_is_named(value: float) -> None:
     logits, reference = pair(2, 3, 5)
     logits[1, 2, 0] = value
     with pytest.raises(NonFiniteLogprobError, match=r"position \[1, 2\]"):
-        kl_full(logits, reference)
+        kl_full(logits=logits, ref_logits=reference)
     logits, reference = pair(2, 3, 5)
     reference[0, 1, 4] = -math.inf
     with pytest.raises(NonFiniteLogprobError, match=r"position \[0, 1\].*none under the reference"):
-        kl_full(logits, reference)
+        kl_full(logits=logits, ref_logits=reference)
 
 
 def test_shapes_are_checked() -> None:
     logits, reference = pair(2, 3, 5)
     with pytest.raises(RecordError, match="one floating-point shape"):
-        kl_full(logits, reference[:, :2])
+        kl_full(logits=logits, ref_logits=reference[:, :2])
     with pytest.raises(RecordError, match="mask"):
-        kl_full(logits, reference, mask=torch.ones(3, 2))
+        kl_full(logits=logits, ref_logits=reference, mask=torch.ones(3, 2))
     with pytest.raises(RecordError, match="temperature"):
-        kl_full(logits, reference, temperature=0.0)
+        kl_full(logits=logits, ref_logits=reference, temperature=0.0)
 
 
 @settings(max_examples=30, deadline=None)
@@ -127,7 +129,7 @@ def test_mask_dtype_and_range(seed: int, dtype: torch.dtype, scale: float) -> No
     dirty = torch.where(mask[..., None], clean, torch.tensor(math.nan, dtype=dtype))
     results = []
     for logits in (clean.clone().requires_grad_(), dirty.clone().requires_grad_()):
-        kl = kl_full(logits, reference, mask=mask)
+        kl = kl_full(logits=logits, ref_logits=reference, mask=mask)
         assert kl.dtype == torch.float32 and not kl[~mask].any() and bool((kl >= 0).all())
         kl.sum().backward()
         assert logits.grad is not None and logits.grad.dtype == dtype and not logits.grad[~mask].any()
@@ -176,10 +178,14 @@ class Case:
         if config.estimator == "full":
             states = self.tree.states
             logits = self.policy[states], self.reference[states]
-            terms = kl_terms(logprobs, None, mask, config, behavior=given_behavior, logits=logits).loss
+            terms = kl_terms(
+                logprobs=logprobs, ref_logprobs=None, mask=mask, settings=config, behavior=given_behavior, logits=logits
+            ).loss
         else:
             reference = self.tree.logprobs(self.reference)
-            terms = kl_terms(logprobs, reference, mask, config, behavior=given_behavior).loss
+            terms = kl_terms(
+                logprobs=logprobs, ref_logprobs=reference, mask=mask, settings=config, behavior=given_behavior
+            ).loss
         rows = torch.stack([torch.autograd.grad(t, self.policy, retain_graph=True)[0] for t in terms.sum(1)])
         mean = (probability[:, None, None] * rows).sum(0)
         return mean, float((probability[:, None, None] * (rows - mean) ** 2).sum().sqrt())
@@ -233,7 +239,7 @@ def test_leave_one_out_keeps_the_expectation() -> None:
             rows = [a, b]
             mask = torch.ones(2, states.shape[1], dtype=torch.bool)
             logits = case.policy[states[rows]], case.reference[states[rows]]
-            terms = kl_terms(logprobs[rows], None, mask, config, logits=logits).loss
+            terms = kl_terms(logprobs=logprobs[rows], ref_logprobs=None, mask=mask, settings=config, logits=logits).loss
             (gradient,) = torch.autograd.grad(terms.sum() / 2, case.policy, retain_graph=True)
             total += probability[a] * probability[b] * gradient
     assert error(total, case.truth()) < 1e-9

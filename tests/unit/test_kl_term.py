@@ -12,7 +12,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig
 from mismatch_ext.errors import ConfigError, RecordError
 from mismatch_ext.kl import KlState, KlTerm, kl_means, kl_step, kl_sums
-from mismatch_ext.sums import merged
+from mismatch_ext.sums import Sums, merged
 
 LED = KlConfig(coef=0.1, target_kl=0.02)
 START = KlState(initial=0.1, coef=0.1)
@@ -81,8 +81,13 @@ def batch(seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, ref, (torch.rand(4, 6, generator=generator) < 0.7).long()
 
 
+def sums_of(given: tuple[Tensor, Tensor, Tensor]) -> Sums:
+    logprobs, ref_logprobs, mask = given
+    return kl_sums(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
+
+
 def test_a_batch_has_one_coefficient_and_its_kl_counts_from_the_next() -> None:
-    term, sums = KlTerm(LED, 0.1), kl_sums(*batch())
+    term, sums = KlTerm(LED, 0.1), sums_of(batch())
     coefs = []
     for _ in range(3):
         term.begin()
@@ -95,12 +100,15 @@ def test_a_batch_has_one_coefficient_and_its_kl_counts_from_the_next() -> None:
 def test_parts_of_a_batch_lead_together() -> None:
     old, ref, mask = batch()
     d = (old.double() - ref.double())[mask.bool()]
-    parts = [kl_sums(old[rows], ref[rows], mask[rows]) for rows in (slice(0, 1), slice(1, 4), slice(4, 4))]
+    parts = [
+        kl_sums(logprobs=old[rows], ref_logprobs=ref[rows], mask=mask[rows])
+        for rows in (slice(0, 1), slice(1, 4), slice(4, 4))
+    ]
     means = kl_means(merged(*parts))
     assert means["kl_ref_k1"] == pytest.approx(float(d.mean()), abs=1e-7)
     assert means["kl_ref_k3"] == pytest.approx(float((torch.exp(-d) - 1 + d).mean()), abs=1e-7)
     whole, apart = KlTerm(LED, 0.1), KlTerm(LED, 0.1)
-    whole.add(kl_sums(old, ref, mask))
+    whole.add(kl_sums(logprobs=old, ref_logprobs=ref, mask=mask))
     for part in parts:
         apart.add(part)
     assert apart.state_dict()["steps"] == whole.state_dict()["steps"] == 1
@@ -109,7 +117,11 @@ def test_parts_of_a_batch_lead_together() -> None:
 
 def test_a_batch_without_tokens_leaves_the_coefficient() -> None:
     term, (old, ref, mask) = KlTerm(LED, 0.1), batch()
-    assert term.add(kl_sums(old, ref, mask * 0)) == {"kl_ref_k1": 0.0, "kl_ref_k3": 0.0, "kl_coef": 0.1}
+    assert term.add(kl_sums(logprobs=old, ref_logprobs=ref, mask=mask * 0)) == {
+        "kl_ref_k1": 0.0,
+        "kl_ref_k3": 0.0,
+        "kl_coef": 0.1,
+    }
     term.begin()
     assert term.state.steps == 0
 
@@ -146,7 +158,7 @@ def test_a_resumed_run_goes_on_identically() -> None:
             first = resumed
         for term in (whole, first):
             term.begin()
-            term.add(kl_sums(*batch(step)))
+            term.add(sums_of(batch(step)))
     assert first.state_dict() == whole.state_dict() and first.coef == whole.coef != 0.1
     first.reset()
     assert first.coef == 0.1 and first.state.steps == 0
@@ -154,7 +166,7 @@ def test_a_resumed_run_goes_on_identically() -> None:
 
 def test_a_changed_first_coefficient_begins_anew_and_is_told() -> None:
     term = KlTerm(LED, 0.1)
-    term.add(kl_sums(*batch()))
+    term.add(sums_of(batch()))
     saved = term.state_dict()
     again = KlTerm(LED, 0.3)
     assert "mismatch.kl.coef was 0.1 and is 0.3" in str(again.load_state_dict(saved))

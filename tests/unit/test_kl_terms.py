@@ -29,7 +29,7 @@ def gradient(
     logprobs: Tensor, ref: Tensor, behavior: Tensor, mask: Tensor, settings: KlConfig, **rest: Tensor
 ) -> Tensor:
     leaf = logprobs.detach().clone().requires_grad_()
-    term = kl_terms(leaf, ref, mask, settings, behavior=behavior, **rest).loss  # type: ignore[arg-type]
+    term = kl_terms(logprobs=leaf, ref_logprobs=ref, mask=mask, settings=settings, behavior=behavior, **rest).loss  # type: ignore[arg-type]
     return torch.autograd.grad(term.sum(), leaf)[0]
 
 
@@ -62,7 +62,9 @@ def test_gradients_by_hand(
     ref = logprobs - torch.tensor([[0.2, -0.1], [0.4, 0.6]], dtype=torch.float64)
     behavior = logprobs - torch.tensor([[2.0, 3.0], [1.0, 1.0]], dtype=torch.float64).log()
     leaf = logprobs.requires_grad_()
-    term = kl_terms(leaf, ref, torch.ones(2, 2), settings, behavior=behavior, coef=10.0).loss
+    term = kl_terms(
+        logprobs=leaf, ref_logprobs=ref, mask=torch.ones(2, 2), settings=settings, behavior=behavior, coef=10.0
+    ).loss
     found = torch.autograd.grad(term.sum(), leaf)[0]
     assert found[0].tolist() == pytest.approx([10 * w for w in weights], rel=1e-12)
     # The value is coef * w * d whatever the placement.
@@ -125,9 +127,9 @@ def test_wrong_arguments_are_named() -> None:
         (KlConfig(coef=1.0, baseline="none"), {"baseline": x}, "baseline='none'"),
     ):
         with pytest.raises(ConfigError, match=message):
-            kl_terms(x, x, mask, settings, **rest)  # type: ignore[arg-type]
+            kl_terms(logprobs=x, ref_logprobs=x, mask=mask, settings=settings, **rest)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="'k1' needs log-probabilities under the reference"):
-        kl_terms(x, None, mask, KlConfig(coef=1.0))
+        kl_terms(logprobs=x, ref_logprobs=None, mask=mask, settings=KlConfig(coef=1.0))
     for wrong, rest, message in (
         (mask[:, :2], {}, r"mask \[2, 2\]"),
         (mask / 2, {}, "other than 0 and 1"),
@@ -135,7 +137,7 @@ def test_wrong_arguments_are_named() -> None:
         (mask, {"baseline": torch.zeros(2, 2)}, r"baseline \[2, 2\]"),
     ):
         with pytest.raises(RecordError, match=message):
-            kl_terms(x, x, wrong, KlConfig(coef=1.0), **rest)  # type: ignore[arg-type]
+            kl_terms(logprobs=x, ref_logprobs=x, mask=wrong, settings=KlConfig(coef=1.0), **rest)  # type: ignore[arg-type]
 
 
 def test_a_batch_without_a_token_is_all_zero() -> None:
@@ -150,7 +152,9 @@ def rewarded(settings: KlConfig, credit: str, weight: str) -> Term:
     """Return a trainer's loss: the term, and a policy gradient of the negated reward with the trainer's own ratio."""
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior: Tensor) -> Tensor:
-        loss, reward = kl_terms(logprobs, ref_logprobs, torch.ones(logprobs.shape), settings)
+        loss, reward = kl_terms(
+            logprobs=logprobs, ref_logprobs=ref_logprobs, mask=torch.ones(logprobs.shape), settings=settings
+        )
         returns = -reward.flip(1).cumsum(1).flip(1) if credit == "returns" else -reward.sum(1, keepdim=True)
         steps = (logprobs - behavior).detach()
         ratio = {

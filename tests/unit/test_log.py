@@ -93,8 +93,12 @@ def events(folder: Path, name: str) -> list[EventRecord]:
     return [event for event in read_run(folder).events if event.name == name]
 
 
-def logprobs(gap: float) -> tuple[Tensor, Tensor, Tensor]:
-    return torch.full((2, 3), -1.0), torch.full((2, 3), -1.0 - gap), torch.ones(2, 3, dtype=torch.bool)
+def logprobs(gap: float) -> dict[str, Tensor]:
+    return {
+        "old": torch.full((2, 3), -1.0),
+        "rollout": torch.full((2, 3), -1.0 - gap),
+        "mask": torch.ones(2, 3, dtype=torch.bool),
+    }
 
 
 def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -102,11 +106,11 @@ def test_a_run_is_written_from_header_to_end(tmp_path: Path, capsys: pytest.Capt
     run.log.event("info", "early", "before the file is open")
     run.log.begin(None)
     run.log.announce()
-    run.log.observe("train", *logprobs(0.5))
+    run.log.observe("train", **logprobs(0.5))
     run.at = 1
     logged = run.log.log(1, {"reward": torch.tensor(0.25), "text": "left out"})
     assert logged.metrics["mismatch/logp_abs_diff_mean"] == 0.5 and logged.stop is None
-    run.log.observe("train", *logprobs(0.25))
+    run.log.observe("train", **logprobs(0.25))
     run.log.end("completed")
     data = read_run(tmp_path)
     assert data.header["run"]["host"] == "a loop" and [e.name for e in data.events] == ["early"]
@@ -147,7 +151,7 @@ def test_consoles_get_the_short_list_and_the_file_gets_all(tmp_path: Path, asked
     assert block is not None
     log = RunLog(block, tmp_path, info=Run(tmp_path).info, step=lambda: 1)
     log.begin(None)
-    log.observe("train", *logprobs(0.5))
+    log.observe("train", **logprobs(0.5))
     logged = log.log(1, {"reward": 0.25})
     whole = read_run(tmp_path).steps[0].metrics
     assert (
@@ -188,7 +192,7 @@ def test_a_users_metric_is_shown_whatever_follows_the_beginning_of_its_name(tmp_
 def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
     run = Run(tmp_path, k3_kl={"above": 1e-6, "patience": 1})
     run.log.begin(None)
-    run.log.observe("train", *logprobs(0.5))
+    run.log.observe("train", **logprobs(0.5))
     assert run.log.log(1, {}).metrics["mismatch/alarms_raised"] == 1
 
 
@@ -196,7 +200,7 @@ def test_alarms_are_counted_in_the_log_that_raises_them(tmp_path: Path) -> None:
 def test_an_alarm_advises_no_replay_that_is_on(sections: dict[str, Any], tmp_path: Path) -> None:
     run = Run(tmp_path, sections=sections, k3_kl={"patience": 1})
     run.log.begin(None)
-    run.log.observe("train", *logprobs(0.5))
+    run.log.observe("train", **logprobs(0.5))
     run.log.log(1, {})
     (alarm,) = events(tmp_path, "alarm")
     assert alarm.message.endswith("replay their routing.") == (not sections), alarm.message
@@ -279,7 +283,7 @@ def test_what_each_split_observes_is_its_own(tmp_path: Path) -> None:
         ("eval/default", 0.125, True),
         ("train", 0.5, False),
     ):
-        log.observe(split, *logprobs(gap), native=native)
+        log.observe(split, **logprobs(gap), native=native)
     name = "mismatch/logp_abs_diff_mean"
     trained, evaluated = log.flush("train", 1), log.flush("eval/default", 1)
     assert (trained[name], trained["mismatch/tokens"]) == (0.5, 12)
@@ -297,7 +301,7 @@ def test_a_run_directory_in_the_home_folder(tmp_path: Path, monkeypatch: pytest.
 def test_an_evaluation_raises_no_alarm_and_ends_no_run(tmp_path: Path) -> None:
     run = Run(tmp_path, x=STOP)
     run.log.begin(None)
-    run.log.observe("eval/default", *logprobs(0.5))
+    run.log.observe("eval/default", **logprobs(0.5))
     logged = run.log.log(0, {"x": 9.0}, "eval/default")
     assert logged.stop is None and logged.metrics["mismatch/tokens"] == 6 and run.told == []
     assert read_run(tmp_path).series("x", "eval/default") == ([0], [9.0])
@@ -332,7 +336,7 @@ def test_a_full_disk_ends_nothing_and_what_is_missing_is_said(tmp_path: Path, mo
     with monkeypatch.context() as patch:
         patch.setattr(os, "write", full)
         run.log.event("info", "lost", "with the step")
-        run.log.observe("train", *logprobs(0.5))
+        run.log.observe("train", **logprobs(0.5))
         stop = run.log.log(2, {"x": 2.0}).stop
     assert stop is not None and "x is 2 at step 2" in stop  # alarms need no file
     said = [text for text in run.told if "No space left" in text]
@@ -441,7 +445,7 @@ def test_alarms_and_draws_go_on_and_what_begins_anew_is_said(tmp_path: Path) -> 
     rule = {"above": 1.0, "patience": 2}
     first = Run(tmp_path, x=rule, y=rule, z=STOP)
     first.log.begin(None)
-    first.log.observe("train", *logprobs(0.5))
+    first.log.observe("train", **logprobs(0.5))
     first.log.log(1, {"x": 2.0, "y": 2.0, "z": 2.0})
     saved = json.loads(json.dumps(first.log.state_dict()))
     ((step, gap),) = saved["log"]["growth"]["points"]

@@ -320,7 +320,9 @@ def test_the_mean_length_is_over_responses_not_over_ranks() -> None:
 
 
 def test_statistics_of_a_gap_and_of_a_batch_that_was_measured_elsewhere() -> None:
-    sums = gap_sums(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.0, -3.0]]), torch.tensor([[True, True]]))
+    sums = gap_sums(
+        old=torch.tensor([[-1.0, -2.0]]), rollout=torch.tensor([[-1.0, -3.0]]), mask=torch.tensor([[True, True]])
+    )
     # exp(1) - 1 - 1 on one of two tokens.
     expected = {"mismatch_kl": pytest.approx((math.e - 2) / 2), "f_tau": 0.5}
     assert lr.gap_statistics(sums) == expected

@@ -38,7 +38,7 @@ def provenance() -> Any:
 
 def test_cached_and_fresh_prompts_have_their_own_means_over_batches(provenance: Any) -> None:
     known = records(provenance, 16, 0, None)
-    sums = merged(*[cache_sums(OLD, ROLLOUT, MASK, known)] * 2, no_cache_sums())
+    sums = merged(*[cache_sums(old=OLD, rollout=ROLLOUT, mask=MASK, records=known)] * 2, no_cache_sums())
     d = OLD.double() - ROLLOUT.double()
     found = cache_metrics(sums)
     assert found["cached/tokens"] == 6 and found["fresh/tokens"] == 4
@@ -49,8 +49,11 @@ def test_cached_and_fresh_prompts_have_their_own_means_over_batches(provenance: 
 
 
 def test_an_engine_that_does_not_say_it_has_no_such_metrics(provenance: Any) -> None:
-    assert cache_metrics(cache_sums(OLD, ROLLOUT, MASK, records(provenance, None, None, None))) == {}
-    assert cache_metrics(cache_sums(OLD, ROLLOUT, MASK, [None, None, None])) == {}
+    assert (
+        cache_metrics(cache_sums(old=OLD, rollout=ROLLOUT, mask=MASK, records=records(provenance, None, None, None)))
+        == {}
+    )
+    assert cache_metrics(cache_sums(old=OLD, rollout=ROLLOUT, mask=MASK, records=[None, None, None])) == {}
 
 
 class Caching(TorchRollout):

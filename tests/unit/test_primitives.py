@@ -44,8 +44,8 @@ def test_a_correction_is_a_name_a_mapping_or_a_section(config: Any) -> None:
 
 @pytest.mark.parametrize("settings", [{"estimator": "k3", "coef": 1.0}, KlConfig(estimator="k3", coef=1.0), "k3"])
 def test_a_kl_term_is_a_name_a_mapping_or_a_section(settings: Any) -> None:
-    expected = kl_terms(OLD, SAMPLED, MASK, KlConfig(estimator="k3"), coef=1.0)
-    assert torch.equal(kl_terms(OLD, SAMPLED, MASK, settings).loss, expected.loss)
+    expected = kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings=KlConfig(estimator="k3"), coef=1.0)
+    assert torch.equal(kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings=settings).loss, expected.loss)
 
 
 def test_a_rate_is_a_mapping_or_a_section() -> None:
@@ -62,8 +62,14 @@ def test_a_rate_is_a_mapping_or_a_section() -> None:
             lambda: corrected(3),
             r"^config: 3 is not allowed; allowed: a CorrectionConfig, a mapping of its keys, or its preset",
         ),
-        (lambda: kl_terms(OLD, SAMPLED, MASK, "k9"), r"^settings\.estimator: 'k9' is not allowed"),
-        (lambda: kl_terms(OLD, SAMPLED, MASK, {"coef": -1}), r"^settings\.coef: -1 is not allowed"),
+        (
+            lambda: kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings="k9"),
+            r"^settings\.estimator: 'k9' is not allowed",
+        ),
+        (
+            lambda: kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=MASK, settings={"coef": -1}),
+            r"^settings\.coef: -1 is not allowed",
+        ),
         (lambda: LrControl({"perod": 10}, optimizer()), r"^config: unknown key 'perod'.*Did you mean 'period'"),
     ],
 )
@@ -74,24 +80,28 @@ def test_an_error_speaks_of_the_argument(call: Callable[[], object], message: st
 
 
 def test_one_sequence_is_a_batch_of_one() -> None:
-    one = kl_terms(OLD[0], SAMPLED[0], MASK[0], "k3")
-    assert torch.equal(one.loss, kl_terms(OLD[:1], SAMPLED[:1], MASK[:1], "k3").loss[0])
+    one = kl_terms(logprobs=OLD[0], ref_logprobs=SAMPLED[0], mask=MASK[0], settings="k3")
+    assert torch.equal(
+        one.loss, kl_terms(logprobs=OLD[:1], ref_logprobs=SAMPLED[:1], mask=MASK[:1], settings="k3").loss[0]
+    )
     found, expected = corrected("tis", 0), corrected("tis")
     assert torch.equal(found.weights, expected.weights[0]) and torch.equal(found.mask, expected.mask[0])
-    assert gap_metrics(gap_sums(OLD[0], SAMPLED[0], MASK[0])) == gap_metrics(gap_sums(OLD[:1], SAMPLED[:1], MASK[:1]))
+    assert gap_metrics(gap_sums(old=OLD[0], rollout=SAMPLED[0], mask=MASK[0])) == gap_metrics(
+        gap_sums(old=OLD[:1], rollout=SAMPLED[:1], mask=MASK[:1])
+    )
 
 
 def test_a_batch_without_a_token_gives_zeros() -> None:
     nothing = torch.zeros_like(MASK)
     found = correct(old_logprobs=OLD, rollout_logprobs=SAMPLED, response_mask=nothing, config="tis")
     assert not found.weights.any() and not found.mask.any() and found.metrics == {}
-    assert not kl_terms(OLD, SAMPLED, nothing, "k3").loss.any()
-    assert gap_metrics(gap_sums(OLD, SAMPLED, nothing)) == {}
+    assert not kl_terms(logprobs=OLD, ref_logprobs=SAMPLED, mask=nothing, settings="k3").loss.any()
+    assert gap_metrics(gap_sums(old=OLD, rollout=SAMPLED, mask=nothing)) == {}
 
 
 def test_sequences_of_different_dimensions_are_refused() -> None:
     with pytest.raises(MismatchError):
-        kl_terms(OLD, SAMPLED[0], MASK, "k3")
+        kl_terms(logprobs=OLD, ref_logprobs=SAMPLED[0], mask=MASK, settings="k3")
     with pytest.raises(MismatchError):
         correct(old_logprobs=OLD[0], rollout_logprobs=SAMPLED, response_mask=MASK[0], config="tis")
 

@@ -142,10 +142,10 @@ def test_lengths_and_ids_are_checked() -> None:
         record(response_ids=(7, -8, 9))
     with pytest.raises(RecordError, match="integers"):
         record(response_ids=(7, 8.7, 9))  # collate would cut it to 8
-    with pytest.raises(RecordError, match=r"response_mask holds \[0.5, 2\]"):
+    with pytest.raises(RecordError, match=r"response_mask holds \[0.5, 2.0\]"):
         record(response_mask=(True, 0.5, 2))
-    with pytest.raises(RecordError, match="is a Tensor; it must be a tuple"):
-        record(rollout_logprobs=torch.zeros(3))
+    with pytest.raises(RecordError, match="log-probabilities must be numbers, one for each token"):
+        record(rollout_logprobs=(-0.5, None, -2.0))
     with pytest.raises(RecordError, match="at least one"):
         collate([])
 

@@ -159,11 +159,11 @@ def leaving_out(verb: str) -> Callable[[Run], None]:
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
         if verb != "measure":
-            run.measure(batch, old, ref)
+            run.measure(batch, old=old, reference=ref)
         if verb != "correct":
             run.correct(batch, old)
         logprobs = run.score(batch)
-        term = run.kl(batch, logprobs, ref) if verb != "kl" else torch.zeros_like(old)
+        term = run.kl(batch, logprobs=logprobs, reference=ref) if verb != "kl" else torch.zeros_like(old)
         loss = -(logprobs * rewards_of(batch)).mean() + (0.0 if verb == "kl in loss" else term.mean())
         run.step(loss)
 
@@ -382,7 +382,7 @@ def test_gradients_that_are_not_finite_raise_their_alarm(tmp_path: Path) -> None
         for _ in range(3):
             batch = run.batch(rollout.generate(PROMPTS))
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             kept = weights(trainer)
             run.backward(run.score(batch).mean())
             next(trainer.model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
@@ -436,7 +436,7 @@ def test_the_parts_of_a_loss_are_added(tmp_path: Path) -> None:
         for parts in (1, 4):
             batch = run.batch(rollout.generate(PROMPTS))
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             losses = [run.score(batch).mean() / parts for _ in range(parts)]
             for loss in losses:
                 run.backward(loss)
@@ -482,7 +482,7 @@ def test_each_batch_of_a_step_is_measured_and_corrected(tmp_path: Path) -> None:
         for batch in (second, first):
             with torch.no_grad():
                 old = run.score(batch)
-            run.measure(batch, old)
+            run.measure(batch, old=old)
             if batch is second:
                 run.correct(batch, old)
             run.backward(run.score(batch).mean())
@@ -507,7 +507,7 @@ def test_the_kl_controller_moves_once_for_each_batch(tmp_path: Path) -> None:
             batch = run.batch(rollout.generate(PROMPTS))
             for part in (batch.rows(*rows) for rows in parts):
                 with torch.no_grad():
-                    run.measure(part, run.score(part), run.reference(part))
+                    run.measure(part, old=run.score(part), reference=run.reference(part))
                 assert run._kl is not None and run._kl.coef == 0.1
             states.append(run.state_dict()["kl"])
             run.batch(rollout.generate(PROMPTS))
@@ -612,6 +612,6 @@ def test_a_baseline_over_no_other_response_is_refused(tmp_path: Path) -> None:
             reference = run.reference(batch)
         part = batch.rows(0, 1)
         with pytest.raises(LoopError, match="this part of a batch has one response of each prompt"):
-            run.kl(part, run.score(part), reference[:1])
+            run.kl(part, logprobs=run.score(part), reference=reference[:1])
         of_one_prompt = batch.rows(0, int((batch.groups == batch.groups[0]).sum()))
-        run.kl(of_one_prompt, run.score(of_one_prompt), reference[: len(of_one_prompt)])
+        run.kl(of_one_prompt, logprobs=run.score(of_one_prompt), reference=reference[: len(of_one_prompt)])

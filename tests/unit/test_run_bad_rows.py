@@ -61,10 +61,10 @@ def gradient(
         old, ref = run.score(batch), run.reference(batch)
     old = old.clone()
     old[list(old_nan)] = math.nan
-    run.measure(batch, old, ref)
+    run.measure(batch, old=old, reference=ref)
     advantages = rewards_of(batch)
     correction = run.correct(batch, old, advantages=advantages[:, 0]).as_multiplier()
-    penalty = run.penalty(batch, old, ref)
+    penalty = run.penalty(batch, old=old, reference=ref)
     row_weights = torch.tensor([loss_weights.get(row, 1.0) for row in range(len(batch))]).view(-1, 1)
     tokens = batch.response_mask.sum()
     for first in range(0, len(batch), MICRO_BATCH):
@@ -73,7 +73,7 @@ def gradient(
         logprobs = run.score(part)
         ratio = (logprobs - old[rows]).exp()
         policy = correction[rows] * ratio * (advantages - penalty)[rows]
-        term = run.kl(part, logprobs, ref[rows]) - policy
+        term = run.kl(part, logprobs=logprobs, reference=ref[rows]) - policy
         # As a host does: a weight multiplies a term, and what is not sampled is left out.
         run.backward(torch.where(part.response_mask, row_weights[rows] * term, 0.0).sum() / tokens)
     parameters = [parameter for _, parameter in run.trainer.named_parameters()]
@@ -168,7 +168,7 @@ def test_a_kl_baseline_leaves_bad_rows_out(tmp_path: Path) -> None:
     run = Run(ACTS | {"kl": {"coef": 1.0, "estimator": "k1"}}, *sides(), tmp_path).start()
     batch = run.batch(spoil({BAD}, "tokens")(run.rollout.generate(PROMPTS)))
     moved = run.reference(batch) - 0.5
-    terms = run.kl(batch, run.score(batch), moved)
+    terms = run.kl(batch, logprobs=run.score(batch), reference=moved)
     group = (batch.groups == batch.groups[BAD]).nonzero()[:, 0].tolist()
     kept = [row for row in group if row != BAD]
     assert float(terms[BAD].abs().max()) == 0
@@ -219,7 +219,7 @@ def test_a_pass_of_the_trainer_that_is_not_finite_ends_a_run_before_the_step(tmp
     run = Run(ACTS, *sides(), tmp_path).start()
     batch = run.batch(run.rollout.generate(PROMPTS))
     with torch.no_grad():
-        run.measure(batch, run.score(batch))
+        run.measure(batch, old=run.score(batch))
     before = weights(run.trainer)  # type: ignore[arg-type]
     score = run.trainer.logprobs
 

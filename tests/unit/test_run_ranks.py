@@ -40,7 +40,7 @@ def test_all_ranks_lead_the_rate_by_the_gap_of_all(trigger: str, tmp_path: Path)
             ranks.asked.clear()
             ranks.sums = 8.0
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             (mine,) = (values for values in ranks.asked if isinstance(values, Tensor) and values.numel() > 1)
             assert mine[2] == batch.response_mask.sum()
             (entry,) = run._rate._collected  # type: ignore[union-attr]
@@ -95,7 +95,7 @@ def test_batches_of_a_step_count_by_their_responses(tmp_path: Path) -> None:
             lengths += [len(record.response_ids) for record in records]
             batch = run.batch(records)
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             run.backward(run.score(batch).mean())
         run.step()
         (entry,) = run._rate.state.history  # type: ignore[union-attr]
@@ -110,7 +110,7 @@ def test_what_one_batch_does_not_know_does_not_lead(tmp_path: Path) -> None:
             records = [dataclasses.replace(record, finish_reason=reason) for record in rollout.generate(PROMPTS)]
             batch = run.batch(records)
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             run.backward(run.score(batch).mean() / 2)
         run.step()
         (entry,) = run._rate.state.history  # type: ignore[union-attr]
@@ -143,7 +143,7 @@ def test_findings_of_other_ranks_are_written(tmp_path: Path) -> None:
         batch = run.batch(rollout.generate(PROMPTS))
         old = run.score(batch).detach()
         with pytest.warns(UserWarning, match="RecordError"):
-            run.measure(batch, old[:, :-1])
+            run.measure(batch, old=old[:, :-1])
         run.log()
         assert not run._checks.unwritten
         assert [
@@ -158,7 +158,7 @@ def test_saving_moves_the_kl_controller_on_every_rank(rank: int, tmp_path: Path)
     with Run(block, trainer, rollout, tmp_path, ranks=Two(rank)).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
-            run.measure(batch, run.score(batch), run.reference(batch))
+            run.measure(batch, old=run.score(batch), reference=run.reference(batch))
         assert run._kl is not None and run._kl.state.steps == 0
         path = run.save(tmp_path)
         assert run._kl.state.steps == 1
@@ -170,7 +170,7 @@ FAILURES = {
     "init": "cannot be written",
     "start": "engine is gone",
     "batch": "weight version 7",
-    "measure": "give run.measure(batch, old, reference) the reference's",
+    "measure": "give run.measure(batch, old=..., reference=...) the reference's",
     "correct": "all must have one shape",
     "step": "no gradient went through",
     "send": "no space on device",
@@ -230,7 +230,7 @@ def test_evaluation_batches_meet_no_collective(tmp_path: Path) -> None:
         batch = run.batch(records, "eval/mine")
         with torch.no_grad():
             old = run.score(batch)
-        run.measure(batch, old)
+        run.measure(batch, old=old)
         run.correct(batch, old)
         assert ranks.asked == []
 

@@ -53,7 +53,7 @@ def test_a_pass_that_is_not_replayed_is_named_before_the_first_step(moe: Path, t
         with Run({"routing": {"mode": "R3"}}, trainer, rollout, tmp_path).start() as run:
             batch = run.batch(rollout.generate(PROMPTS))
             with torch.no_grad():
-                run.measure(batch, run.score(batch))
+                run.measure(batch, old=run.score(batch))
             run.step(-(trainer.logprobs(batch) * rewards_of(batch)).mean())
 
 
@@ -62,7 +62,7 @@ def test_a_pass_of_ones_own_is_replayed(moe: Path, tmp_path: Path) -> None:
     with Run({"routing": {"mode": "R3"}}, trainer, rollout, tmp_path).start() as run:
         batch = run.batch(rollout.generate(PROMPTS))
         with torch.no_grad():
-            run.measure(batch, run.score(batch))
+            run.measure(batch, old=run.score(batch))
         with run.replaying(batch):
             logits = trainer.model(input_ids=batch.tokens, attention_mask=batch.attention_mask.long()).logits
         run.step(logits.square().mean())
@@ -103,7 +103,7 @@ def test_passes_for_logits_are_replayed(moe: Path, tmp_path: Path) -> None:
         trainer.logits = lambda *given, **more: seen.append(logits(*given, **more)) or seen[-1]  # type: ignore[method-assign]
         with torch.no_grad():
             old, ref = run.score(batch), run.reference(batch)
-        run.kl(batch, run.score(batch), ref)
+        run.kl(batch, logprobs=run.score(batch), reference=ref)
         ids = [[*record.response_ids] for record in batch.records]
         policy = seen[0].log_softmax(-1)
         for row, tokens in enumerate(ids):

@@ -159,7 +159,7 @@ def test_a_config_that_only_measures_stops_at_nothing(tmp_path: Path) -> None:
         batch = run.batch(early)
         assert len(batch) == 16
         old = run.score(batch).detach()
-        run.measure(batch, old[:, :-1])
+        run.measure(batch, old=old[:, :-1])
         run.step(run.score(batch).mean())
     found = {event.name for event in read_run(tmp_path / "mismatch").events}
     assert "check_failed" in found and {"records", "measure"} == set(run._checks.counts)

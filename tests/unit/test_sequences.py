@@ -16,11 +16,11 @@ from mismatch_ext.gap import gap_metrics, gap_sums
 def listening(batches: list[dict[str, Any]]) -> SequenceSums:
     """Return the sums of a trainer that evaluates these batches, with replay and without."""
     seen: list[tuple[Any, ...]] = []
-    recorder = SimpleNamespace(observe=lambda *given, native=False: seen.append((*given, native)))
+    recorder = SimpleNamespace(observe=lambda split, **given: seen.append((split, given)))
     sums = SequenceSums(SimpleNamespace(mm=SimpleNamespace(log=recorder)))
     for batch in batches:
-        recorder.observe(batch["split"], batch["old"], batch["rollout"], batch["mask"])
-        recorder.observe(batch["split"], batch["native"], batch["rollout"], batch["mask"], native=True)
+        recorder.observe(batch["split"], old=batch["old"], rollout=batch["rollout"], mask=batch["mask"])
+        recorder.observe(batch["split"], old=batch["native"], rollout=batch["rollout"], mask=batch["mask"], native=True)
     assert len(seen) == 2 * len(batches)  # what listens takes nothing away
     return sums
 
@@ -44,7 +44,7 @@ def test_sums_over_tokens_are_the_metrics_means(tmp_path: Path) -> None:
     found = kept["eval/familiar"]
     joined = {key: torch.cat([b[key] for b in batches[:2]]) for key in ("old", "native", "rollout", "mask")}
     for prefix, ours in (("", "old"), ("native/", "native")):
-        metrics = gap_metrics(gap_sums(joined[ours], joined["rollout"], joined["mask"]))
+        metrics = gap_metrics(gap_sums(old=joined[ours], rollout=joined["rollout"], mask=joined["mask"]))
         assert sum(found["tokens"]) == metrics["tokens"] and len(found["tokens"]) == 12
         assert sum(found[f"{prefix}abs"]) / metrics["tokens"] == pytest.approx(metrics["logp_abs_diff_mean"])
         assert sum(found[f"{prefix}k3"]) / metrics["tokens"] == pytest.approx(metrics["k3_kl"])

@@ -28,7 +28,14 @@ def test_our_default_placement_regularizes_whole_responses(kl_problem: Problem, 
 
     def loss(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0).loss.sum()
+        return kl_terms(
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            settings=config,
+            behavior=behavior_logprobs,
+            coef=1.0,
+        ).loss.sum()
 
     judge_kl(kl_problem, row_term(loss)).expect("KL(pi||ref) of responses")
 

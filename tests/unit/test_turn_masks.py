@@ -29,8 +29,8 @@ def test_calls_are_kept_as_what_they_add() -> None:
     calls = Calls()
     for one in found:
         calls.add(one.prompt_ids, one.response_ids, one.rollout_logprobs)
-    assert [(one.prompt_ids, one.response_ids) for one in calls] == [
-        (one.prompt_ids, one.response_ids) for one in found
+    assert [(one.prompt_ids.tolist(), one.response_ids.tolist()) for one in calls] == [
+        (one.prompt_ids.tolist(), one.response_ids.tolist()) for one in found
     ]
 
 
@@ -51,7 +51,7 @@ def test_a_row_has_the_mask_of_each_token_that_a_call_has_sampled() -> None:
     assert masked(turns(), whole()) == wanted
     assert masked([*reversed(turns())], whole()) == wanted
     assert masked(turns(), shortened(9)) == wanted[:9]
-    other = turn(turns()[1].prompt_ids, (19,), 8)  # another candidate for a turn
+    other = turn(tuple(turns()[1].prompt_ids.tolist()), (19,), 8)  # another candidate for a turn
     assert masked([other, *turns()], whole()) == wanted
     # A token that a builder takes out, and the next message's first in its place.
     first, second = turn(PROMPT, (3, 4, 5), 0), turn((*PROMPT, 3, 4, 11), (6,), 1)

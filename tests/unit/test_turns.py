@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -69,8 +70,10 @@ def shortened(length: int) -> Trained:
 def test_a_token_keeps_the_experts_that_it_was_sampled_with() -> None:
     joined = join_turns(turns(), [whole()])
     (record,) = joined.records
-    assert record.response_ids == ROW and record.response_mask == MASK and record.request_id == "0"
-    assert record.rollout_logprobs == whole().rollout_logprobs and record.provenance == HERE
+    assert (kept := whole().rollout_logprobs) is not None
+    assert record.response_ids.tolist() == list(ROW) and record.response_mask.tolist() == list(MASK)
+    assert np.array_equal(record.rollout_logprobs, kept)
+    assert record.request_id == "0" and record.provenance == HERE
     assert record.routing is not None and record.support is not None
     # The last token of a turn, and the tool's behind it, have the experts of the next turn's prefill.
     experts = record.routing.experts[:, 0, 1].tolist()
@@ -84,7 +87,7 @@ def test_a_token_keeps_the_experts_that_it_was_sampled_with() -> None:
 
 
 def test_equal_prefills_are_not_counted_as_others() -> None:
-    same = [replace(one, routing=trace(one.prompt_ids + one.response_ids, 0)) for one in turns()]
+    same = [replace(one, routing=trace(tuple(one.token_ids.tolist()), 0)) for one in turns()]
     assert join_turns(same, [whole()]).rerouted_rows == 0
 
 
@@ -92,7 +95,11 @@ def test_a_completion_may_end_within_a_turn_at_the_limit() -> None:
     for length, sampled in ((9, 1), (8, 0)):
         joined = join_turns(turns(), [shortened(length)], limit=length)
         (record,) = joined.records
-        assert record.response_mask == MASK[:length] and record.finish_reason == "length" and joined.turns == 3
+        assert (
+            record.response_mask.tolist() == list(MASK[:length])
+            and record.finish_reason == "length"
+            and joined.turns == 3
+        )
         assert record.routing is not None and record.routing.rows == len(PROMPT) + length
         assert joined.sampled_rows == 3 + sampled
     assert join_turns(turns(), [shortened(9)]).turns == 3
@@ -108,14 +115,14 @@ def test_turns_find_their_completions() -> None:
         joined = join_turns(order, rows)
         assert [len(record.response_ids) for record in joined.records] == [len(ROW), 1, 3, len(ROW)]
         assert joined.turns == 8
-        assert joined.records[1].rollout_logprobs == other.rollout_logprobs
-        assert joined.records[2].rollout_logprobs == third.rollout_logprobs
+        assert np.array_equal(joined.records[1].rollout_logprobs, other.rollout_logprobs)
+        assert np.array_equal(joined.records[2].rollout_logprobs, third.rollout_logprobs)
 
 
 def test_a_masked_turn_is_in_no_statistic() -> None:
     mask = tuple(kept and place > 4 for place, kept in enumerate(MASK))
     (record,) = join_turns(turns(), [whole(response_mask=mask)]).records
-    assert record.response_mask == mask and record.routing is not None
+    assert record.response_mask.tolist() == list(mask) and record.routing is not None
 
 
 def rendered_again() -> tuple[list[RolloutRecord], Trained]:
@@ -151,7 +158,8 @@ def marked() -> tuple[list[RolloutRecord], Trained]:
 
 
 def moved() -> tuple[list[RolloutRecord], Trained]:
-    values = list(whole().rollout_logprobs or ())
+    assert (kept := whole().rollout_logprobs) is not None
+    values = kept.tolist()
     values[5], values[6] = values[6], values[5]
     return turns(), whole(rollout_logprobs=tuple(values))
 
@@ -233,7 +241,7 @@ def test_a_completion_has_the_fault_of_its_turn() -> None:
     other = Trained(prompt_ids=(9,), response_ids=(4,), response_mask=(True,))
     records = join_turns([*sampled, turn((9,), (4,), 5)], [whole(), other]).records
     assert [record.fault for record in records] == [fault, None]
-    assert records[0].response_mask == MASK
+    assert records[0].response_mask.tolist() == list(MASK)
     assert records[1].routing is not None
 
 
@@ -241,11 +249,11 @@ def test_the_last_tokens_of_a_tool_have_no_routes() -> None:
     with pytest.raises(RoutingError, match="its last 2 tokens were never given to the engine"):
         join_turns(turns(2), [shortened(8)])
     bare = [replace(one, routing=None) for one in turns(2)]
-    assert join_turns(bare, [shortened(8)]).records[0].response_mask == MASK[:8]
+    assert join_turns(bare, [shortened(8)]).records[0].response_mask.tolist() == list(MASK[:8])
 
 
 def test_calls_about_something_else_are_left_out() -> None:
-    judge, candidate = turn((9, 9, 9), (4,), 7), turn(turns()[1].prompt_ids, (19,), 8)
+    judge, candidate = turn((9, 9, 9), (4,), 7), turn(tuple(turns()[1].prompt_ids.tolist()), (19,), 8)
     with pytest.raises(RecordError, match="a turn was dropped"):
         join_turns([*turns(), judge], [whole()])
     joined = join_turns([*turns(), judge, candidate], [whole()], every_turn=False)
@@ -257,7 +265,7 @@ def test_calls_about_something_else_are_left_out() -> None:
 
 def test_another_candidate_is_not_taken_for_the_turn() -> None:
     # The second turn was given an earlier token anew, or counts as the policy's a token that it was given.
-    (found, one), candidate = rendered_again(), turn(turns()[1].prompt_ids, (19,), 8)
+    (found, one), candidate = rendered_again(), turn(tuple(turns()[1].prompt_ids.tolist()), (19,), 8)
     for order in ([candidate, *found], [*found, candidate]):
         with pytest.raises(RecordError, match="was given id 19 as token 1 of the completion, where id 4"):
             join_turns(order, [one], every_turn=False)

@@ -31,11 +31,11 @@ def test_every_completion_of_a_prompt_is_a_record_in_order() -> None:
         provenance=provenance(),
         n=2,
     )
-    assert [r.prompt_ids for r in records] == [tuple(PROMPT)] * 2 + [tuple(PROMPT[:2])] * 2
+    assert [r.prompt_ids.tolist() for r in records] == [list(PROMPT)] * 2 + [list(PROMPT[:2])] * 2
     assert [r.request_id for r in records] == ["0", "1", "2", "3"]
-    assert {(r.response_ids, r.rollout_logprobs, r.finish_reason) for r in records} == {
-        ((21, 22), (-0.5, -1.5), "stop")
-    }
+    for record in records:
+        assert record.response_ids.tolist() == [21, 22] and record.rollout_logprobs.tolist() == [-0.5, -1.5]
+        assert record.finish_reason == "stop"
 
 
 @pytest.mark.parametrize(

@@ -54,7 +54,13 @@ class DriverKl:
         """Take the penalty off the scores of verl's DataProto, and return verl's own two metrics of it."""
         self._penalized = True
         term, batch, mask = self.term, data.batch, data.batch["response_mask"].bool()
-        penalty = kl_terms(batch["old_log_probs"], batch["ref_log_prob"], mask, term.config, coef=term.coef).reward
+        penalty = kl_terms(
+            logprobs=batch["old_log_probs"],
+            ref_logprobs=batch["ref_log_prob"],
+            mask=mask,
+            settings=term.config,
+            coef=term.coef,
+        ).reward
         batch["token_level_rewards"] = batch["token_level_scores"] - penalty.to(batch["token_level_scores"].dtype)
         per_response = penalty.sum(-1) / term.coef / mask.sum(-1).clamp(min=1)
         responses = max(int(mask.any(-1).sum()), 1)

@@ -97,10 +97,16 @@ class Conversation:
         self.tokens, self.routes = [*prompt_ids, *output.token_ids], output.routed_experts
 
 
-def _plain(prompt_ids: Any) -> list[int]:
-    """Return a prompt's tokens as verl reads them: a chat template may return a BatchEncoding or a batch of one."""
-    if type(prompt_ids) is list and set(map(type, prompt_ids)) == {int}:
-        return list(prompt_ids)  # verl looks at token after token, all on the event loop
+def _plain(prompt_ids: Any, known: list[int]) -> list[int]:
+    """Return a prompt's tokens as verl reads them: a chat template may return a BatchEncoding or a batch of one.
+
+    `known` are the tokens of the conversation so far, which are not looked at again.
+    """
+    # verl looks at token after token, at each turn again, and all on the event loop.
+    if type(prompt_ids) is list:
+        begun = len(known) if prompt_ids[: len(known)] == known else 0
+        if {int}.issuperset(map(type, prompt_ids[begun:])):
+            return list(prompt_ids)
     normalized: list[int] = normalize_token_ids(prompt_ids)
     return normalized
 
@@ -170,12 +176,13 @@ class Conversing(Noting):
 
     async def generate(self, request_id: Any, **kwargs: Any) -> Any:
         """Generate as verl does."""
-        prompt = kwargs["prompt_ids"] = _plain(kwargs["prompt_ids"])
         # Kept by id for as long as somebody has what came with the first turn: a client does not see when a conversation ends.
         known: WeakValueDictionary[Any, Conversation] = self.__dict__.setdefault(
             "_conversations", WeakValueDictionary()
         )
         conversation = known.get(request_id)
+        prompt = _plain(kwargs["prompt_ids"], [] if conversation is None else conversation.tokens)
+        kwargs["prompt_ids"] = prompt
         if conversation is None or not conversation.goes_on(len(prompt)):
             # With `full_determinism` verl gives all of its conversations the same id.
             conversation = known[request_id] = Conversation()

@@ -91,13 +91,13 @@ def proven(routes: Tensor, tokens: Tensor) -> tuple[int, bool]:
 
     A next row without a digest was not recorded.
     """
-    found = routes[:, without_digests(routes).shape[1] :].flatten(1)[: len(tokens), :BYTES].cpu()
-    wanted = torch.from_numpy(digests(tokens.cpu().numpy()))[: len(found)]
-    if found.shape != wanted.shape:  # fewer layers than a digest takes
+    slots = routes[: len(tokens), without_digests(routes).shape[1] :].flatten(1).cpu()
+    if slots.shape[1] < BYTES:  # fewer layers than a digest takes
         return 0, True
-    wrong = (found != wanted).any(1).nonzero()
-    rows = int(wrong[0]) if len(wrong) else len(found)
-    return rows, rows < len(found) and bool(found[rows].any())
+    found = slots[:, :BYTES].to(torch.uint8).contiguous().numpy().view("<u4")[:, 0]
+    wrong = found != numbers(tokens.cpu().numpy())[: len(found)]
+    rows = int(wrong.argmax()) if wrong.any() else len(found)
+    return rows, rows < len(found) and bool(found[rows])
 
 
 def _layers(top_k: int) -> int:

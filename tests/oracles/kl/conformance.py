@@ -17,7 +17,14 @@ def surrogate_term(config: KlConfig) -> Term:
 
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
-        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0).loss
+        return kl_terms(
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            settings=config,
+            behavior=behavior_logprobs,
+            coef=1.0,
+        ).loss
 
     return term
 
@@ -40,7 +47,9 @@ def full_moments(problem: Problem, target: str, placement: str, sampling: str) -
     logits, ref_logits = policy[torch.arange(count)[:, None], tree.states], problem.reference[tree.states]
     logprobs = logits.log_softmax(-1).gather(-1, tree.sequences[..., None])[..., 0]
     mask, behavior = torch.ones(logprobs.shape, dtype=torch.bool), tree.logprobs(problem.behavior)
-    loss = kl_terms(logprobs, None, mask, config, behavior=behavior, logits=(logits, ref_logits)).loss
+    loss = kl_terms(
+        logprobs=logprobs, ref_logprobs=None, mask=mask, settings=config, behavior=behavior, logits=(logits, ref_logits)
+    ).loss
     per_row, weights = torch.autograd.grad(loss.sum(), policy)[0], problem.probabilities
     gradient = torch.einsum("n,npv->pv", weights, per_row)
     variance = weights @ (per_row**2).sum((1, 2)) - (gradient**2).sum()
@@ -55,7 +64,15 @@ def paired_term(config: KlConfig) -> Term:
     def term(logprobs: Tensor, ref_logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:
         mask = torch.ones(logprobs.shape, dtype=torch.bool)
         groups = torch.arange(len(logprobs)) // 2
-        return kl_terms(logprobs, ref_logprobs, mask, config, behavior=behavior_logprobs, coef=1.0, groups=groups).loss
+        return kl_terms(
+            logprobs=logprobs,
+            ref_logprobs=ref_logprobs,
+            mask=mask,
+            settings=config,
+            behavior=behavior_logprobs,
+            coef=1.0,
+            groups=groups,
+        ).loss
 
     return term
 

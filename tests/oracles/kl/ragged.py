@@ -67,7 +67,13 @@ class Ragged:
             kl = ((own - reference).detach() * mask[rows]).sum(1).view(-1, 2)
             term = (kl - kl.flip(1)).view(-1, 1) * own * mask[rows]
         else:
-            term = kl_terms(own, reference, mask[rows], config, groups=torch.arange(len(rows)) // 2).loss
+            term = kl_terms(
+                logprobs=own,
+                ref_logprobs=reference,
+                mask=mask[rows],
+                settings=config,
+                groups=torch.arange(len(rows)) // 2,
+            ).loss
         lengths = mask.sum(1)
         spread = torch.zeros(tree.horizon + 1, dtype=torch.float64).index_add(0, lengths, drawn)
         weights = weight(lengths[rows], lengths[pairs.flip(1).flatten()], spread)

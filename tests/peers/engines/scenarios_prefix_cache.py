@@ -150,7 +150,7 @@ def trained(out: str, block_size: int, planted: bool) -> dict[str, Any]:
         for at in range(2):
             batch = run.batch(rollout.generate([*prompts, *new(at, block_size)]))
             scored = run.score(batch)
-            run.measure(batch, scored.detach())
+            run.measure(batch, old=scored.detach())
             run.step(scored[batch.response_mask].mean())
             step(policy)
             run.send()

@@ -229,7 +229,7 @@ def ways(rollouts: Rollouts) -> None:
     check("one token", prompts(4, 40, seed=6), 1)
     [begun] = prompts(1, 20, seed=8, shortest=20)
     [first], _ = rollouts.records([begun], 8, ignore_eos=True)
-    conversation = [*begun, *first.response_ids]
+    conversation = [*begun, *first.response_ids.tolist()]
     [second] = check("second turn", [conversation + prompts(1, 7, seed=9, shortest=7)[0]], 8, ignore_eos=True)
     kept = second.routing.slice(0, first.routing.rows)
     rollouts.found["second turn"]["as sampled"] = bool(torch.equal(kept.experts, first.routing.experts))

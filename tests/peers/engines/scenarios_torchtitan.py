@@ -151,7 +151,7 @@ def _own_names(example: Any, out: str) -> str:
             for _ in range(2):
                 batch = run.batch(rollout.generate([tokenizer(prompt).input_ids for prompt in PROMPTS]))
                 with torch.no_grad():
-                    run.measure(batch, run.score(batch))
+                    run.measure(batch, old=run.score(batch))
                 logprobs = run.score(batch)
                 run.step(-logprobs[batch.response_mask].mean())
                 run.send()

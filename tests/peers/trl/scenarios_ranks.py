@@ -107,7 +107,7 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
 
         setattr(owner, name, called)
 
-    def gap(_: Any, split: str, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> None:
+    def gap(_: Any, split: str, *, old: torch.Tensor, rollout: torch.Tensor, mask: torch.Tensor, **kwargs: Any) -> None:
         difference = (old - rollout)[mask].double()
         if not kwargs.get("native"):
             heard["gap"].append([int(mask.sum()), float(difference.abs().sum()), float(difference.abs().max())])
@@ -117,8 +117,8 @@ def listen(trainer: Any) -> dict[str, list[Any]]:
         heard["agreement"].append(None if mine is None else {name: value.tolist() for name, value in mine.items()})
         return merged(split, ranks)
 
-    def kl(_: Any, logps: torch.Tensor, reference: torch.Tensor, mask: torch.Tensor) -> None:
-        log_ratio = (logps - reference)[mask.bool()].detach().double()
+    def kl(_: Any, *, logprobs: torch.Tensor, ref_logprobs: torch.Tensor, mask: torch.Tensor) -> None:
+        log_ratio = (logprobs - ref_logprobs)[mask.bool()].detach().double()
         heard["kl"].append([int(mask.sum()), float(log_ratio.sum())])
 
     def lengths(result: Any, *args: Any) -> None:

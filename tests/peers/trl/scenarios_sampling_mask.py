@@ -115,7 +115,9 @@ def kept_and_listed(trainer: Any) -> dict[str, Any]:
         with hidden, checked.keeping(records), engine.captured_outputs(generation.llm) as outputs:
             result = generation.generate(ids, None, 1)
         found[name] = {
-            "records": [[one.response_ids, one.rollout_logprobs, one.support.ids.tolist()] for one in records],
+            "records": [
+                [one.response_ids.tolist(), one.rollout_logprobs.tolist(), one.support.ids.tolist()] for one in records
+            ],
             "offsets": [one.support.offsets.tolist() for one in records],
             "result": result,
             "objects": sum(len(top) for one in outputs for top in one.outputs[0].logprobs),

@@ -200,7 +200,7 @@ def kl(kind: str, model: str, out: str, label: str) -> dict[str, Any]:
         term, what = (bare - advantages) * logps, "the gradient is that of advantages with the KL in the rewards"
         advantages = bare
     else:
-        term = kl_terms(logps, reference, mask, config, groups=groups).loss
+        term = kl_terms(logprobs=logps, ref_logprobs=reference, mask=mask, settings=config, groups=groups).loss
         what = (
             "the KL's part of the gradient is that of the surrogate on log-probabilities of the model's plain forward"
         )

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 os.environ.update(VERL_PLATFORM="cpu", VERL_ENGINE_DEVICE="cuda", VERL_LOGGING_LEVEL="ERROR")
@@ -424,6 +425,11 @@ def rates(model: str, out: str) -> dict[str, Any]:
             built = worker(model, LED, *resumed)
             built.load_checkpoint(folder)
             found[name]["resumed"] = rates_of(built, size, first=3)
+            engine = built.actor.engine
+            resumes, found[name]["resumes"] = type(engine)._resumes.fget, []
+            for spelled in ("checkpoint_mananager", "checkpoint_manager"):  # verl's name, and what may become of it
+                manager = SimpleNamespace(should_load_optimizer=True)
+                found[name]["resumes"].append(resumes(SimpleNamespace(_rate=engine._rate, **{spelled: manager})))
     other = worker(model, {"lr": {"trigger": "grad_norm"}, **OFF}, *COSINE)
     found["other_trigger"] = refused(other.load_checkpoint, folder)
     return found

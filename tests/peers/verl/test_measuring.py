@@ -172,3 +172,10 @@ def test_rows_are_held_against_what_the_engine_sampled_and_by_which_settings(run
         "RecordError: rollout prompt_2_0 of step 4 was sampled with temperature=0.7, and the trainer"
     )
     assert "actor_rollout_ref.rollout.temperature=1" in settings
+
+
+def test_what_is_known_of_sampling_masks_is_fetched_in_chunks(run: Run) -> None:
+    # What tools put into the same field may be large, and the batch has thousands of rows.
+    found = run(scenarios.masks_fetched).expect()
+    assert found["most"] == found["chunk"]
+    assert found["bad"] == {"prompt_130_0": "rollout prompt_130_0 of step 4 has no sampling masks. it was lost."}

@@ -199,6 +199,7 @@ def test_in_float32_the_optimizer_takes_the_same_rates(ran: dict[str, Any]) -> N
 def test_a_resumed_run_takes_the_same_rates(ran: dict[str, Any], schedule: str) -> None:
     found = ran["rates"][schedule]
     assert found["resumed"]["seen"] == found["seen"][6:]
+    assert found["resumes"] == [True, True]
     assert found["resumed"]["logged"] == found["logged"][3:]
 
 

@@ -194,13 +194,15 @@ def marked() -> dict[str, Any]:
     bad_keys.mark(keys, bad)
     data = given.kv_batch_get(given.keys, "train", ["mismatch_bad_row", "loss_mask"])
     padded = [nested(given.rows[name]).to_padded_tensor(0.0) for name in (OLD, "ref_log_prob", "response_mask")]
-    padded[2][2] = 0
+    logprobs, ref_logprobs, mask = padded
+    mask[2] = 0
     sums = measure.measure_kl(keys, KlConfig(coef=1.0), bad)
+    expected = kl_sums(logprobs=logprobs, ref_logprobs=ref_logprobs, mask=mask)
     return {
         "bad": told(bad),
         "marked": bad_rows(data),
         "unmarked": bad_rows(data.exclude("mismatch_bad_row")),
-        "kl": all(torch.equal(sums[name], value) for name, value in kl_sums(*padded).items()),
+        "kl": all(torch.equal(sums[name], value) for name, value in expected.items()),
     }
 
 

@@ -212,8 +212,9 @@ def baseline_of(data: Any, section: KlConfig, keys: list[str] | None = None) -> 
 
 def adapted(data: Any, term: KlTerm) -> dict[str, float]:
     """Let a term adapt to a batch that lies on two ranks."""
-    fields = [data.batch[name] for name in ("old_log_probs", "ref_log_prob", "response_mask")]
-    parts = [kl_sums(*(field[half] for field in fields)) for half in (slice(None, 5), slice(5, None))]
+    old, ref, mask = (data.batch[name] for name in ("old_log_probs", "ref_log_prob", "response_mask"))
+    halves = (slice(None, 5), slice(5, None))
+    parts = [kl_sums(logprobs=old[half], ref_logprobs=ref[half], mask=mask[half]) for half in halves]
     term.begin()
     return term.add(merged(*parts))
 
@@ -229,7 +230,14 @@ def baselines() -> dict[str, Any]:
         mask, logps = data.batch["response_mask"].bool(), data.batch["old_log_probs"].clone().requires_grad_()
         groups = torch.arange(len(mask)) % 3
         behavior = data.batch["rollout_log_probs"]
-        whole = kl_terms(logps, data.batch["ref_log_prob"], mask, kl, behavior=behavior, groups=groups).loss
+        whole = kl_terms(
+            logprobs=logps,
+            ref_logprobs=data.batch["ref_log_prob"],
+            mask=mask,
+            settings=kl,
+            behavior=behavior,
+            groups=groups,
+        ).loss
         expected = torch.autograd.grad(whole.sum(), logps)[0]
         fields = {**data.batch, "loss_mask": mask, BASELINE: baseline_of(data, kl)}
         # Row by row, as a micro-batch of one row is.
@@ -315,7 +323,9 @@ def warmed_up() -> list[float]:
     assert section is not None
     with driving(section) as (driver, _):
         driver._config.trainer.critic_warmup = 3
-        objective.measure_kl = lambda *_: kl_sums(torch.zeros(8), torch.zeros(8), torch.ones(8))
+        objective.measure_kl = lambda *_: kl_sums(
+            logprobs=torch.zeros(8), ref_logprobs=torch.zeros(8), mask=torch.ones(8)
+        )
         found = [driver.prepare(None, step, None)["mismatch/kl_coef"] for step in range(1, 7)]
     return found
 

@@ -107,7 +107,7 @@ def chunks() -> dict[str, Any]:
     rows = queue().rows
     mask = nested(rows["response_mask"]).to_padded_tensor(0).bool()
     rollout, old = (nested(rows[name]).to_padded_tensor(0.0) for name in ("rollout_log_probs", OLD))
-    found: dict[str, Any] = {"whole": figures(gap_sums(old, rollout, mask)), "chunks": []}
+    found: dict[str, Any] = {"whole": figures(gap_sums(old=old, rollout=rollout, mask=mask)), "chunks": []}
     for field, chunk in ((OLD, 7), (OLD, 3), (SCORED, 2), (OLD, 1)):
         given = queue()
         stated = measured(given, Scoring(field=field), chunk, sample=1000)
@@ -278,8 +278,9 @@ def kl() -> dict[str, Any]:
         given.keys = [f"prompt{row % 3}_{row}_0" for row in range(len(given.keys))]
         measure.tq, measure.CHUNK = given, chunk
         sums = measure.measure_kl(batch(given), section, BadKeys(batch(given)))
-        padded = [nested(given.rows[field]).to_padded_tensor(0) for field in (OLD, "ref_log_prob", "response_mask")]
-        expected = kl_sums(*padded)
+        names = (OLD, "ref_log_prob", "response_mask")
+        old, ref, mask = (nested(given.rows[field]).to_padded_tensor(0) for field in names)
+        expected = kl_sums(logprobs=old, ref_logprobs=ref, mask=mask)
         found[name] = {
             "error": max(float((sums[key] - value).abs().max()) for key, value in expected.items()),
             "baseline": [row.tolist() for row in given.rows[measure.BASELINE]],
@@ -333,3 +334,21 @@ def users_own_metrics(names: list[str]) -> list[str]:
         driver._log.begin(None)
         driver._record(metrics, STEP)
     return sorted(metrics)
+
+
+def masks_fetched() -> dict[str, Any]:
+    """Check the sampling masks of more rows than are fetched together, of which one has none."""
+    from mismatch_ext.adapters.verl import sampling_mask
+
+    rows = 2 * sampling_mask.CHUNK + 3
+    given = Queue({"response_mask": [torch.ones(1)] * rows, "extra_fields": [{} for _ in range(rows)]})
+    given.rows["extra_fields"][-1] = {sampling_mask.UNKNOWN: "it was lost."}
+    sampling_mask.tq = given
+    keys = SimpleNamespace(keys=given.keys, tags=[{}] * rows, partition_id="train")
+    bad = BadKeys(keys)
+    sampling_mask.check_masks(keys, STEP, bad)
+    return {
+        "most": given.most,
+        "chunk": sampling_mask.CHUNK,
+        "bad": {keys.keys[row]: bad.rows.faults[row].message for row in bad.rows.faults},
+    }

@@ -168,7 +168,10 @@ def kl(host: Host, config: DictConfig, block: MismatchConfig) -> dict[str, Any]:
     groups = torch.arange(len(host.mask)) % 3
     section = block.kl
     hand = host.by_hand(
-        lambda logps: kl_terms(logps, reference, host.mask, section, groups=groups).loss - advantages * logps
+        lambda logps: (
+            kl_terms(logprobs=logps, ref_logprobs=reference, mask=host.mask, settings=section, groups=groups).loss
+            - advantages * logps
+        )
     )
     without = host.by_hand(lambda logps: -advantages * logps)
     what = "the KL's part of the gradient is that of the surrogate on the step's log-probabilities"
@@ -227,7 +230,7 @@ def lr(model: str, keys: dict[str, Any], config: DictConfig, block: MismatchConf
     lengths, norms, given = mask.sum(1), [], []
     assert block.lr is not None
     for number in range(2):
-        gap = gap_metrics(gap_sums(old, old - 0.1 * (number + 1), mask))
+        gap = gap_metrics(gap_sums(old=old, rollout=old - 0.1 * (number + 1), mask=mask))
         found = leading_statistics(block.lr.trigger, lengths, lengths >= 8, gap)
         given.append(found)
         built.engine.mismatch_update_lr(**found)
