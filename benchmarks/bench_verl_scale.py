@@ -49,10 +49,11 @@ class Queue:
         self._place = {key: row for row, key in enumerate(self.keys)}
 
     def kv_batch_get(self, keys: list[str], partition_id: str, select_fields: list[str]) -> Any:
-        """Return fields of some rows."""
+        """Return fields of some rows, those that there are."""
         from tensordict import TensorDict
 
-        given = {name: nested([self._rows[name][self._place[key]] for key in keys]) for name in select_fields}
+        there = [name for name in select_fields if name in self._rows]  # as verl's, which leaves out what no row has
+        given = {name: nested([self._rows[name][self._place[key]] for key in keys]) for name in there}
         return TensorDict(given, batch_size=len(keys))
 
     def kv_batch_put(self, keys: list[str], partition_id: str, fields: Any) -> None:

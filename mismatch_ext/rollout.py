@@ -279,7 +279,7 @@ def to_logprobs(values: Sequence[float] | NDArray[Any] | Tensor, where: str) -> 
     return found.astype(np.float64, copy=False)
 
 
-def to_flags(values: Sequence[bool] | NDArray[Any] | Tensor, where: str) -> Flags:
+def to_flags(values: Sequence[int] | NDArray[Any] | Tensor, where: str) -> Flags:
     """Return a response mask as an array `[T]`; raises RecordError if a value is neither True nor False."""
     found = _to_array(values)
     if found.ndim == 1 and found.dtype.kind == "b":

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
@@ -160,7 +161,7 @@ def row_keys(tokens: Tensor, attention_mask: Tensor, length: int) -> list[RowKey
     ]
 
 
-def row_key(prompt: Sequence[int], completion: Sequence[int]) -> RowKey:
+def row_key(prompt: Sequence[int] | NDArray[Any], completion: Sequence[int] | NDArray[Any]) -> RowKey:
     """Return what a row of these tokens is found by."""
     return np.array(prompt, dtype=np.int32).tobytes(), np.array(completion, dtype=np.int32).tobytes()
 

@@ -19,7 +19,14 @@ from typing import Any, TypeGuard
 import torch
 import torch.distributed as dist
 from mismatch_ext.adapters.transformers import routing as backend
-from mismatch_ext.adapters.verl.bad_rows import add_faults, bad_rows, is_judged, number_of, warn_of_first
+from mismatch_ext.adapters.verl.bad_rows import (
+    add_faults,
+    bad_rows,
+    is_judged,
+    number_of,
+    warn_of_first,
+    was_judged,
+)
 from mismatch_ext.adapters.verl.rollout.client import FIELD as VERSIONS
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
 from torch import Tensor, nn
@@ -123,7 +130,7 @@ class _Sample:
     proof: tuple[int, bool]
     needed: int  # rows that its loss depends on
     name: str
-    checks_ids: bool  # False if another rank does
+    checks_ids: bool  # False if another rank or pass does
 
 
 class EngineReplay(RouteReplay):
@@ -173,7 +180,8 @@ class EngineReplay(RouteReplay):
                 others = altered(data) if not records or data.get(FIELD, None) is not None else {}
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
-                run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged)
+                checks_ids = not was_judged(data, forward_only)
+                run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged, checks_ids=checks_ids)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
         if self._reports and not any_others:
@@ -276,11 +284,19 @@ class EngineReplay(RouteReplay):
         """Keep the rows of the weights that score them: routes that older weights chose also differ by what was learned since."""
         return mask if self._present is None else mask & self._present
 
-    def ingest(self, data: Any, rank: int, proofs: Sequence[tuple[int, bool]], *, judged: bool = False) -> Tensor:
+    def ingest(
+        self,
+        data: Any,
+        rank: int,
+        proofs: Sequence[tuple[int, bool]],
+        *,
+        judged: bool = False,
+        checks_ids: bool = True,
+    ) -> Tensor:
         """Check the routes of a batch's samples, keep them for `piece`, and return the field `SAMPLES` of a batch to run.
 
-        `proofs` says of each sample what `proven` does. If the pass is judged, samples whose routes are wrong are bad, unless
-        that is true of all; otherwise raises RoutingError.
+        `proofs` says of each sample what `proven` does, and `checks_ids` whether no earlier pass has checked the ids. If the
+        pass is judged, samples whose routes are wrong are bad, unless that is true of all; otherwise raises RoutingError.
         """
         # Ranks that share rows have the same samples, and each checks the ids of its own part of them.
         sharing, place = get_ulysses_sequence_parallel_world_size(), get_ulysses_sequence_parallel_rank()
@@ -304,7 +320,7 @@ class EngineReplay(RouteReplay):
                 samples.append((0, False, True, 0, row))
                 continue
             try:
-                sample = _Sample(array, tokens, proof, count, name, checks_ids=row % sharing == place)
+                sample = _Sample(array, tokens, proof, count, name, checks_ids=checks_ids and row % sharing == place)
                 recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
                 if not judged:
@@ -384,7 +400,7 @@ class EngineReplay(RouteReplay):
         return recorded, self._routes_of(sample, without_digests(array)[:recorded], recorded)
 
     def _routes_of(self, sample: _Sample, array: Any, rows: int) -> Tensor:
-        """Return routes of so many tokens in the model's MoE layers, and check their ids unless another rank does."""
+        """Return routes of so many tokens in the model's MoE layers, and check their ids unless another rank or pass does."""
         layout, where = self.layout, f"request {sample.name}"
         shape = (rows, len(layout.layers), layout.top_k)
         if isinstance(array, Tensor) and array.shape == shape and not array.is_floating_point() and array.is_cpu:

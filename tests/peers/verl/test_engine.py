@@ -189,6 +189,9 @@ def test_routes_recorded_in_reordered_micro_batches_come_back_in_the_order_of_th
         ("layer", "request 3 of rank 0's mini-batch (uid d), layer 1", "all expert ids are zero"),
         ("tool_answer_short", "request 0 of rank 0's mini-batch (uid a)", "depends on the first 9"),
         ("gone", "the batch of 4 samples", "no 'routed_experts'"),
+        # Of samples that a pass before has judged, the device that replays them checks the ids.
+        ("range_judged", "layer 1 of the routing trace is [16", "allowed: distinct ids from 0 to 15"),
+        ("short_judged", "request 0 of rank 0's mini-batch (uid a)", "11 rows for 14 tokens"),
         ("swapped", "layer", "chance is 25%"),
     ],
 )

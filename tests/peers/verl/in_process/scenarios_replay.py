@@ -276,8 +276,10 @@ def faults(model: str) -> dict[str, Any]:
         given[number] = change(given[number])
         data = batch(rollout=nested(given), **fields)
         data["old_log_probs"] = nested([torch.zeros(n) for n in RESPONSES])
-        tu.assign_non_tensor(data, uid=uids)
+        tu.assign_non_tensor(data, uid=uids, **marks)
         return refused(update, built, data)
+
+    marks: dict[str, Any] = {}
 
     def put(row: Tensor, index: Any, value: Any) -> Tensor:
         row[index] = torch.as_tensor(value, dtype=row.dtype)
@@ -294,6 +296,10 @@ def faults(model: str) -> dict[str, Any]:
         "layer": tried(3, lambda row: put(row, (slice(None), 1), 0)),
         "gone": refused(update, built, scored_natively(batch())),
     }
+    marks[JUDGED] = True  # by a pass before this update, which altered routes have not seen
+    found["range_judged"] = tried(1, lambda row: put(row, (2, 1, 0), 16))
+    found["short_judged"] = tried(0, lambda row: row[:-3])
+    marks.clear()
     # Layers swapped in all samples: only the model can tell.
     swapped = nested([row.flip(1) for row in routes])
     found["swapped"] = refused(built.infer_batch, batch(rollout=swapped))
