@@ -17,7 +17,7 @@ from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from mismatch_ext.adapters.placeholders import placeholders_of
 
-from mismatch_ext.doctor.diagnose import SAMPLED
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
@@ -36,8 +36,9 @@ MENDED = {
 }
 # Responses that are sampled to the run's whole length.
 FAR_ROWS = 4
-# A quick look samples so many responses of a large vocabulary, with so many elements of logits: 2,730 tokens of 49,152.
-QUICK_ROWS, QUICK_LOGITS, LEAST_QUICK = 32, 2**27, 1_024
+# A quick look samples so many responses of a large vocabulary, with so many elements of logits: 2,730 tokens of 49,152. Shares
+# need `LEAST_TOKENS`, and some responses end early.
+QUICK_ROWS, QUICK_LOGITS, LEAST_QUICK = 32, 2**27, LEAST_TOKENS * 5 // 4
 # Responses of which the first line speaks.
 LOOKED_AT = 8
 # Fields of the engine's configuration whose values are tried in the trainer's model.
@@ -228,7 +229,8 @@ def _first_look(sides: Run, model: Any, sample: Sample) -> str:
     """Return the gap of a few responses in a sentence, which takes one short pass."""
     from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
 
-    few = sample.part(range(0, len(sample.responses), -(-len(sample.responses) // LOOKED_AT)))
+    sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    few = sample.part(sampled[:: -(-len(sampled) // LOOKED_AT)])
     gap = few.engine - trainer_logprobs(
         model, few, dtype=sides.trainer_dtype, temperature=sides.temperature, attention=sides.attention
     )

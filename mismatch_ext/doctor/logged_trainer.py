@@ -99,7 +99,7 @@ def _temperature(table: LogitTable, logged: Floats, known: np.ndarray, stated: f
     """Return the temperature at which the oracle is nearest to the log's trainer; the `stated` one if that is as near."""
 
     losses: dict[float, float] = {}
-    few = table.screened()
+    few = table.screened(known)
     judging = np.zeros_like(known)
     judging[few.places] = known[few.places]
 

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from mismatch_ext.doctor.causes import Cause
@@ -113,12 +114,13 @@ class LogitTable:
         columns_ = {name: _placed(values, places, len(sample.tokens)) for name, values in known.items()}
         return cls(sample=sample, logits=logits, temperature=temperature, places=places, **columns_)
 
-    def screened(self) -> LogitTable:
+    def screened(self, among: NDArray[np.bool_] | None = None) -> LogitTable:
         """Return the table with the logits of some fitted tokens alone, evenly spaced; itself if it is small enough.
 
         Fits cost tokens times vocabulary times parameters to try. So parameters are chosen by these tokens, and judged by all.
+        `among` `[N]` are the tokens to choose from; None are the fitted ones.
         """
-        fitted = np.flatnonzero(self.sample.fits)
+        fitted = np.flatnonzero(self.sample.fits if among is None else among)
         count = max(LEAST_SCREENED, SCREENED // self.logits.shape[1])
         if count >= len(fitted):
             return self
@@ -285,10 +287,17 @@ class Occurring:
     def counts(self, place: Integers, counted: str) -> Tensor:
         """Return how often each of the U tokens occurred before places of the response `[T]`, float64 `[T, U]`."""
         first = {WHOLE: 0, RESPONSE: self.prompt, LATE: self.prompt - 1}[counted]
-        ends = place + (0 if counted == LATE else self.prompt - first)
-        occurs = torch.nn.functional.one_hot(torch.from_numpy(self.whole[first:]), self.logits.shape[1])
+        head, response = (
+            torch.from_numpy(part) for part in (self.whole[first : self.prompt], self.whole[self.prompt :])
+        )
+        occurs = torch.nn.functional.one_hot(response, self.logits.shape[1])
         before = torch.cat([torch.zeros_like(occurs[:1]), occurs.cumsum(0)])
-        return before[torch.from_numpy(ends)].double()
+        if counted == LATE:
+            # The prompt's last token is counted only once the first token is sampled, and each token one later.
+            before = torch.cat([before[:1], before[:-1] + head.bincount(minlength=self.logits.shape[1])])
+        else:
+            before = before + head.bincount(minlength=self.logits.shape[1])
+        return before[torch.from_numpy(place)].double()
 
 
 def _penalized(table: LogitTable, occurring: Sequence[Occurring], change: Penalized, counted: str, x: float) -> Floats:
