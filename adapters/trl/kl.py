@@ -86,8 +86,7 @@ def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> 
     """Return prompt and values `[V, T]` of other ranks' samples of the same prompts; every rank must call it."""
     if ranks.size == 1:
         return []
-    holders = Counter(digest for found in ranks.gather({hash(prompt) for prompt in prompts}) for digest in found)
-    shared = {digest for digest, count in holders.items() if count > 1}
+    shared = _on_several_ranks({hash(prompt) for prompt in prompts}, ranks)
     if not shared:
         return []
     mine = [(prompt, one.cpu()) for prompt, one in zip(prompts, values, strict=True) if hash(prompt) in shared]
@@ -99,6 +98,18 @@ def _of_other_ranks(prompts: Sequence[Prompt], values: Tensor, ranks: Ranks) -> 
         for prompt, one in found
         if prompt in here
     ]
+
+
+def _on_several_ranks(digests: set[int], ranks: Ranks) -> set[int]:
+    """Return which digests several ranks have; every rank must call it. Only numbers travel, which take no pickle."""
+    counts = torch.zeros(ranks.size, dtype=torch.int64)
+    counts[ranks.rank] = len(digests)
+    counts = ranks.sum(counts)
+    by_rank = torch.zeros(ranks.size, int(counts.max()), dtype=torch.int64)
+    by_rank[ranks.rank, : len(digests)] = torch.tensor(list(digests), dtype=torch.int64)
+    rows = zip(ranks.sum(by_rank).tolist(), counts.tolist(), strict=True)
+    holders = Counter(digest for row, count in rows for digest in row[:count])
+    return {digest for digest, count in holders.items() if count > 1}
 
 
 def kl_loss(term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:

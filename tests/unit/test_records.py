@@ -144,6 +144,19 @@ def test_the_page_of_a_real_model_quotes_what_upcycling_cost() -> None:
     assert " to ".join(shares) in text
 
 
+def test_the_page_of_a_real_model_quotes_what_it_learned() -> None:
+    right = {
+        (row["arm"], row["seed"]): [f"{share:.0%}" for share in row["right"]]
+        for row in evidence("real_learning")["figures"]
+    }
+    bf16, single = (
+        "from {} and {} to {} and {}".format(*(right[arm, seed][end] for end in (0, 1) for seed in (0, 1)))
+        for arm in ("bf16", "float32")
+    )
+    said = f"right answers rose {bf16} in bf16, and {single} in float32"
+    assert said.replace("%", " %") in page("real")
+
+
 def test_the_record_of_flows_has_all_of_them_and_none_that_failed() -> None:
     recorded = {flow["name"]: flow["status"] for flow in evidence("real")["figures"]}
     assert list(recorded) == [flow.name for flow in FLOWS]

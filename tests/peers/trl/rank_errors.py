@@ -361,9 +361,10 @@ def controller(fails: bool) -> None:
 
 
 def baseline(fails: bool) -> str:
-    """Take a batch whose only group is on both ranks, and return a row's baseline."""
-    found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
-    return f"baseline {[round(value, 3) for value in found[0].tolist()]}"
+    """Take a batch whose only group is on both ranks, and return a row's baseline, and how often objects were sent."""
+    with mock.patch.object(type(WORLD), "gather", autospec=True, side_effect=type(WORLD).gather) as gather:
+        found: Tensor = step(batch(), kl={"coef": 0.1})[BASELINE]
+    return f"baseline {[round(value, 3) for value in found[0].tolist()]} by {gather.call_count} object"
 
 
 MIS = {"correction": {"preset": "token_truncate"}}

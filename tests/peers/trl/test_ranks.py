@@ -289,7 +289,10 @@ def test_no_rank_waits_for_one_that_fails_before_a_collective() -> None:
         assert "OtherRankError: rank 1: " in found[0][case] and "OtherRankError" not in found[1][case]
     assert [ends["served routes"] for ends in found] == ["got [0, 1]", "got [2, 3]"]
     # Of four samples of one prompt, two have a KL of 0.5 a token and two, on the other rank, of -0.5.
-    assert [ends["baseline"] for ends in found] == ["baseline [-0.5, -0.333, -0.167]", "baseline [0.5, 0.333, 0.167]"]
+    assert [ends["baseline"] for ends in found] == [
+        "baseline [-0.5, -0.333, -0.167] by 1 object",
+        "baseline [0.5, 0.333, 0.167] by 1 object",
+    ]
 
 
 @pytest.mark.parametrize("kind", ["fsdp2", pytest.param("ddp", marks=pytest.mark.nightly)])
