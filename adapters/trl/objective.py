@@ -53,9 +53,10 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
         found.append("mismatch.kl")
     if block.correction is not None:
         settings = resolve(block.correction)
-        off = {"vllm_importance_sampling_correction": False}
-        changes_weights = native_options(settings) != off or settings.off_policy_threshold is not None
-        if changes_weights or settings.centering is not None:
+        stays_stock = native_options(settings) in ({}, {"vllm_importance_sampling_correction": False})
+        changes_weights = not stays_stock or settings.off_policy_threshold is not None
+        is_centered = settings.centering is not None and not settings.centering.only_measured
+        if changes_weights or is_centered:
             found.append("mismatch.correction")
     return tuple(found)
 
