@@ -11,13 +11,14 @@ stay as they are. A row's head is found by the row's tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from mismatch_ext.adapters.accelerate.sharded import is_sharded
 from mismatch_ext.adapters.trl.aggregation import read_weights
 from mismatch_ext.adapters.trl.refusals import Row
-from mismatch_ext.adapters.trl.rows import RowKey, Rows, row_key, row_keys, rows_of_batch
+from mismatch_ext.adapters.trl.rows import STEPS, RowKey, Rows, of_newest_steps, row_key, row_keys, rows_of_batch
 from mismatch_ext.adapters.vllm.heads import expect_top_k
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
@@ -30,9 +31,6 @@ from mismatch_ext.patching import Patch
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
-
-GENERATIONS = 2
-"""Batches of rollouts whose heads are kept: TRL trains on the last one, and an evaluation may come in between."""
 
 
 def is_on(block: MismatchConfig) -> bool:
@@ -137,6 +135,14 @@ class EngineHeads:
         return [(kept[id(tokens)] if tokens else TopTokens()).head(self.asked) for tokens in completions], result
 
 
+@dataclass(frozen=True, kw_only=True)
+class BatchHeads:
+    """The heads of the rows of one batch, which was generated at this step."""
+
+    step: int
+    heads: dict[RowKey, TokenHead]
+
+
 class Centering:
     """The term of score centering in one trainer's loss.
 
@@ -156,7 +162,7 @@ class Centering:
         if settings is not None and section is not None:
             self.top_k, self._only_measured = section.top_k, section.only_measured
             self._bounds = settings.bounds_of_tokens
-        self._batches: list[dict[RowKey, TokenHead]] = []
+        self._batches: list[BatchHeads] = []
         self._biases = torch.zeros(2, dtype=torch.float64)  # sum and number of this rank's tokens since the last log
 
     def check(self, *, stitches: bool) -> None:
@@ -184,15 +190,16 @@ class Centering:
         return EngineHeads(expect_top_k(self.trainer.vllm_generation.llm, self.top_k))
 
     def keep(self, records: Sequence[RolloutRecord]) -> None:
-        """Keep the heads of a batch of rollouts until its loss is computed."""
-        if self.top_k is None:
+        """Keep the heads of a batch of rollouts until its loss is computed; an evaluation's is not centered."""
+        if self.top_k is None or not self.trainer.model.training:
             return
-        batch = {
+        heads = {
             row_key(record.prompt_ids, record.response_ids): record.head
             for record in records
             if record.head is not None
         }
-        self._batches = [batch, *self._batches][:GENERATIONS]
+        batch = BatchHeads(step=self.trainer.state.global_step, heads=heads)
+        self._batches = of_newest_steps([batch, *self._batches])
 
     def added(
         self,
@@ -251,11 +258,11 @@ class Centering:
         tokens, _, length = rows
         found = []
         for key, needed in zip(row_keys(*rows), learns, strict=True):
-            head = next((batch[key] for batch in self._batches if key in batch), None)
+            head = next((batch.heads[key] for batch in self._batches if key in batch.heads), None)
             if head is None and key[1] and needed:
                 raise RecordError(
                     "mismatch.correction.centering: a row of the micro-batch has other tokens than every rollout of the last "
-                    f"{GENERATIONS} batches, so that the engine's distribution at its tokens is not known. Leave prompt_ids and "
+                    f"{STEPS} steps, so that the engine's distribution at its tokens is not known. Leave prompt_ids and "
                     "completion_ids as they were sampled, or remove the key."
                 )
             found.append(head)

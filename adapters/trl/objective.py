@@ -70,7 +70,7 @@ class Objective:
         self.losses = 0  # that came through `loss`
         self.reads = Reads()  # beside what TRL's loss is known to read
         self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
-        self._has_known_weights = False  # whether `token_weights` was compared with TRL's own loss
+        self._proven_modes: set[bool] = set()  # of training and of evaluation, whose weights were proven
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -260,9 +260,11 @@ class Objective:
     def _token_weights(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
         weights = token_weights(self.trainer, inputs)
-        if not self._has_known_weights:
+        # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.
+        mode = self.trainer.model.training
+        if mode not in self._proven_modes and bool(weights.any()):
             prove_weights(weights, self.trainer, model, inputs)
-            self._has_known_weights = True
+            self._proven_modes.add(mode)
         return weights
 
     def _good_tokens(self, inputs: Mapping[str, Any]) -> Tensor:

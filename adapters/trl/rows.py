@@ -7,9 +7,8 @@ routes and the mask of the first of them, so that the old policy and the current
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,14 +24,16 @@ RowKey = tuple[bytes, bytes]
 """A row's prompt and completion, without padding, as bytes: a set of them is small, and finds a row by one look."""
 Ids = Sequence[int] | NDArray[np.int64]
 Known = TypeVar("Known")
-OF_TRAINING, OF_EVALUATION = 2, 1
-"""Batches whose rows are known. A subclass may train on rows of the last batch once more."""
+STEPS = 2
+"""Steps whose batches are known, of those that generated. A subclass may sample several batches for one step, and train once more
+on rows of the step before."""
 
 
 class RowTable:
-    """The rows of one generation batch."""
+    """The rows of one generation batch, which was generated at this step."""
 
-    def __init__(self) -> None:
+    def __init__(self, step: int = 0) -> None:
+        self.step = step
         self.routes: dict[RowKey, RoutingTrace] = {}
         self.supports: dict[RowKey, TokenSupport] = {}
         self.replayed: set[RowKey] = set()  # that the policy has scored under their routes and over their masks
@@ -53,17 +54,21 @@ class RowTable:
 
 
 class RowTables:
-    """The rows of the newest batches of training and of evaluation."""
+    """The rows of the newest batches of training, and of an evaluation."""
 
     def __init__(self) -> None:
-        self._of_training = deque[RowTable](maxlen=OF_TRAINING)
-        self._of_evaluation = deque[RowTable](maxlen=OF_EVALUATION)
+        self._of_training: list[RowTable] = []
+        self._of_evaluation: list[RowTable] = []
 
-    def begin(self, *, training: bool) -> RowTable:
-        """Return the table of a new batch."""
-        table = RowTable()
-        batches = self._of_training if training else self._of_evaluation
-        batches.appendleft(table)
+    def begin(self, *, training: bool, step: int) -> RowTable:
+        """Return the table of a new batch, which is generated at this step."""
+        table = RowTable(step)
+        if training:
+            # An evaluation is over once training goes on, and its rows need no memory.
+            self._of_evaluation = []
+            self._of_training = of_newest_steps([table, *self._of_training])
+        else:
+            self._of_evaluation = [table]
         return table
 
     def newest(self, *, training: bool) -> list[RowTable]:
@@ -71,6 +76,21 @@ class RowTables:
         if training:
             return [*self._of_training, *self._of_evaluation]
         return [*self._of_evaluation, *self._of_training]
+
+
+class Generated(Protocol):
+    """What was generated at a step."""
+
+    step: int
+
+
+Batch = TypeVar("Batch", bound=Generated)
+
+
+def of_newest_steps(batches: Sequence[Batch]) -> list[Batch]:
+    """Return the batches of the last steps that generated, in their order; older rows are not trained on."""
+    known = sorted({batch.step for batch in batches})[-STEPS:]
+    return [batch for batch in batches if batch.step in known]
 
 
 def find_in(tables: Iterable[Mapping[RowKey, Known]], keys: Iterable[RowKey]) -> list[Known | None]:

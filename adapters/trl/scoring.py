@@ -94,7 +94,8 @@ class Scoring:
     @contextmanager
     def of_batch(self, batch: RolloutPass, *, keeps_passes: bool) -> Iterator[None]:
         """Know the rows of a batch from here on; until the end of the block it is generated and scored."""
-        batch.table = self.tables.begin(training=self.trainer.model.training)
+        trainer = self.trainer
+        batch.table = self.tables.begin(training=trainer.model.training, step=trainer.state.global_step)
         self.batch, self.passes = batch, batch.scored if keeps_passes else None
         try:
             yield
@@ -303,7 +304,7 @@ class Scoring:
         return ReplayError(
             f"{self.sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
             "something overrides _compute_loss or _get_per_token_logps_and_entropies, or gives them tokens that neither of the "
-            f"last two batches has. Remove it, or {self.sections}."
+            f"last two steps has. Remove it, or {self.sections}."
         )
 
     def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:

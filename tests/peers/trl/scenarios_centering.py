@@ -111,7 +111,8 @@ def knowing(trainer: Any, block: MismatchConfig | None) -> ours.Centering:
     """Return the centering of a config, which has kept the sampled batch."""
     assert block is not None
     centering = ours.Centering(trainer, block, trainer.mm.ranks)
-    centering._batches = [{ours.row_key(*key): head for key, head in trainer.heads.items()}]
+    heads = {ours.row_key(*key): head for key, head in trainer.heads.items()}
+    centering._batches = [ours.BatchHeads(step=0, heads=heads)]
     return centering
 
 

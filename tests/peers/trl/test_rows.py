@@ -1,0 +1,33 @@
+"""Which batches' rows are known: those of the last two steps that generated, however many each step sampled."""
+
+from __future__ import annotations
+
+from mismatch_ext.adapters.trl.rows import RowTables, find_in, row_key
+
+
+def steps_known(tables: RowTables, *, training: bool = True) -> list[int]:
+    return [table.step for table in tables.newest(training=training)]
+
+
+def test_rows_of_several_batches_of_a_step_are_known() -> None:
+    tables = RowTables()
+    for step, batches in ((0, 1), (1, 3), (2, 4)):
+        for _ in range(batches):
+            tables.begin(training=True, step=step)
+    assert steps_known(tables) == [2] * 4 + [1] * 3
+
+
+def test_an_evaluation_pushes_no_training_row_out_and_is_forgotten_once_training_goes_on() -> None:
+    tables = RowTables()
+    tables.begin(training=True, step=4)
+    for _ in range(5):
+        tables.begin(training=False, step=5)
+    assert steps_known(tables) == [4, 5] and steps_known(tables, training=False) == [5, 4]
+    tables.begin(training=True, step=5)
+    assert steps_known(tables) == [5, 4]
+
+
+def test_the_newest_batch_with_a_row_tells_of_it() -> None:
+    key, other = row_key([1, 2], [3]), row_key([1, 2], [4])
+    older, newer = {key: 1, other: 2}, {key: 3}
+    assert find_in([newer, older], [key, other, row_key([5], [6])]) == [3, 2, None]
