@@ -27,7 +27,7 @@ VOCABULARY, LENGTH, SEEDS = 4, 3, 5
 CLIP = 0.2
 GAPS = {"rounding": 0.02, "large": 0.3}
 """Deviation of the noise on the sampler's logits."""
-CENTERED = {"score centering": "disabled", "score centering + tis": "tis"}
+CENTERED = {"score centering": "disabled", "score centering + tis": "tis", "score centering + icepop": "icepop"}
 """Score centering, with the preset whose weights stand beside it."""
 
 
@@ -84,7 +84,11 @@ class Case:
         everywhere = torch.ones(len(logits), dtype=torch.bool)
         head_logprobs, head_ids = self.sampler.log_softmax(-1).topk(VOCABULARY, dim=-1)
         terms = centering_terms(
-            logits=logits, head_ids=head_ids, head_logprobs=head_logprobs, response_mask=everywhere, upper=beside.upper
+            logits=logits,
+            head_ids=head_ids,
+            head_logprobs=head_logprobs,
+            response_mask=everywhere,
+            **beside.bounds_of_tokens,
         )
         terms.sum().backward()
         assert logits.grad is not None
@@ -135,7 +139,7 @@ def figures(name: str, case: Case) -> tuple[float, float, float]:
 
 
 def run() -> list[dict[str, Any]]:
-    """Return a row for each preset, and for score centering alone and with `tis`."""
+    """Return a row for each preset, and for score centering alone and with token weights."""
     rows: list[dict[str, Any]] = []
     for name in (*PRESETS, *CENTERED):
         row: dict[str, Any] = {"name": name}

@@ -14,20 +14,113 @@ It removes that pull and nothing else. It does not make the gradient unbiased; i
 Only the sampler's k most likely tokens (the head) are known. The tail of the sampler is taken to be the policy's tail, scaled to
 the mass that is left: q_v = rho p_v, with rho = (1 - q(head)) / (1 - p(head)).
 
-Shapes: B rows, T tokens, V vocabulary, K tokens of the head.
+Shapes: B rows, T tokens, N tokens of all rows, V vocabulary, H hidden size, K tokens of the head.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from mismatch_ext.errors import RecordError
 
 EMPTY_TAIL = 1e-6
 """Mass below which the policy's tail counts as empty: in float32 the rest of it is rounding."""
+SAMPLER_BIAS = "sampler_bias"
+"""Name of the metric: the mean of `sampler_bias` over sampled tokens."""
+MOST = 1e-3
+"""Largest logarithm of a head's mass that can be rounding. A choice."""
+HEAVY = (
+    "head_logprobs: the sampler's most likely tokens have more probability than 1 together; give log-probabilities of different "
+    "tokens, in nats."
+)
+LOGITS = 1 << 24
+"""Logits that are held at once when they are made of hidden states: 64 MiB in float32."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenHead:
+    """The most likely tokens that an engine reported at each place of a response: 8 bytes for each of them.
+
+    Args:
+        ids: Token ids `[T, K]`, int32, each once at a place.
+        logprobs: Their natural-log probabilities `[T, K]`, float32; -inf fills up a place with fewer.
+
+    Raises:
+        RecordError: The shapes differ, or the tokens of a place have more probability than 1.
+    """
+
+    ids: Tensor
+    logprobs: Tensor
+
+    def __post_init__(self) -> None:
+        if self.ids.shape != self.logprobs.shape or self.ids.dim() != 2:
+            raise RecordError(
+                f"a head has ids {list(self.ids.shape)} and log-probabilities {list(self.logprobs.shape)}; both must be [T, K]."
+            )
+        if len(self.ids) and float(self.logprobs.logsumexp(-1).max()) > MOST:
+            raise RecordError(HEAVY)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @classmethod
+    def from_lists(
+        cls, ids: Sequence[Sequence[int]], logprobs: Sequence[Sequence[float | None]], top_k: int
+    ) -> TokenHead:
+        """Store the first `top_k` tokens of each place, which are the most likely ones; a place may have fewer."""
+        head_ids = torch.zeros(len(ids), top_k, dtype=torch.int32)
+        head_logprobs = torch.full((len(ids), top_k), -torch.inf)
+        for place, (tokens, values) in enumerate(zip(ids, logprobs, strict=True)):
+            count = min(top_k, len(tokens))
+            head_ids[place, :count] = torch.tensor(tokens[:count], dtype=torch.int32)
+            known = [-math.inf if value is None else value for value in values[:count]]
+            head_logprobs[place, :count] = torch.tensor(known)
+        return cls(ids=head_ids, logprobs=head_logprobs)
+
+
+class TopTokens:
+    """Takes the most likely tokens of a response from an engine's arrays as it samples, without an object for each."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[NDArray[Any], NDArray[Any]]] = []
+
+    def take(self, ids: NDArray[Any], logprobs: NDArray[Any]) -> None:
+        """Add places: ids and log-probabilities `[places, 1 + K]`, those of the sampled token first."""
+        self._parts.append((ids[:, 1:].astype(np.int32), logprobs[:, 1:].astype(np.float32)))
+
+    def head(self, top_k: int) -> TokenHead:
+        """Return what was taken, of `top_k` tokens at each place."""
+        if not self._parts:
+            return TokenHead(ids=torch.zeros(0, top_k, dtype=torch.int32), logprobs=torch.zeros(0, top_k))
+        ids, logprobs = (torch.from_numpy(np.concatenate(column)) for column in zip(*self._parts, strict=True))
+        # What was cut off has -inf, or NaN in some versions.
+        return TokenHead(ids=ids, logprobs=logprobs.masked_fill(logprobs.isnan(), -torch.inf))
+
+
+def padded_heads(
+    heads: Sequence[TokenHead | None], length: int, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
+    """Return the ids `[B, T, K]`, int64, and log-probabilities `[B, T, K]` of rows, with `length` places in each.
+
+    A row without a head, and a place after the end of one, has log-probabilities of -inf: its term and its bias are 0.
+    """
+    width = max((head.ids.shape[1] for head in heads if head is not None), default=1)
+    ids = torch.zeros(len(heads), length, width, dtype=torch.int64)
+    logprobs = torch.full((len(heads), length, width), -torch.inf)
+    for row, head in enumerate(heads):
+        if head is not None:
+            ids[row, : len(head), : head.ids.shape[1]] = head.ids
+            logprobs[row, : len(head), : head.ids.shape[1]] = head.logprobs
+    return ids.to(device), logprobs.to(device)
 
 
 def centering_terms(
@@ -95,6 +188,51 @@ def sampler_bias(
     return squares.sqrt().masked_fill(~response_mask.bool(), 0.0)
 
 
+def projected_terms(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    *,
+    head_ids: Tensor,
+    head_logprobs: Tensor,
+    temperature: float = 1.0,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    upper: float | None = None,
+    lower: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `centering_terms` and `sampler_bias` `[N]` from hidden states `[N, H]` and an output projection `[V, H]`.
+
+    The logits are scale * (h . w_v + b_v), then softcap * tanh(z / softcap), then z / temperature, in the dtype of autocast until
+    they are multiplied. They are made in chunks, and again in the backward pass, so that none of all tokens are ever held. The
+    other arguments are those of `centering_terms`.
+    """
+
+    def of_chunk(states: Tensor, ids: Tensor, logprobs: Tensor) -> tuple[Tensor, Tensor]:
+        logits = nn.functional.linear(states, weight, bias)
+        logits = (logits if logits.dtype == torch.float64 else logits.float()) * scale
+        if softcap is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        given: dict[str, Any] = {
+            "logits": logits / temperature,
+            "head_ids": ids,
+            "head_logprobs": logprobs,
+            "response_mask": torch.ones(len(states), dtype=torch.bool, device=states.device),
+            "upper": upper,
+            "lower": lower,
+        }
+        return centering_terms(**given), sampler_bias(**given)
+
+    size = max(1, LOGITS // weight.shape[0])
+    chunks = zip(hidden.split(size), head_ids.split(size), head_logprobs.split(size), strict=True)
+    parts = [checkpoint(of_chunk, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks]
+    if not parts:
+        nothing = hidden.new_zeros(0, dtype=torch.float32)
+        return nothing, nothing
+    terms, biases = (torch.cat(column) for column in zip(*parts, strict=True))
+    return terms, biases
+
+
 def weight_of(log_ratio: Tensor, upper: float | None, lower: float | None) -> Tensor:
     """Return the importance weights of log-ratios log p - log q, of any shape: 1, truncated, or 0 outside of a band."""
     if upper is None:
@@ -127,11 +265,8 @@ def _head(
     p = torch.where(known, policy.exp(), 0.0)
     q_tail = 1.0 - q.sum(-1, keepdim=True)
     sampled = response_mask.bool()[..., None]
-    if bool(((q_tail < -1e-3) & sampled).any()):
-        raise RecordError(
-            "head_logprobs: the sampler's most likely tokens have more probability than 1 together; give log-probabilities of "
-            "different tokens, in nats."
-        )
+    if bool(((q_tail < -MOST) & sampled).any()):
+        raise RecordError(HEAVY)
     p_tail = 1.0 - p.sum(-1, keepdim=True)
     empty = p_tail < EMPTY_TAIL
     rho = torch.where(empty, 1.0, q_tail.clamp(min=0.0) / p_tail.clamp(min=EMPTY_TAIL))

@@ -109,6 +109,17 @@ def _bounds(value: Any) -> float | tuple[float, float]:
     return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
 
 
+@_section("mismatch.correction.centering")
+class CenteringConfig:
+    """Score centering (arXiv 2609.20807): takes out of each update what it would learn from the engine's distribution alone."""
+
+    top_k: Count = 128
+    """How many of its most likely tokens the engine reports at each place, with their log-probabilities. The rest of its
+    distribution is taken to be the policy's, scaled."""
+    only_measured: Flag = False
+    """Log `mismatch/sampler_bias`, and leave the loss as it is."""
+
+
 @_section("mismatch.correction")
 class CorrectionConfig:
     """Importance weights and rejection for the gap between rollout and trainer policy.
@@ -121,8 +132,9 @@ class CorrectionConfig:
     """A preset by verl's, TRL's or a paper's name (`mismatch_ext.PRESETS`). The other keys override it."""
     mode: Annotated[Literal["decoupled", "bypass"], _INHERITED] = FROM_PRESET
     """`decoupled` weighs by pi_old/mu in addition to the trainer's own ratio; `bypass` takes mu as the old policy."""
-    loss: Annotated[Literal["ppo_clip", "reinforce"], _INHERITED] = FROM_PRESET
-    """Policy loss of `bypass`: the trainer's clipped ratio pi/mu without weights, or A log pi with weights pi/mu."""
+    loss: Annotated[Literal["ppo_clip", "reinforce", "dppo_tv", "dppo_kl"], _INHERITED] = FROM_PRESET
+    """Policy loss of `bypass`: the trainer's clipped ratio pi/mu without weights, or A log pi with weights pi/mu, which
+    `dppo_tv` and `dppo_kl` stop outside of a trust region (arXiv 2602.04879)."""
     level: Annotated[Literal["none", "token", "sequence", "geometric"] | None, _INHERITED] = FROM_PRESET
     """Level of the importance weight: per token, product over the sequence, or its geometric mean."""
     bound: Annotated[Literal["truncate", "mask", "clip", "icepop"], _INHERITED] = FROM_PRESET
@@ -136,6 +148,13 @@ class CorrectionConfig:
     (CIS, arXiv 2609.32444). It takes the place of `upper`."""
     normalize: Annotated[Flag | None, _INHERITED] = FROM_PRESET
     """Divide the weights by their mean over the batch."""
+    divergence: Annotated[
+        float | tuple[float, float] | None,
+        PlainValidator(lambda value: None if value is None else _bounds(value)),
+        _INHERITED,
+    ] = FROM_PRESET
+    """Trust region of `dppo_tv` and `dppo_kl`: the largest total variation or KL of a token, taken as sampled or not. A pair
+    is for negative and for positive advantages."""
     reject: Annotated[
         dict[Text, Annotated[float | tuple[float, float], PlainValidator(_bounds)]] | None, _INHERITED
     ] = field(default=FROM_PRESET, hash=False)
@@ -146,6 +165,8 @@ class CorrectionConfig:
     """Drop a sequence that has any token with ratio below this."""
     off_policy_threshold: Annotated[Number | None, _INHERITED] = FROM_PRESET
     """DeepSeek-V3.2: drop a sequence of negative advantage whose mean log(mu/pi) exceeds this."""
+    centering: Annotated[CenteringConfig | None, _INHERITED] = FROM_PRESET
+    """Score centering, alone or with token weights that are truncated or masked, such as those of `tis` and `icepop`."""
 
     def __post_init__(self) -> None:
         resolve(self)

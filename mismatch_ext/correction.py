@@ -29,6 +29,8 @@ from mismatch_ext.tensors import checked_mask, expect_finite, output_dtype
 LOG_RATIO_BOUND = 20.0
 # Positions that are gathered together, because a batch of indices and of copies would take more memory than the result.
 BLOCK = 1 << 18
+SURE = 1e-12
+"""Least probability of another token, where the policy is surer than float64 can tell."""
 
 LOGGED: dict[str, Literal["tokens", "sequences", "weights", "max", "min", "moments"]] = {
     "rollout_is_mean": "tokens",
@@ -95,7 +97,7 @@ def correct(
         response_mask: 1 for tokens that are trained on `[B, T]`. Other tokens are not read.
         config: A `correction` section, a mapping of its keys, a preset's name, or resolved settings (`PRESETS`).
         logprobs: log pi of the current policy `[B, T]`, for `off_policy_threshold`; None takes `old_logprobs`.
-        advantages: `[B]` or `[B, T]`, for `off_policy_threshold`.
+        advantages: `[B]` or `[B, T]`, for `off_policy_threshold` and DPPO's losses.
 
     Returns:
         Weights, mask and metrics; zeros and no metrics if nothing is unmasked.
@@ -142,6 +144,15 @@ def correct(
         else:
             weights = torch.where(mask, weight[:, None].to(dtype), 0.0)
     keep_token, keep_row = tokens.rejected(metrics)
+    if settings.divergence is not None:
+        if advantages is None:
+            raise RecordError(
+                f"loss={settings.loss!r} needs advantages: their sign decides which way a token may not go."
+            )
+        inside = divergence_gate(
+            logprobs=old_logprobs, rollout_logprobs=rollout_logprobs, advantages=advantages, settings=settings
+        )[mask]
+        keep_token = inside if keep_token is None else keep_token & inside
     if settings.off_policy_threshold is not None:
         keep_row &= tokens.on_policy(
             rollout=rollout_logprobs, mask=mask, logprobs=logprobs, advantages=advantages, metrics=metrics
@@ -151,12 +162,43 @@ def correct(
         kept_mask.masked_scatter_(mask, keep_token)
         left = tokens.by_row(keep_token.double())
     kept_mask &= keep_row[:, None]
-    if settings.rules or settings.veto or settings.off_policy_threshold is not None:
+    if settings.rules or settings.divergence or settings.veto or settings.off_policy_threshold is not None:
         left = torch.where(keep_row, left, 0.0)
         sequences = int(tokens.averaged.sum())
         metrics["rollout_rs_masked_fraction"] = 1 - float(left.sum()) / tokens.total
         metrics["rollout_rs_seq_masked_fraction"] = float((left < tokens.count).sum()) / sequences
     return Correction(weights=weights, mask=kept_mask, metrics=metrics)
+
+
+@torch.no_grad()
+def divergence_gate(
+    *, logprobs: Tensor, rollout_logprobs: Tensor, advantages: Tensor, settings: ResolvedCorrection
+) -> Tensor:
+    """Return which tokens DPPO's trust region lets through `[B, T]`, bool, by the current policy (arXiv 2602.04879).
+
+    With p and q the probabilities of a token under policy and engine, its divergence is |p - q| (`dppo_tv`), or the KL of the
+    two outcomes "this token" and "another": q log(q / p) + (1 - q) log((1 - q) / (1 - p)) (`dppo_kl`). A token is stopped if its
+    divergence exceeds the bound and its advantage would move it further away: p > q with A > 0, or p < q with A <= 0. Compute it
+    in each loss call, since p changes with every step.
+
+    Args:
+        logprobs: log p of the current policy `[B, T]`, nats.
+        rollout_logprobs: log q of the engine `[B, T]`, nats.
+        advantages: `[B]` or `[B, T]`.
+        settings: With a loss of `DPPO` and its `divergence`.
+    """
+    policy, engine = logprobs.detach().double(), rollout_logprobs.double()
+    p, q = policy.exp(), engine.exp()
+    if settings.loss == "dppo_tv":
+        divergence = (p - q).abs()
+    else:
+        p_other, q_other = (-torch.expm1(x.clamp(max=0.0)) for x in (policy, engine))
+        of_others = torch.special.xlogy(q_other, q_other) - torch.special.xlogy(q_other, p_other.clamp(min=SURE))
+        divergence = q * (engine - policy) + of_others
+    rises = (advantages if advantages.dim() == 2 else advantages[:, None]) > 0
+    low, high = settings.divergences
+    moves_away = torch.where(rises, p > q, p < q)
+    return ~(moves_away & (divergence > torch.where(rises, high, low)))
 
 
 class _Tokens:

@@ -10,7 +10,7 @@
             weights = run.correct(batch, old).as_multiplier()
             logprobs = run.score(batch)
             ratio = (logprobs - old).exp()
-            term = run.kl(batch, logprobs=logprobs, reference=ref)
+            term = run.kl(batch, logprobs=logprobs, reference=ref) + run.center(batch, advantages)
             loss = (term - weights * ratio * advantages)[batch.response_mask].mean()
             run.step(loss, max_norm=1.0)
             run.send()
@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.centering import SAMPLER_BIAS, centering_terms, padded_heads, sampler_bias
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
@@ -67,7 +68,7 @@ from mismatch_ext.rollout import Batch, RolloutRecord, collate, expect_present, 
 from mismatch_ext.routing import RoutingTrace, align
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import REFERENCE, RouteReplay
-from mismatch_ext.sides import LoopRollout, LoopTrainer
+from mismatch_ext.sides import LoopRollout, LoopTrainer, RecordsHeads
 from mismatch_ext.sums import over_ranks
 from mismatch_ext.weights import SyncVerdict, WeightVerifier, draw_probes, untrained
 
@@ -185,6 +186,7 @@ class Run:
             with self._checks.checking("readiness"):
                 readiness = check_readiness(self.trainer.named_parameters(), self.block.precision)
             self._begin_replay()
+            self._record_heads()
             self._log.sampled_with(self.rollout.sampling)
             self._grid = GridWatch.of(self.trainer.reading(), self.rollout.reading())
             self._control_rate(0 if state is None else state["run"]["step"])
@@ -261,6 +263,18 @@ class Run:
             )
             if section.mode == "R3":
                 self.rollout.record_routing(self._replay.layout.shape)
+
+    def _record_heads(self) -> None:
+        """Let the engine report its most likely tokens, if score centering needs them."""
+        section = None if self.block.correction is None else resolve(self.block.correction).centering
+        if section is None:
+            return
+        if not isinstance(self.rollout, RecordsHeads):
+            raise ConfigError(
+                f"mismatch.correction.centering: {type(self.rollout).__name__} has no record_heads, so that the engine's most "
+                "likely tokens are not known. Use mismatch_ext.adapters.vllm.Rollout, or leave out the key."
+            )
+        self.rollout.record_heads(section.top_k)
 
     def _begin_verifying(self, trainer_dtype: str, *, resumed: bool) -> None:
         monitor = self.block.monitor_of_updates
@@ -593,6 +607,42 @@ class Run:
         )
         return self._required.watch("kl", terms.loss)
 
+    def center(self, batch: Batch, advantages: Tensor) -> Tensor:
+        """Return the term of score centering `[B, T]` to add to a per-token loss; zeros without `correction.centering`.
+
+        It has the advantages `[B]` or `[B, T]` in it, and is 0 for bad rows. It takes a forward pass of its own, whose logits are
+        held, so give it micro-batches. It is exact for the first step that learns from a batch: a later one has a ratio to the
+        old policy, whose probabilities of other tokens are not known. Raises RecordError if no row has the engine's most likely
+        tokens.
+        """
+        self._expect_started()
+        settings = None if self.block.correction is None else resolve(self.block.correction)
+        if settings is None or settings.centering is None or batch.split != "train":
+            return torch.zeros_like(batch.rollout_logprobs)
+        mask = batch.good_tokens
+        with self._together():
+            heads = [record.head for record in batch.records]
+            if all(head is None for head in heads) and bool(mask.any()):
+                raise RecordError(
+                    "mismatch.correction.centering, and these rollouts have no head; let rollout.generate sample them once the "
+                    "run has been started."
+                )
+            head_ids, head_logprobs = padded_heads(heads, mask.shape[1], mask.device)
+        given: dict[str, Any] = {
+            "logits": self._logits(batch) / batch.temperature,
+            "head_ids": head_ids,
+            "head_logprobs": head_logprobs,
+            "response_mask": mask,
+            **settings.bounds_of_tokens,
+        }
+        biases = sampler_bias(**given)[mask]
+        if len(biases):
+            self._pending.note(PREFIX + SAMPLER_BIAS, float(biases.double().mean()), float(len(biases)))
+        if settings.centering.only_measured:
+            return torch.zeros_like(batch.rollout_logprobs)
+        of_token = advantages if advantages.dim() == 2 else advantages[:, None]
+        return self._required.watch("center", centering_terms(**given) * of_token)
+
     def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         with self._under_routes(batch, reference=reference):
             return self.trainer.logits(batch, reference=reference)
@@ -772,7 +822,7 @@ class Run:
             logged = self._log.measured(self.steps, split)
         if split == "train":
             logged |= self._pending.take()
-            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
+            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap", PREFIX + SAMPLER_BIAS))
             parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
             if self._grid is not None:
                 parts.append(self._grid.metrics(self.ranks))

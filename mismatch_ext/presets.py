@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from mismatch_ext.errors import ConfigError, suggestion
 
 if TYPE_CHECKING:
-    from mismatch_ext.config import CorrectionConfig
+    from mismatch_ext.config import CenteringConfig, CorrectionConfig
 
 Interval = tuple[float | None, float]
 """Lower and upper bound of what a rejection rule keeps."""
@@ -27,9 +27,11 @@ class Inherited(Enum):
 FROM_PRESET: Any = Inherited.FROM_PRESET
 OF_THE_WEIGHT = ("bound", "upper", "lower", "confidence", "normalize")
 """Keys that do nothing without an importance weight."""
-KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "reject", "veto", "off_policy_threshold")
+KEYS = ("mode", "loss", "level", *OF_THE_WEIGHT, "divergence", "reject", "veto", "off_policy_threshold", "centering")
 """Keys of `correction` that a preset may set."""
 
+DPPO = ("dppo_tv", "dppo_kl")
+"""Losses with a trust region by the divergence of a token (arXiv 2602.04879)."""
 RULES = (
     *(f"token_{k}" for k in ("k1", "k2", "k3")),
     *(f"seq_{how}_{k}" for how in ("sum", "mean") for k in ("k1", "k2", "k3")),
@@ -53,8 +55,9 @@ class ResolvedCorrection:
 
     mode: Literal["decoupled", "bypass"] = "decoupled"
     """`decoupled`: weights pi_old/mu beside the host's own ratio pi/pi_old. `bypass`: mu takes the place of pi_old."""
-    loss: Literal["ppo_clip", "reinforce"] = "ppo_clip"
-    """Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi."""
+    loss: Literal["ppo_clip", "reinforce", "dppo_tv", "dppo_kl"] = "ppo_clip"
+    """Policy loss in `bypass` mode: `ppo_clip` clips pi/mu and takes no weights; `reinforce` weighs A log pi; `dppo_tv` and
+    `dppo_kl` do so inside of a trust region."""
     level: Literal["none", "token", "sequence", "geometric"] = "none"
     bound: Literal["truncate", "mask", "clip", "icepop"] = "truncate"
     upper: float | None = None
@@ -63,11 +66,15 @@ class ResolvedCorrection:
     """Slope and floor of an upper bound that follows the policy: a token's weight is at most 1 + slope max(1 - pi, floor)."""
     normalize: bool = False
     """Divide the weights by their mean: over tokens, or over sequences for the other levels."""
+    divergence: float | tuple[float, float] | None = None
+    """Largest divergence of a token under `dppo_tv` or `dppo_kl`: one, or one for negative and one for positive advantages."""
     rules: Mapping[str, Interval] = dataclasses.field(default_factory=dict, hash=False)
     veto: float | None = None
     """A sequence is dropped if the ratio of one of its tokens is below this."""
     off_policy_threshold: float | None = None
     """A sequence of negative advantage whose mean log(mu/pi) exceeds this is dropped (DeepSeek-V3.2)."""
+    centering: CenteringConfig | None = None
+    """Score centering (arXiv 2609.20807); None is off."""
     compat: frozenset[str] = frozenset()
     """Quirks of hosts to reproduce, of `COMPAT`."""
 
@@ -79,6 +86,8 @@ class ResolvedCorrection:
             self._check_nothing_is_idle()
         else:
             self._check_bounds_of_weights()
+        if self.centering is not None:
+            self._check_centering()
         unknown = sorted(self.compat - set(COMPAT))
         if unknown:
             raise _refused(f": unknown compatibility options {unknown}; known: {', '.join(COMPAT)}.")
@@ -95,8 +104,15 @@ class ResolvedCorrection:
             raise _refused(f": lower={self.lower} exceeds upper={self.upper}.")
 
     def _check_mode(self) -> None:
-        if self.loss == "reinforce" and self.mode != "bypass":
-            raise _refused(".loss='reinforce' needs mode='bypass'.")
+        if self.loss != "ppo_clip" and self.mode != "bypass":
+            raise _refused(f".loss={self.loss!r} needs mode='bypass'.")
+        if self.loss in DPPO and (self.divergence is None or self.level != "token"):
+            raise _refused(
+                f".loss={self.loss!r} is a trust region around token weights: it needs divergence, level='token' and upper; or "
+                f"name the preset {self.loss!r}."
+            )
+        if self.loss not in DPPO and self.divergence is not None:
+            raise _refused(f".divergence is the bound of loss={' and '.join(map(repr, DPPO))}; set one of them.")
         weighs = self.level != "none" or self.normalize
         if self.mode == "bypass" and self.loss == "ppo_clip" and weighs:
             raise _refused(
@@ -126,6 +142,46 @@ class ResolvedCorrection:
             raise _refused(
                 ": bound='truncate' is min(weight, upper) alone; for a lower bound take 'clip' or 'mask', or set lower to null."
             )
+
+    def _check_centering(self) -> None:
+        """Refuse weights and rules whose expectation over one token is not known from the sampler's distribution."""
+        if self.mode == "bypass" and self.loss != "reinforce":
+            raise _refused(
+                f".centering with mode='bypass' and loss={self.loss!r}, whose clip depends on the advantage's sign; set "
+                "mode='decoupled' or loss='reinforce'."
+            )
+        if self.level not in ("none", "token"):
+            raise _refused(
+                f".centering with level={self.level!r}: the weight of a token would depend on the whole answer; set level to "
+                "'token' or 'none'."
+            )
+        if self.confidence is not None or self.normalize or self.bound == "clip":
+            raise _refused(".centering takes weights of bound 'truncate', 'mask' or 'icepop'; set one of these.")
+        if self.rules or self.veto is not None or self.off_policy_threshold is not None:
+            raise _refused(
+                ".centering with reject, veto or off_policy_threshold: what they leave out depends on more than one token; leave "
+                "them out."
+            )
+
+    @property
+    def weighs_score(self) -> bool:
+        """Whether the policy loss is A log pi, with weights pi/mu of the current policy: REINFORCE, or DPPO."""
+        return self.mode == "bypass" and self.loss != "ppo_clip"
+
+    @property
+    def divergences(self) -> tuple[float, float]:
+        """Largest divergence of a token with a negative advantage, and of one with a positive one."""
+        assert self.divergence is not None
+        return self.divergence if isinstance(self.divergence, tuple) else (self.divergence, self.divergence)
+
+    @property
+    def bounds_of_tokens(self) -> dict[str, float | None]:
+        """The weight's bounds as `centering_terms` takes them: none without a weight, and 0 as the lower one of a mask."""
+        if self.level == "none":
+            return {"upper": None, "lower": None}
+        if self.bound == "truncate":
+            return {"upper": self.upper, "lower": None}
+        return {"upper": math.inf if self.upper is None else self.upper, "lower": self.lower or 0.0}
 
 
 def _refused(message: str) -> ConfigError:
@@ -190,6 +246,8 @@ PRESETS: dict[str, ResolvedCorrection] = {
     "icepop": _ICEPOP,
     "geo_mask": ResolvedCorrection(level="geometric", bound="mask", lower=0.999, upper=1.001),
     "cis": ResolvedCorrection(level="token", confidence=(2.3, 5e-3)),
+    "dppo_tv": ResolvedCorrection(mode="bypass", loss="dppo_tv", level="token", upper=20.0, divergence=0.15),
+    "dppo_kl": ResolvedCorrection(mode="bypass", loss="dppo_kl", level="token", upper=20.0, divergence=0.05),
     "opsm": ResolvedCorrection(off_policy_threshold=0.5),
     # slime's examples/train_infer_mismatch_helper/mis.yaml.
     "slime_mis": ResolvedCorrection(level="token", upper=2.0, normalize=True, veto=1e-4),
@@ -199,7 +257,8 @@ PRESETS: dict[str, ResolvedCorrection] = {
 
 Truncated importance sampling is `tis` per token and `seq_tis` per sequence; `seq_mis` drops sequences beyond the bound, `icepop`
 tokens outside of a band, `geo_mask` sequences by their geometric mean, and `opsm` is DeepSeek-V3.2's mask (arXiv 2512.02556).
-`cis` truncates by a bound that follows the policy's confidence in the token (arXiv 2609.32444).
+`cis` truncates by a bound that follows the policy's confidence in the token (arXiv 2609.32444). `dppo_tv` and `dppo_kl` stop a
+token once its divergence from the engine is too large (arXiv 2602.04879), with the bounds of verl's example.
 """
 
 
@@ -227,9 +286,10 @@ def resolve(config: CorrectionConfig) -> ResolvedCorrection:
         asked["rules"] = {} if rules is None else parse_rules(rules)
     settings = dataclasses.replace(of_preset, **asked)
     idle = settings.mode == "decoupled" and settings.level == "none" and not settings.rules
-    if config.preset is None and idle and settings.veto is None and settings.off_policy_threshold is None:
+    idle = idle and settings.veto is None and settings.off_policy_threshold is None and settings.centering is None
+    if config.preset is None and idle:
         raise ConfigError(
-            f"mismatch.correction: {', '.join(given)} alone corrects nothing; set a level with bounds, reject, veto or "
-            "off_policy_threshold, or preset='disabled'."
+            f"mismatch.correction: {', '.join(given)} alone corrects nothing; set a level with bounds, reject, veto, "
+            "off_policy_threshold or centering, or preset='disabled'."
         )
     return settings

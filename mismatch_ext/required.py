@@ -6,6 +6,7 @@ from torch import Tensor
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import LoopError
+from mismatch_ext.presets import resolve
 from mismatch_ext.rollout import Batch
 
 LEAVE_OUT = "or leave the section out of the config"
@@ -26,6 +27,10 @@ NOT_REPLAYED = (
     "mismatch.routing.mode={mode!r}, and no forward pass of this step was replayed: take its log-probabilities from "
     f"run.score(batch), or run it under run.replaying(batch), {LEAVE_OUT}."
 )
+NOT_CENTERED = (
+    "mismatch.correction.centering is on, and no gradient went through a term of run.center(batch, advantages) since the step "
+    f"before: add it to the loss of each step, {LEAVE_OUT}."
+)
 
 
 class Required:
@@ -41,6 +46,9 @@ class Required:
         self._per_step: dict[str, str] = {}
         if config.kl is not None and config.kl.in_loss:
             self._per_step["kl"] = NO_KL_IN_LOSS
+        centering = None if config.correction is None else resolve(config.correction).centering
+        if centering is not None and not centering.only_measured:
+            self._per_step["center"] = NOT_CENTERED
         if config.routing is not None:
             self._per_step["replay"] = NOT_REPLAYED.format(mode=config.routing.mode)
 

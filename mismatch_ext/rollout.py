@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from mismatch_ext.bad_rows import Fault
+from mismatch_ext.centering import TokenHead
 from mismatch_ext.errors import MismatchError, NonFiniteLogprobError, RecordError, RoutingError
 from mismatch_ext.patching import active_patches, digest_of
 from mismatch_ext.precision.audit import EngineReading
@@ -319,6 +320,7 @@ class RolloutRecord:
         request_id: The engine's or caller's name for the request, used in messages.
         routing: Routes from any token of the sequence up to the last token, or the one before it; None if not recorded.
         support: The ids that each response token was sampled from; None if not recorded.
+        head: The engine's most likely tokens at each response token, for score centering; None if not recorded.
         cached_tokens: Prompt tokens whose keys and values the engine took from its prefix cache; None if unknown.
         fault: Why the row cannot be trained on; None if it can. A record with a fault has 0 for log-probabilities that are not
             finite, and neither routes nor support if these do not fit. `record_of` makes one.
@@ -338,6 +340,7 @@ class RolloutRecord:
     request_id: str | None = None
     routing: RoutingTrace | None = None
     support: TokenSupport | None = None
+    head: TokenHead | None = None
     cached_tokens: int | None = None
     fault: Fault | None = None
 
@@ -366,6 +369,10 @@ class RolloutRecord:
             self._check_routing(self.routing, where)
         if self.support is not None:
             self.support.check_sampled(self.response_ids, self.response_mask, str(self.request_id))
+        if self.head is not None and len(self.head) != len(self.response_ids):
+            raise RecordError(
+                f"{where}: {len(self.response_ids)} response tokens, and a head of {len(self.head)} places; both must be equal."
+            )
 
     def _check_routing(self, routing: RoutingTrace, where: str) -> None:
         count = len(self.prompt_ids) + len(self.response_ids)
@@ -407,6 +414,7 @@ def to_records(
     provenance: Provenance,
     routing: Sequence[RoutingTrace | None] | None = None,
     supports: Sequence[TokenSupport | None] | None = None,
+    heads: Sequence[TokenHead | None] | None = None,
     finish_reasons: Sequence[str | None] | None = None,
     cached_tokens: Sequence[int | None] | None = None,
     names: Sequence[str] | None = None,
@@ -416,7 +424,7 @@ def to_records(
     A rollout whose log-probabilities, routes or support are wrong becomes a record with a `fault`.
     """
     count = len(prompt_ids)
-    given = (routing, supports, finish_reasons, cached_tokens)
+    given = (routing, supports, heads, finish_reasons, cached_tokens)
     columns = [[None] * count if column is None else column for column in given]
     return [
         record_of(
@@ -430,9 +438,10 @@ def to_records(
             request_id=str(row) if names is None else names[row],
             routing=trace,
             support=support,
+            head=head,
             cached_tokens=cached,
         )
-        for row, (prompt, response, logprobs, trace, support, reason, cached) in enumerate(
+        for row, (prompt, response, logprobs, trace, support, head, reason, cached) in enumerate(
             zip(prompt_ids, response_ids, rollout_logprobs, *columns, strict=True)
         )
     ]

@@ -30,6 +30,7 @@ __all__ = [
     "LossScaler",
     "NamedTensors",
     "Provenance",
+    "RecordsHeads",
     "RolloutRecord",
     "RolloutSide",
     "RoutingShape",
@@ -145,3 +146,11 @@ class LoopRollout(RolloutSide, Protocol):
 
     def update(self, weights: NamedTensors) -> tuple[SyncReading, Mapping[str, Any]]:
         """Load new weights under the next version; return the dtypes on the way, and samples for `compare`."""
+
+
+@runtime_checkable
+class RecordsHeads(Protocol):
+    """An engine's side that can report its most likely tokens, for score centering."""
+
+    def record_heads(self, top_k: int) -> None:
+        """Add the `top_k` most likely tokens at each place to all rollouts from now on; refuse if the engine reports fewer."""

@@ -11,6 +11,7 @@ from mismatch_ext.adapters.transformers import routing
 from mismatch_ext.adapters.transformers.side import Logits, causal_logits
 from torch import Tensor, nn
 
+from mismatch_ext.centering import TokenHead
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.precision.audit import EngineReading, SyncReading
 from mismatch_ext.rollout import Batch, RolloutRecord, SamplingSettings, collate, routes_of, to_provenance
@@ -75,6 +76,7 @@ class TorchRollout:
         self._dtype = dtype
         self._random = torch.Generator().manual_seed(seed)
         self._shape: RoutingShape | None = None
+        self._top_k = 0
 
     def check(self, block: MismatchConfig, trainer_dtype: str) -> None:
         """Fit every block."""
@@ -94,6 +96,10 @@ class TorchRollout:
     def record_routing(self, shape: RoutingShape) -> None:
         """Record the routes of rollouts."""
         self._shape = shape
+
+    def record_heads(self, top_k: int) -> None:
+        """Report the most likely tokens with each rollout."""
+        self._top_k = min(top_k, VOCABULARY)
 
     @torch.no_grad()
     def _logprobs(self, tokens: Tensor, *, noisy: bool = False) -> Tensor:
@@ -120,17 +126,24 @@ class TorchRollout:
         """Compare nothing."""
         return ()
 
+    def _head(self, heads: Sequence[Any]) -> TokenHead | None:
+        if not self._top_k:
+            return None
+        logprobs, ids = (torch.stack(column) for column in zip(*heads, strict=True))
+        return TokenHead(ids=ids.int(), logprobs=logprobs)
+
     def generate(self, prompts: Sequence[Sequence[int]]) -> list[RolloutRecord]:
         """Sample responses; token 0 ends one."""
         provenance = to_provenance(self.reading(), sampling=self.sampling, weight_version=self.weight_version)
         records = []
         for prompt in prompts:
             for _ in range(self._n):
-                ids, scores = [*prompt], []
+                ids, scores, heads = [*prompt], [], []
                 while len(scores) < self._tokens and (not scores or ids[-1]):
                     now = self._logprobs(torch.tensor([ids]), noisy=True)[0, -1]
                     ids.append(int(torch.multinomial(now.exp(), 1, generator=self._random)))
                     scores.append(float(now[ids[-1]]))
+                    heads.append(now.topk(self._top_k))
                 record = {"response_ids": tuple(ids[len(prompt) :]), "rollout_logprobs": tuple(scores)}
                 records.append(
                     RolloutRecord(
@@ -138,6 +151,7 @@ class TorchRollout:
                         response_mask=(True,) * len(scores),
                         finish_reason="stop" if ids[-1] == 0 else "length",
                         provenance=provenance,
+                        head=self._head(heads),
                         **record,
                     )
                 )

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from mismatch_ext.adapters.doctor.examining import examine, examine_logged
-from mismatch_ext.adapters.doctor.hosts import HostRun
+from mismatch_ext.adapters.doctor.hosts import RESPONSES, HostRun
 from mismatch_ext.adapters.doctor.options import DTYPES, asked_of, ensure_no_turns
 from mismatch_ext.adapters.doctor.prompts import read_prompts
 from mismatch_ext.adapters.doctor.run_folder import unlike
@@ -64,10 +64,11 @@ def run(arguments: argparse.Namespace) -> int:
         limits = {"responses": arguments.responses, "max_tokens": asked.max_tokens, "longest": longest}
         # Who asks for a length gets that length alone, and a verdict that says so.
         limits["far"] = not arguments.quick and arguments.max_tokens is None
+        limits["shortened"] = arguments.quick and arguments.max_tokens is None
         if sides.server is not None:
             server = connect(sides.server)
             sides = _as_served(sides, arguments, server, host)
-            server.ensure_fits(prompts[: arguments.responses], asked.max_tokens, sides.sampling)
+            server.ensure_fits(prompts[: arguments.responses or RESPONSES], asked.max_tokens, sides.sampling)
         diagnosis = examine(sides, prompts, **limits, **how)
     diagnosis = replace(diagnosis, notes=(*diagnosis.notes, *unlike(arguments.out, sides)))
     if not arguments.json:
@@ -206,7 +207,7 @@ def prompts_of(arguments: argparse.Namespace, host: HostRun | None, model: str) 
     configured = None if host is None else host.dataset
     dataset = configured if arguments.dataset is None else with_own(configured, arguments.dataset)
     assert dataset is not None  # refused before
-    return read_dataset(dataset, model, arguments.responses)
+    return read_dataset(dataset, model, arguments.responses or RESPONSES)
 
 
 def _writable(out: Path) -> None:

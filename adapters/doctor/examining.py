@@ -11,12 +11,13 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
+from mismatch_ext.adapters.doctor.hosts import RESPONSES
 from mismatch_ext.adapters.doctor.progress import Progress
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from mismatch_ext.adapters.placeholders import placeholders_of
 
-from mismatch_ext.doctor.diagnose import SAMPLED
+from mismatch_ext.doctor.diagnose import LEAST_TOKENS, SAMPLED
 from mismatch_ext.errors import ConfigError, MismatchError, RecordError
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ MENDED = {
 }
 # Responses that are sampled to the run's whole length.
 FAR_ROWS = 4
+# A quick look samples so many responses of a large vocabulary, with so many elements of logits: 2,730 tokens of 49,152. Shares
+# need `LEAST_TOKENS`, and some responses end early.
+QUICK_ROWS, QUICK_LOGITS, LEAST_QUICK = 32, 2**27, LEAST_TOKENS * 5 // 4
+# Responses of which the first line speaks.
+LOOKED_AT = 8
 # Fields of the engine's configuration whose values are tried in the trainer's model.
 WINDOW, EXPERTS = "sliding_window", "num_experts_per_tok"
 
@@ -43,8 +49,9 @@ def examine(
     sides: Run,
     prompts: Sequence[Sequence[int]],
     *,
-    responses: int = 256,
+    responses: int | None = None,
     max_tokens: int = 128,
+    shortened: bool = False,
     longest: int = 0,
     far: bool = True,
     seed: int = 0,
@@ -56,8 +63,10 @@ def examine(
     Args:
         sides: The run.
         prompts: Token ids of each prompt, as the trainer has them.
-        responses: Number of responses to sample; only so many prompts are used, the first ones.
+        responses: Number of responses to sample; only so many prompts are used, the first ones. None takes `RESPONSES`, or with
+            `quick` as many as `size_quickly` says.
         max_tokens: Largest number of tokens of a response.
+        shortened: Whether `quick` may cut responses, too.
         longest: The run's own limit, by which the verdict is bounded; 0 if unknown.
         far: Look at a few responses of the run's own limit, too, if it is larger.
         seed: Seed of the bootstrap intervals.
@@ -68,12 +77,17 @@ def examine(
         RecordError: A token id of a prompt or response is beyond the model's vocabulary.
     """
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
+    from mismatch_ext.adapters.transformers.scoring import logits_width
 
     from mismatch_ext.doctor import Sample, rescored
     from mismatch_ext.doctor.diagnose import distance, farther, other_model, request_or_engine, with_heads
 
-    prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     model = load_model(sides.model, config=sides.trainer_config)
+    if responses is None:
+        responses = RESPONSES
+        if quick:
+            responses, max_tokens = size_quickly(logits_width(model), max_tokens, shortened=shortened)
+    prompts, seen = prompts[:responses], None if seen is None else seen[:responses]
     _ensure_known("--prompts", sides.model, model, prompts)
     # If the engine uses another number of experts per token, its routes cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
@@ -86,6 +100,8 @@ def examine(
             sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
         try:
             sample = engine.sample(asked)
+            rung("first look")
+            rung.say(_first_look(sides, model, sample))
             rung("engine again")
             again = engine.score(sample)
             rung("engine's own noise")
@@ -194,6 +210,35 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
             copied = "trainer_logprobs are the engine's to the last bit, as a bypass mode copies them: not compared"
             diagnosis = replace(diagnosis, notes=(*diagnosis.notes, copied))
         return replace(diagnosis, seconds=rung.ended())
+
+
+def size_quickly(vocabulary: int | None, max_tokens: int, *, shortened: bool) -> tuple[int, int]:
+    """Return the number of responses that a quick look samples, and their longest length, which is cut only if `shortened`.
+
+    All of the doctor's costs grow with tokens, and its memory with tokens times vocabulary.
+    """
+    tokens = max(LEAST_QUICK, QUICK_LOGITS // (vocabulary or 2**17))
+    if tokens >= RESPONSES * max_tokens:
+        return RESPONSES, max_tokens
+    if shortened:
+        max_tokens = min(max_tokens, tokens // QUICK_ROWS)
+    return min(RESPONSES, max(QUICK_ROWS, tokens // max_tokens)), max_tokens
+
+
+def _first_look(sides: Run, model: Any, sample: Sample) -> str:
+    """Return the gap of a few responses in a sentence, which takes one short pass."""
+    from mismatch_ext.adapters.transformers.doctor.scorer import trainer_logprobs
+
+    sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
+    few = sample.part(sampled[:: -(-len(sampled) // LOOKED_AT)])
+    gap = few.engine - trainer_logprobs(
+        model, few, dtype=sides.trainer_dtype, temperature=sides.temperature, attention=sides.attention
+    )
+    at = int(np.abs(gap).argmax())
+    return (
+        f"first look, {len(gap)} tokens: mean |Δlogp| {np.abs(gap).mean():.1e} nats, largest {abs(gap[at]):.1e} at token "
+        f"{few.place[at]} of a response; the engine computes in {sides.dtype}, the trainer in {sides.trainer_dtype}"
+    )
 
 
 def _ensure_known(option: str, path: str, model: Any, rows: Sequence[Sequence[int]]) -> None:

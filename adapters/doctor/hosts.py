@@ -14,6 +14,8 @@ OTHER_KERNELS = (
 )
 # Responses are cut at this length unless --max-tokens says otherwise, because the logits of all tokens are kept.
 LONGEST = 128
+# Responses that are sampled unless --responses says otherwise.
+RESPONSES = 256
 
 
 @dataclass(frozen=True, kw_only=True)

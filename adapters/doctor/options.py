@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from mismatch_ext.adapters.doctor.hosts import LONGEST, HostRun
+from mismatch_ext.adapters.doctor.hosts import LONGEST, RESPONSES, HostRun
 from mismatch_ext.adapters.doctor.server import SEEDS, Address
 from mismatch_ext.adapters.doctor.sides import Run
 
@@ -119,7 +119,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
                         help="for --turns, a template's setting, such as enable_thinking=false; repeatable")  # fmt: skip
     tokens.add_argument("--weight-version", metavar="V",
                         help="of --rollouts, those that this version of the weights sampled")  # fmt: skip
-    tokens.add_argument("--responses", metavar="N", type=int, default=256, help="responses to sample (default: 256)")
+    tokens.add_argument("--responses", metavar="N", type=int,
+                        help=f"responses to sample (default: {RESPONSES}, fewer with --quick)")  # fmt: skip
     weights = parser.add_argument_group("the engine's weights, if they are others")
     weights.add_argument("--engine-model", metavar="PATH", type=folder,
                          help="checkpoint or adapter that the engine serves, if another")  # fmt: skip
@@ -134,7 +135,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     answer = parser.add_argument_group("the answer")
     answer.add_argument("--out", metavar="DIR", required=True, type=folder, help="folder for doctor.json")
     answer.add_argument("--json", action="store_true", help="print doctor.json instead of the table")
-    answer.add_argument("--quick", action="store_true", help="leave out the causes that need a forward pass each")
+    answer.add_argument("--quick", action="store_true",
+                        help="leave out causes that need a forward pass each; sample less of a large vocabulary")  # fmt: skip
     answer.add_argument("--threshold", metavar="NATS", type=float, default=THRESHOLD,
                         help=f"mean gap per token that may stay unexplained (default: {THRESHOLD:g})")  # fmt: skip
 
@@ -263,7 +265,7 @@ def _ensure_allowed(arguments: argparse.Namespace, host: HostRun | None) -> None
     if arguments.temperature is not None and not 0 < arguments.temperature < math.inf:
         raise ConfigError(f"--temperature: {arguments.temperature} is not allowed; allowed: > 0.")
     for option, value, least in (
-        ("--responses", arguments.responses, 2),
+        ("--responses", 2 if arguments.responses is None else arguments.responses, 2),
         ("--max-tokens", 1 if arguments.max_tokens is None else arguments.max_tokens, 1),
         ("--seed", arguments.seed, 0),
     ):

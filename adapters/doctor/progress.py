@@ -34,6 +34,13 @@ class Progress:
         if name:
             self._tell(f"{self._command}, after {now - self._began:.0f} s: {name}", now)
 
+    def say(self, line: str) -> None:
+        """Print a line that stays."""
+        if self._status is not None:
+            self._status.console.print(line, markup=False, highlight=False)
+        else:
+            say(line, error=True)
+
     def _tell(self, line: str, now: float) -> None:
         if self._status is not None:
             self._status.update(line)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.transformers.lr import check_optimizer
+from mismatch_ext.adapters.trl.centering import SETTINGS as CENTERING_SETTINGS
 from mismatch_ext.adapters.trl.correction import native_options, own_options
 from mismatch_ext.adapters.trl.refusals import SETTINGS, TRAINERS, check_sharding, refuse
 from transformers import TrainerState
@@ -103,7 +104,7 @@ class MismatchConfigMixin(_Host):
         self._follow_objective(block)
         super().__post_init__()
         self.accelerator_config = BlockAcceleratorConfig.of(self)  # type: ignore[assignment]  # as parsed by the parent
-        refuse(SETTINGS, self, block)
+        refuse((*SETTINGS, *CENTERING_SETTINGS), self, block)
         if block.acts:
             self._check_settled(block)
 

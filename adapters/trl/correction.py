@@ -56,12 +56,16 @@ class CorrectionTerm:
 
     def __init__(self, settings: ResolvedCorrection, ranks: Ranks) -> None:
         self.settings = replace(settings, off_policy_threshold=None)
+        # What is fixed with the batch; DPPO's trust region is looked at in each loss.
+        self._of_batch = self.settings
+        if settings.divergence is not None:
+            self._of_batch = replace(self.settings, loss="reinforce", divergence=None)
         self._ranks = ranks
 
     @property
     def reinforces(self) -> bool:
         """Whether the policy term is A log pi with weights pi/mu, instead of TRL's clipped ratio."""
-        return self.settings.mode == "bypass" and self.settings.loss == "reinforce"
+        return self.settings.weighs_score
 
     def apply(self, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
         """Replace TRL's importance ratios in a batch of fresh completions, and return metrics over all ranks."""
@@ -70,7 +74,7 @@ class CorrectionTerm:
         with together(self._ranks):
             if bool(chosen.any()):
                 found = correct(
-                    old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self.settings
+                    old_logprobs=old_logprobs, rollout_logprobs=rollout, response_mask=chosen, config=self._of_batch
                 )
         if found is None:
             # Other ranks may have tokens, and wait for this one's metrics.
@@ -85,7 +89,7 @@ class CorrectionTerm:
         return metrics_over_ranks(found.metrics, chosen, self.settings, self._ranks)
 
     def policy_weights(self, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> Tensor:
-        """Return the weights of the policy term of `loss: reinforce` `[B, T]`, from the current policy."""
+        """Return the weights of the policy term of `loss: reinforce` or of DPPO `[B, T]`, from the current policy."""
         chosen = mask.bool()
         if not bool(chosen.any()):
             return torch.zeros_like(logps)
@@ -94,6 +98,7 @@ class CorrectionTerm:
             rollout_logprobs=inputs["sampling_per_token_logps"],
             response_mask=chosen,
             config=self.settings,
+            advantages=inputs["advantages"],
         ).as_multiplier()
 
 
@@ -123,7 +128,7 @@ def baseline_shift(output: Mapping[str, Any], mask: Tensor, ranks: Ranks) -> flo
 
 def clips_engine_ratio(settings: ResolvedCorrection | None, loss_type: str) -> bool:
     """Tell whether TRL's loss has PPO's clip on the ratio to the engine's log-probabilities."""
-    return settings is not None and settings.mode == "bypass" and settings.loss != "reinforce" and loss_type in CLIPPED
+    return settings is not None and settings.mode == "bypass" and settings.loss == "ppo_clip" and loss_type in CLIPPED
 
 
 def phantom(

@@ -13,13 +13,16 @@ from accelerate.utils import is_peft_model
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.transformers.routing import MoeLayout
+from mismatch_ext.adapters.trl.centering import EngineHeads
 from mismatch_ext.adapters.trl.lora import Base
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks
 from mismatch_ext.adapters.vllm.routing import judged_traces
+from mismatch_ext.patches.vllm.top_logprobs import storing
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.centering import TopTokens
 from mismatch_ext.errors import RecordError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.patching import applied
@@ -43,10 +46,12 @@ class CheckedGeneration:
         patch_digest: str = "none",
         layout: MoeLayout | None = None,  # None records no routes
         masks: EngineMasks | None = None,
+        heads: EngineHeads | None = None,
         base: Base | None = None,
     ) -> None:
         self.run, self.engine, self.checks = run, run.engine, run.checks
         self.patch_digest, self.layout, self.masks, self.base = patch_digest, layout, masks, base
+        self.heads = heads
         if layout is not None:
             self.engine.record_routing()
         self.weight_version = 0
@@ -67,6 +72,8 @@ class CheckedGeneration:
         self._inner.logprobs = 0 if self._inner.logprobs is None else self._inner.logprobs
         if self.masks is not None:
             self._inner.logprobs = self.masks.asked
+        if self.heads is not None:
+            self._inner.logprobs = self.heads.asked
         # In sleep mode TRL pushes weights from inside generate(): that update goes through here too.
         self._inner.sync_weights, self._inner._iter_named_params = self.sync_weights, self._sent_parameters
         self._inner.generate = self.generate
@@ -191,18 +198,25 @@ class CheckedGeneration:
         version = None if self.layout is None else lambda: self.weight_version
         # TRL keeps token ids and log-probabilities of the engine's outputs, and drops the rest.
         patches = () if self.masks is None else self.masks.patches
-        with self.engine.captured(version) as outputs, applied(*patches):
+        if self.heads is not None:
+            patches = self.heads.patches
+        taking = nullcontext() if self.heads is None else storing(TopTokens)
+        with self.engine.captured(version) as outputs, applied(*patches), taking:
             result: tuple[Any, ...] = self.plain_generate(prompts, *args, **kwargs)
         with self._refusing():
             bad = BadRows(len(result[1]))
             supports = None
             if self.masks is not None:
                 supports, result = self.masks.of(result, outputs if patches else None, bad)
+            heads = None
+            if self.heads is not None:
+                heads, result = self.heads.of(result, outputs if patches else None)
             self.keep(
                 result,
                 bad,
                 routing=self._routing(outputs, bad),
                 supports=supports,
+                heads=heads,
                 finish_reasons=_of_completions(outputs, result[1], lambda output, completion: completion.finish_reason),
                 cached_tokens=_of_completions(outputs, result[1], _cached_tokens),
             )

@@ -56,7 +56,8 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
     if block.correction is not None:
         settings = resolve(block.correction)
         off = {"vllm_importance_sampling_correction": False}
-        if native_options(settings) != off or settings.off_policy_threshold is not None:
+        changes_weights = native_options(settings) != off or settings.off_policy_threshold is not None
+        if changes_weights or settings.centering is not None:
             found.append("mismatch.correction")
     return tuple(found)
 

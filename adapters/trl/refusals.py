@@ -39,7 +39,7 @@ def refuse(rows: Iterable[Row], settings: Any, block: MismatchConfig) -> None:
 
 
 def _under_reinforce(is_set: Callable[[Any], bool]) -> Test:
-    return lambda s, b: resolve(b.correction).loss == "reinforce" and is_set(s)
+    return lambda s, b: resolve(b.correction).weighs_score and is_set(s)
 
 
 def _changed_in_float16(name: str) -> Test:
@@ -50,7 +50,7 @@ def _changed_in_float16(name: str) -> Test:
 def _normalizes_a_part(s: Any, b: Any) -> bool:
     settings = resolve(b.correction)
     ours = native_options(settings) is None and settings.normalize
-    return bool(ours and (settings.loss == "reinforce" or s.world_size > 1))
+    return bool(ours and (settings.weighs_score or s.world_size > 1))
 
 
 def _keeps_kl_of_bad_rows(s: Any, b: Any) -> bool:

@@ -22,6 +22,7 @@ from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, marks_of, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
+from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
     CorrectionTerm,
@@ -94,6 +95,7 @@ class TrlRun(MeasuredRun):
         super().__init__(trainer, block, config.output_dir)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
+        self.centering = Centering(trainer, block, self.ranks)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -125,6 +127,8 @@ class TrlRun(MeasuredRun):
         if self.block.sampling_mask is not None:
             # The sampled token comes in addition.
             arguments["max_logprobs"] = self.block.sampling_mask.asked(sampling_settings(config, given))
+        if self.centering.top_k is not None:
+            arguments["max_logprobs"] = self.centering.top_k
         if config.device.type == "cpu":
             arguments |= UNCOMPILED
             patches = cpu_routes_patches() if FLAG in arguments else []
@@ -132,7 +136,8 @@ class TrlRun(MeasuredRun):
 
     def step_patches(self, config: Any) -> list[Patch]:
         """Return the patches that come and go in each step: around scoring passes and weight updates."""
-        patches = [FUSED_HEAD, *top_logprobs()] if self.block.sampling_mask is not None else []
+        reads_head = self.block.sampling_mask is not None or self.centering.top_k is not None
+        patches = [FUSED_HEAD, *top_logprobs()] if reads_head else []
         here = config.use_vllm and config.vllm_mode == "colocate"
         return [*patches, *(cpu_moe_repack() if here and config.device.type == "cpu" else ())]
 
@@ -264,6 +269,7 @@ class TrlRun(MeasuredRun):
             patch_digest=patch_digest,
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
             masks=self._engine_masks(),
+            heads=self.centering.of_engine(),
             base=self._base(),
         )
 
@@ -327,6 +333,7 @@ class TrlRun(MeasuredRun):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(batch, output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
+            self.centering.keep(batch.records)
             if self.routing is not None:
                 output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
             if self.scoring.masking is not None:
@@ -541,7 +548,7 @@ class TrlRun(MeasuredRun):
         metrics = super().further_metrics()
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
-        return metrics
+        return metrics | self.centering.metrics()
 
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left."""

@@ -125,7 +125,7 @@ class MismatchTrainerMixin(_Host):
             return host(model, inputs, *args, **kwargs)
         self._acting.scoring.expect_micro_batch()
         with self._acting.scoring.knowing_bad_rows(inputs) as known:
-            loss = self._acting.objective.loss(host, model, known, *args, **kwargs)
+            loss = self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
         if host.__module__.startswith("trl."):
             # Otherwise a user's loss inside of ours may give TRL's own a part of the rows.
             self._acting.scoring.expect_replayed(inputs, every=True)
@@ -184,6 +184,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
             "mismatch.kl.reward_path='rewards' with tools, an environment or a rollout_func: which tokens are the policy's is "
             "not known when rewards are computed; use reward_path='surrogate'."
         )
+    run.centering.check(stitches=stitches)
     _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)

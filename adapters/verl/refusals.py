@@ -17,7 +17,7 @@ from typing import Any
 from mismatch_ext.config import ESTIMATORS, MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
-from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
+from mismatch_ext.presets import DPPO, PRESETS, ResolvedCorrection, resolve
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
 MODES = (SYNC, COLOCATE, SEPARATE)
@@ -475,6 +475,15 @@ _CORRECTION = (
         ),
         Row("mismatch.correction.level", one_of("geometric"), f"{_NOT_IN_VERL} Levels of verl are 'token' and 'sequence'.",
             read=_of_correction("level")),
+        *(
+            Row("mismatch.correction.loss", one_of(loss),
+                f"verl has this loss itself. Set {POLICY_LOSS}.loss_mode={loss}, {ACTOR}.clip_ratio_low and clip_ratio_high to "
+                f"its bounds, and {CORRECTION}.bypass_mode=True; and leave out mismatch.correction.",
+                read=_of_correction("loss"))
+            for loss in DPPO
+        ),
+        Row("mismatch.correction.centering", other_than(),
+            "verl 0.9.1 has no score centering (its main branch has). Leave it out.", read=_of_correction("centering")),
         Row("mismatch.correction.veto", other_than(), _NOT_IN_VERL, read=_of_correction("veto")),
         Row("mismatch.correction.confidence", other_than(), _NOT_IN_VERL, read=_of_correction("confidence")),
         Row("mismatch.correction.lower", lambda value, asked: value is not None and asked.clips,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from mismatch_ext.adapters.vllm.heads import head_of, is_flat
 from mismatch_ext.adapters.vllm.routing import to_traces
 
 from mismatch_ext import rollout
@@ -23,6 +24,7 @@ def to_records(
     provenance: Provenance,
     shape: RoutingShape | None = None,
     n: int = 1,
+    top_k: int = 0,
 ) -> list[RolloutRecord]:
     """Turn the outputs of a batch of prompts into records, in the order of the prompts.
 
@@ -32,6 +34,7 @@ def to_records(
         provenance: Where the rollouts come from; its weight version is that of the routes too.
         shape: The model's routing shape when the engine records routing; None reads none.
         n: Responses per prompt.
+        top_k: How many of its most likely tokens the engine reports at each place; 0 keeps none.
 
     Raises:
         RecordError: An output is malformed or unfinished, or their number is wrong; names request, field, value and what is
@@ -55,6 +58,7 @@ def to_records(
         [_logprobs(completion, row) for row, completion in enumerate(completions)],
         provenance=provenance,
         routing=routing,
+        heads=[head_of(completion.logprobs, top_k) for completion in completions] if top_k else None,
         finish_reasons=[completion.finish_reason for completion in completions],
         # Of several responses to a prompt, vLLM says only what one of them took from the cache.
         cached_tokens=[getattr(output, "num_cached_tokens", None) for output in outputs] if n == 1 else None,
@@ -86,4 +90,6 @@ def _logprobs(completion: Any, row: int) -> list[float]:
             f"rollout {row}: {len(ids)} response tokens and {count} log-probabilities; allowed: one for each. Send "
             "SamplingParams(logprobs=0)."
         )
+    if is_flat(tops):  # the sampled token is the first of its place
+        return [tops.logprobs[first] for first in tops.start_indices]
     return [top[token].logprob for token, top in zip(ids, tops, strict=True)]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
 from mismatch_ext.adapters.vllm.engine import asked_of, is_cpu, read_engine, runner, shutdown
 from mismatch_ext.adapters.vllm.head import compare_head
+from mismatch_ext.adapters.vllm.heads import expect_top_k, flat_logprobs
 from mismatch_ext.adapters.vllm.probes import decode_tokens, score_tokens
 from mismatch_ext.adapters.vllm.rollouts import to_records
 from mismatch_ext.adapters.vllm.routing import FLAG, require_routing
@@ -22,6 +23,7 @@ from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, EngineError
 from mismatch_ext.patching import applied, described, digest_of
 from mismatch_ext.precision.audit import EngineReading, SyncReading
+from mismatch_ext.presets import resolve
 from mismatch_ext.rollout import Provenance, RolloutRecord, SamplingSettings, to_provenance
 from mismatch_ext.routing import RoutingShape
 from mismatch_ext.weights import Decoded, NamedTensors, TensorComparison
@@ -109,6 +111,7 @@ class Rollout(InProcess):
         self.weight_version = 0
         self._reading = read_engine(llm)
         self._shape: RoutingShape | None = None
+        self._top_k = 0
         if self._reading.logprobs_mode.startswith("raw") and sampling.temperature != 1:
             raise EngineError(
                 f"the vLLM engine reports {self._reading.logprobs_mode}, before the temperature, and is to sample at "
@@ -150,6 +153,8 @@ class Rollout(InProcess):
                 arguments["hf_overrides"] = _beside(asked["hf_overrides"], arguments.get("hf_overrides"))
         if block.routing is not None and block.routing.mode == "R3":
             asked[FLAG] = True
+        if block.correction is not None and (section := resolve(block.correction).centering) is not None:
+            asked["max_logprobs"] = section.top_k
         if current_platform.is_cpu():
             asked["enforce_eager"] = True  # compiling costs a CPU engine more than it saves in a short run
             patches = cpu_routes_patches() if FLAG in asked else []
@@ -170,6 +175,17 @@ class Rollout(InProcess):
         require_routing(self.llm)
         attach_cpu_routes(self.llm)
         self._shape = shape
+
+    def record_heads(self, top_k: int) -> None:
+        """Take the engine's most likely tokens with the rollouts from now on.
+
+        Args:
+            top_k: How many at each place; all of a vocabulary that is smaller.
+
+        Raises:
+            EngineError: The engine reports fewer.
+        """
+        self._top_k = expect_top_k(self.llm, top_k)
 
     def check(self, block: MismatchConfig, trainer_dtype: str) -> None:
         """Accept every block: the audit compares what the engine computes with, and nothing else can be wrong."""
@@ -196,12 +212,15 @@ class Rollout(InProcess):
             n=self.n,
             max_tokens=self.max_new_tokens,
             stop_token_ids=list(self.stop_token_ids),
-            logprobs=0,
+            logprobs=self._top_k,
+            **flat_logprobs() if self._top_k else {},
         )
         ids = [list(map(int, prompt)) for prompt in prompts]
         requests: list[TokensPrompt] = [{"prompt_token_ids": prompt} for prompt in ids]
         outputs = self.llm.generate(requests, params, use_tqdm=False)
-        return to_records(outputs, prompt_ids=ids, provenance=self._provenance(), shape=self._shape, n=self.n)
+        return to_records(
+            outputs, prompt_ids=ids, provenance=self._provenance(), shape=self._shape, n=self.n, top_k=self._top_k
+        )
 
     def update(self, weights: NamedTensors) -> tuple[SyncReading, dict[str, SentTensor]]:
         """Load new weights, and reset the prefix cache, which was computed with the weights before.

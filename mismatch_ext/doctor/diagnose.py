@@ -29,7 +29,7 @@ from mismatch_ext.doctor.fits import (
     Noise,
     Search,
 )
-from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, truncations
+from mismatch_ext.doctor.logits import Logits, LogitTable, of_logits, score_tokens, truncations
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.doctor.tokens import SURE, TokensTest, judge_ends, judge_start, judge_tokens
 from mismatch_ext.errors import NonFiniteLogprobError
@@ -435,8 +435,11 @@ def diagnose(
         drawn = tokens.drawn_at(temperature / scores.temperature)
         return drawn if drawn is not None or asked is None else abs(asked / temperature - 1) < NEAR
 
-    def truncated(temperature: float) -> Sequence[Cause]:
-        return truncations(LogitTable.of(sample, scores.logits, temperature))
+    few = table.screened()
+
+    def truncated(temperature: float, whole: bool) -> Sequence[Cause]:
+        source = table if whole else few
+        return truncations(LogitTable.of(sample, source.logits, temperature, source.places))
 
     search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
     explained = search.explain(listed, sample.engine - table.logprob, truncated=truncated)
@@ -578,9 +581,9 @@ def diagnose(
 
 def rescored(sample: Sample, scores: Scores) -> tuple[float, Floats]:
     """Return an engine's error on tokens that it scored again at temperature 1: in units of rounding, and per token `[N]`."""
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
-    error = sample.engine - table.logprob
-    return Noise.of(scores.own - table.logprob, table.spread, scores.float32_error).size(error), error
+    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    error = sample.engine - oracle
+    return Noise.of(scores.own - oracle, spread, scores.float32_error).size(error), error
 
 
 def distance(sample: Sample, scores: Scores) -> float:
@@ -588,10 +591,10 @@ def distance(sample: Sample, scores: Scores) -> float:
 
     When logits move by dz, log p moves by (onehot - p) . dz: an error over ||onehot - p|| is the size of dz along it.
     """
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
-    telling = table.spread > TELLING
-    error = np.abs(sample.engine - table.logprob)
-    return float(np.median(error[telling] / table.spread[telling])) if telling.any() else 0.0
+    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    telling = spread > TELLING
+    error = np.abs(sample.engine - oracle)
+    return float(np.median(error[telling] / spread[telling])) if telling.any() else 0.0
 
 
 def begins(place: Integers, error: Floats, rounding: float, exact: float = 0.0) -> int | None:
@@ -612,11 +615,11 @@ def begins(place: Integers, error: Floats, rounding: float, exact: float = 0.0) 
 
 def farther(diagnosis: Diagnosis, sample: Sample, scores: Scores, longest: int) -> Diagnosis:
     """Return the diagnosis after a few responses of the run's whole length, scored as prompts at temperature 1."""
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
     late = sample.place >= diagnosis.seen
     if diagnosis.verdict != "clean" or not late.any():
         return replace(diagnosis, longest=longest)
-    engine_error, rounding_error = (np.abs(side - table.logprob) for side in (sample.engine, scores.own))
+    oracle, _ = score_tokens(sample, scores.logits, scores.temperature)
+    engine_error, rounding_error = (np.abs(side - oracle) for side in (sample.engine, scores.own))
     exact = FLOAT32_UNITS * scores.float32_error
     allowed = max(APART * float(rounding_error.mean()), exact)
     late_error = float(engine_error[late].mean())
@@ -789,7 +792,7 @@ def _engines_noise(explained: Explained, sample: Sample, scores: Scores, noise: 
     heats = [fit.x for fit in explained.named if fit.cause.key in HEATS]
     if not heats:
         return noise
-    return noise.heated(heats[0] / scores.temperature, LogitTable.of(sample, scores.logits, heats[0]).spread)
+    return noise.heated(heats[0] / scores.temperature, score_tokens(sample, scores.logits, heats[0])[1])
 
 
 def _by_fit(fit: Fit, part: Part, complete: bool, temperature: float) -> NamedCause:

@@ -218,9 +218,12 @@ class Search:
         causes: Sequence[Cause],
         error: Floats,
         most: int = 2,
-        truncated: Callable[[float], Sequence[Cause]] | None = None,
+        truncated: Callable[[float, bool], Sequence[Cause]] | None = None,
     ) -> Explained:
-        """Fit causes to an error `[N]`; `truncated` gives causes that cut off a tail at a temperature, to fit both jointly."""
+        """Fit causes to an error `[N]`; `truncated` gives causes that cut off a tail at a temperature, to fit both jointly.
+
+        Its second argument says whether they predict all tokens, or only those that choose parameters.
+        """
         named: list[Fit] = []
         first: list[Fit] = []
         rest = error
@@ -302,12 +305,10 @@ class Search:
         )  # fmt: skip
 
     def _together(
-        self, heat: Cause, truncated: Callable[[float], Sequence[Cause]], error: Floats, alone: Fit
+        self, heat: Cause, truncated: Callable[[float, bool], Sequence[Cause]], error: Floats, alone: Fit
     ) -> tuple[Fit, Fit] | None:
         """Return the fits of a temperature and of a truncation that act together, if they explain more than one cause alone."""
-        pairs: dict[
-            tuple[str, float], tuple[float, float, Cause]
-        ] = {}  # by key and temperature: loss, parameter, truncation
+        pairs: dict[tuple[str, float], tuple[float, float]] = {}  # by truncation and temperature: loss, parameter
 
         def rounded(x: float) -> float:
             return float(f"{x:.4g}")
@@ -315,10 +316,12 @@ class Search:
         def tried(x: float, chosen: str = "") -> float:
             """Return the loss of a temperature with the best parameter of a truncation; of every truncation if none is chosen."""
             x = rounded(x)
-            for cause in truncated(x) if (chosen, x) not in pairs else ():
+            for cause in truncated(x, False) if (chosen, x) not in pairs else ():
                 if chosen in ("", cause.key):
-                    cut, _ = self._parameter(cause if chosen else replace(cause, steps=0), error, anyway=True)
-                    pairs[cause.key, x] = (self._loss(self._delta(cause, cut), error), cut, cause)
+                    coarse = cause if chosen else replace(cause, steps=0)
+                    cut, _ = self._parameter(coarse, error, anyway=True)
+                    pairs[cause.key, x] = (self._loss(self._delta(coarse, cut), error), cut)
+                    self._forget(coarse)
             return pairs[chosen, x][0] if chosen else 0.0
 
         # At a trainer's temperature of 0.8 the grid's 1.4 times is not 1.12 to the last bit.
@@ -332,7 +335,8 @@ class Search:
         tried(x, key)
         narrowed(partial(tried, chosen=key), grid[max(0, at - 1)], grid[min(len(grid) - 1, at + 1)], heat.steps)
         key, x = min((pair for pair in pairs if pair[0] == key), key=lambda pair: pairs[pair][0])
-        _, cut, cause = pairs[key, x]
+        _, cut = pairs[key, x]
+        cause = next(cause for cause in truncated(x, True) if cause.key == key)
         whole, warmed = self._delta(cause, cut), self._delta(heat, x)
         both = self._judged(cause, cut, whole, error)
         more = both.drawn - alone.drawn
@@ -359,6 +363,11 @@ class Search:
         if key not in self._deltas:
             self._deltas[key] = predict(x) - self.oracle
         return self._deltas[key]
+
+    def _forget(self, cause: Cause) -> None:
+        """Drop what a cause predicts, and with it the table of a temperature that was only tried."""
+        for key in [key for key in self._deltas if key[0] is cause]:
+            del self._deltas[key]
 
     def _parameter(self, cause: Cause, error: Floats, *, anyway: bool = False) -> tuple[float, bool]:
         """Return the likeliest parameter on the fitted responses, refined if it helps or `anyway`, and whether it helps."""

@@ -22,7 +22,7 @@ from mismatch_ext.doctor.diagnose import (
     judge_attention,
 )
 from mismatch_ext.doctor.fits import ROUNDING, Noise
-from mismatch_ext.doctor.logits import LogitTable
+from mismatch_ext.doctor.logits import score_tokens
 from mismatch_ext.doctor.sample import Floats, Integers, Sample
 from mismatch_ext.gap import k3
 
@@ -156,12 +156,12 @@ def _sizes(gap: Floats) -> list[Figure]:
 
 def _errors(sample: Sample, scores: Scores) -> list[Figure]:
     """Return both sides' errors against the oracle in units of rounding; in nats where float32 explains them."""
-    table = LogitTable.of(sample, scores.logits, scores.temperature)
-    noise = Noise.of(scores.own - table.logprob, table.spread, scores.float32_error)
-    native = table.logprob if scores.native is None else scores.native
+    oracle, spread = score_tokens(sample, scores.logits, scores.temperature)
+    noise = Noise.of(scores.own - oracle, spread, scores.float32_error)
+    native = oracle if scores.native is None else scores.native
     figures = []
     for side, error, limit in (
-        (ENGINES_ERROR, sample.engine - table.logprob, ROUNDING),
+        (ENGINES_ERROR, sample.engine - oracle, ROUNDING),
         (TRAINERS_ERROR, native - scores.trainer, TRAINER_ROUNDING),
     ):
         mean = float(np.abs(error).mean())

@@ -15,7 +15,7 @@ import torch
 
 from mismatch_ext.doctor.diagnose import APART, LEAST_TOKENS, NEAR, TRAINER_ROUNDING, Diagnosis, Scores
 from mismatch_ext.doctor.fits import FLOAT32_UNITS, TAIL, Noise, narrowed
-from mismatch_ext.doctor.logits import TEMPERATURES, LogitTable
+from mismatch_ext.doctor.logits import TEMPERATURES, LogitTable, score_tokens
 from mismatch_ext.doctor.sample import Floats, Sample
 from mismatch_ext.gap import k3
 
@@ -59,11 +59,11 @@ def against_logged(
         return replace(diagnosis, notes=(*diagnosis.notes, note))
     note += ": it is not the trainer of the log"
     heat = _temperature(table, logged, known, stated)
-    at_heat = LogitTable.of(sample, scores.logits, heat)
+    at_heat, heated_spread = score_tokens(sample, scores.logits, heat)
     own_noise = Noise.of(plain - table.logprob, table.spread, scores.float32_error)
-    heated = own_noise.heated(heat / scores.temperature, at_heat.spread)
+    heated = own_noise.heated(heat / scores.temperature, heated_spread)
     if abs(heat / scores.temperature - 1) >= NEAR and _agrees(
-        (logged - at_heat.logprob)[known], TRAINER_ROUNDING, heated.float32_error, heated.errors[known]
+        (logged - at_heat)[known], TRAINER_ROUNDING, heated.float32_error, heated.errors[known]
     ):
         note += f", and with --temperature {heat:.3g} it is"
     named = [cause.key for cause in diagnosis.causes]
@@ -99,10 +99,13 @@ def _temperature(table: LogitTable, logged: Floats, known: np.ndarray, stated: f
     """Return the temperature at which the oracle is nearest to the log's trainer; the `stated` one if that is as near."""
 
     losses: dict[float, float] = {}
+    few = table.screened(known)
+    judging = np.zeros_like(known)
+    judging[few.places] = known[few.places]
 
     def loss(x: float) -> float:
         if x not in losses:
-            losses[x] = float(np.abs((table.under(lambda z, _: z / x) - logged)[known]).mean())
+            losses[x] = float(np.abs((few.under(lambda z, _: z / x) - logged)[judging]).mean())
         return losses[x]
 
     grid = sorted(x * table.temperature for x in (*TEMPERATURES, 1.0))

@@ -7,22 +7,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from mismatch_ext.doctor.causes import Cause
-from mismatch_ext.doctor.sample import Floats, Sample
+from mismatch_ext.doctor.sample import Floats, Integers, Sample
 
 # Elements of a chunk of logits: 128 MiB in float64.
 CHUNK = 2**24
 # A nucleus is searched among this many most probable tokens of each place.
 BEST = 1024
+# Elements of the logits by which parameters are chosen, and the fewest tokens: 512 of a vocabulary of 49,152.
+SCREENED, LEAST_SCREENED = 3 * 2**23, 256
 TEMPERATURES = (0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 1.02, 1.05, 1.1, 1.2, 1.4, 1.7, 2.0)
 NUCLEI = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97, 0.98, 0.99, 0.995, 0.999)
 COUNTS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0, 10.0, 12.0, 20.0, 40.0, 50.0, 100.0)
@@ -34,6 +36,8 @@ CAPS = (10.0, 15.0, 20.0, 30.0, 50.0)
 # Factors on a token's odds: exp(bias).
 ODDS = (0.02, 0.1, 0.3, 0.7, 1.4, 3.0, 10.0, 50.0)
 PADDING = (16.0, 64.0, 256.0, 1024.0)
+# A penalty leaves at least this probability to the tokens that did not occur, up to rounding of float64.
+LEAST_MASS = 1e-15
 # How far a mask may be off, in tokens, and in words.
 LATE_BY = (1, 2, 3, -1, -2, -3)
 LATE_WORDS = tuple(f"{abs(x)} token{'s'[: abs(x) > 1]} {'late' if x > 0 else 'early'}" for x in LATE_BY)
@@ -62,12 +66,12 @@ PENALTIES: dict[str, tuple[Penalized, tuple[float, ...], float | None, dict[str,
 
 
 class Logits(Protocol):
-    """Logits `[N, V]`, float32, read in stretches of rows: a tensor, or an object that computes them when they are read."""
+    """Logits `[N, V]`, float32, read by rows: a tensor, or an object that computes them when they are read."""
 
     @property
     def shape(self) -> torch.Size: ...
     def __len__(self) -> int: ...
-    def __getitem__(self, rows: slice, /) -> Tensor: ...
+    def __getitem__(self, rows: slice | Integers, /) -> Tensor: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +79,9 @@ class LogitTable:
     """The oracle's distribution at each token, at the trainer's temperature; `logits` are from before it."""
 
     sample: Sample
-    logits: Tensor | Logits
+    logits: Tensor | Logits  # of the tokens at `places` [M, V]
     temperature: float
+    places: Integers  # the tokens [M] whose logits are known; what is computed from logits is NaN for the others
     logprob: Floats  # of the sampled token [N]
     entropy: Floats  # in nats [N]
     variance: Floats  # of the log-probability of a token drawn at this place, in squared nats [N]
@@ -85,40 +90,82 @@ class LogitTable:
     better: Floats  # total probability of the tokens that are more probable than the sampled one [N]
 
     @classmethod
-    def of(cls, sample: Sample, logits: Tensor | Logits, temperature: float) -> LogitTable:
-        """Compute the table from the oracle's logits `[N, V]`."""
+    def of(
+        cls, sample: Sample, logits: Tensor | Logits, temperature: float, places: Integers | None = None
+    ) -> LogitTable:
+        """Compute the table from the oracle's logits `[M, V]` of the tokens at some places `[M]`; None are all N tokens."""
+        places = np.arange(len(sample.tokens)) if places is None else places
         parts: list[dict[str, Floats]] = []
         for rows in chunks(logits):
             logp = (logits[rows].double() / temperature).log_softmax(-1)
             p = logp.exp()
-            logprob = _chosen(logp, sample, rows)
+            logprob = _chosen(logp, sample, places[rows])
             entropy = -torch.xlogy(p, p).sum(-1)
             columns = {
                 "logprob": logprob,
                 "entropy": entropy,
                 "variance": (p * torch.nan_to_num(logp, neginf=0.0).add(entropy[:, None]).square()).sum(-1),
-                "spread": (1 - 2 * logprob.exp() + p.square().sum(-1)).clamp(min=0).sqrt(),
+                "spread": _spread(logprob, p),
                 "best": p.topk(min(BEST, p.shape[1]), -1).values,
                 "better": torch.where(p > logprob.exp()[:, None], p, 0.0).sum(-1),
             }
             parts.append({name: column.numpy() for name, column in columns.items()})
-        columns_ = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
-        return cls(sample=sample, logits=logits, temperature=temperature, **columns_)
+        known = {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
+        columns_ = {name: _placed(values, places, len(sample.tokens)) for name, values in known.items()}
+        return cls(sample=sample, logits=logits, temperature=temperature, places=places, **columns_)
 
-    def under(self, change: Callable[[Tensor, slice], Tensor]) -> Floats:
+    def screened(self, among: NDArray[np.bool_] | None = None) -> LogitTable:
+        """Return the table with the logits of some fitted tokens alone, evenly spaced; itself if it is small enough.
+
+        Fits cost tokens times vocabulary times parameters to try. So parameters are chosen by these tokens, and judged by all.
+        `among` `[N]` are the tokens to choose from; None are the fitted ones.
+        """
+        fitted = np.flatnonzero(self.sample.fits if among is None else among)
+        count = max(LEAST_SCREENED, SCREENED // self.logits.shape[1])
+        if count >= len(fitted):
+            return self
+        places = fitted[np.linspace(0, len(fitted) - 1, count).astype(int)]
+        kept = torch.cat([self.logits[rows] for rows in np.array_split(places, -(-count // LEAST_SCREENED))])
+        return replace(self, logits=kept, places=places)
+
+    def under(self, change: Callable[[Tensor, Integers], Tensor]) -> Floats:
         """Return the tokens' log-probabilities `[N]` under logits changed stretch by stretch, from before the temperature."""
-        return self._each(lambda z, rows: _chosen(change(z, rows).log_softmax(-1), self.sample, rows))
+        return self._each(lambda z, places: _chosen(change(z, places).log_softmax(-1), self.sample, places))
 
     def chosen(self) -> Floats:
         """Return the sampled tokens' logits `[N]`, before the temperature."""
-        return self._each(lambda z, rows: _chosen(z, self.sample, rows))
+        return self._each(lambda z, places: _chosen(z, self.sample, places))
 
     def probability(self, token: int) -> Floats:
         """Return the probability of one token at each place `[N]`."""
-        return self._each(lambda z, rows: (z / self.temperature).log_softmax(-1)[:, token].exp())
+        return self._each(lambda z, _: (z / self.temperature).log_softmax(-1)[:, token].exp())
 
-    def _each(self, function: Callable[[Tensor, slice], Tensor]) -> Floats:
-        return np.concatenate([function(self.logits[rows].double(), rows).numpy() for rows in chunks(self.logits)])
+    def _each(self, function: Callable[[Tensor, Integers], Tensor]) -> Floats:
+        values = [function(self.logits[rows].double(), self.places[rows]).numpy() for rows in chunks(self.logits)]
+        return _placed(np.concatenate(values), self.places, len(self.sample.tokens))
+
+
+def score_tokens(sample: Sample, logits: Tensor | Logits, temperature: float) -> tuple[Floats, Floats]:
+    """Return the tokens' log-probabilities `[N]` under logits `[N, V]`, and `LogitTable.spread` `[N]`."""
+    logprobs, spreads = [], []
+    for rows in chunks(logits):
+        logp = (logits[rows].double() / temperature).log_softmax(-1)
+        logprob = _chosen(logp, sample, np.arange(len(sample.tokens))[rows])
+        logprobs.append(logprob.numpy())
+        spreads.append(_spread(logprob, logp.exp()).numpy())
+    return np.concatenate(logprobs), np.concatenate(spreads)
+
+
+def _spread(logprob: Tensor, p: Tensor) -> Tensor:
+    """Return the length of onehot(token) - p at each place `[n]`, from the tokens' log-probabilities and all probabilities."""
+    return (1 - 2 * logprob.exp() + p.square().sum(-1)).clamp(min=0).sqrt()
+
+
+def _placed(values: Floats, places: Integers, count: int) -> Floats:
+    """Return values of the tokens at some places as values of all tokens, NaN for the others."""
+    placed = np.full((count, *values.shape[1:]), math.nan)
+    placed[places] = values
+    return placed
 
 
 def chunks(logits: Tensor | Logits) -> Iterator[slice]:
@@ -127,18 +174,29 @@ def chunks(logits: Tensor | Logits) -> Iterator[slice]:
     return (slice(first, min(first + count, len(logits))) for first in range(0, len(logits), count))
 
 
-def _chosen(values: Tensor, sample: Sample, rows: slice) -> Tensor:
-    return values.gather(-1, torch.from_numpy(sample.tokens[rows])[:, None])[:, 0]
+def _chosen(values: Tensor, sample: Sample, places: Integers) -> Tensor:
+    return values.gather(-1, torch.from_numpy(sample.tokens[places])[:, None])[:, 0]
 
 
 def of_logits(table: LogitTable, end_tokens: Sequence[int] = ()) -> list[Cause]:
     """Return the causes that need no forward pass; some forbid the ids that end a response."""
-    t, under, token, ends = table.temperature, table.under, _favored(table), torch.tensor(sorted(end_tokens))
+    token, occurring = _favored(table), Occurring.of(table)
     penalties = [
         Cause(key=key, family="sampling", said=f"the engine samples with {key} {{x}}{words}", remedy="penalty",
-              predict=partial(_penalized, table, change, counted), grid=grid, neutral=neutral, steps=10)
+              predict=partial(_penalized, table, occurring, change, counted), grid=grid, neutral=neutral, steps=10)
         for key, (change, grid, neutral, countings) in PENALTIES.items() for counted, words in countings.items()
     ]  # fmt: skip
+    causes = _of_table(table, token, end_tokens, penalties)
+    few = table.screened()
+    if few is table:
+        return causes
+    screens = _of_table(few, token, end_tokens, penalties)
+    return [replace(cause, screen=screen.predict) for cause, screen in zip(causes, screens, strict=True)]
+
+
+def _of_table(table: LogitTable, token: int, end_tokens: Sequence[int], penalties: Sequence[Cause]) -> list[Cause]:
+    """Return the causes as one table predicts them; `token` is the one whose odds may be changed, -1 for none."""
+    t, under, ends = table.temperature, table.under, torch.tensor(sorted(end_tokens))
     rows = [
         Cause(key="temperature", family="sampling", said="the engine samples at temperature {x}",
               predict=lambda x: under(lambda z, _: z / x), grid=tuple(x * t for x in TEMPERATURES), neutral=t, steps=14),
@@ -181,7 +239,8 @@ def truncations(table: LogitTable) -> list[Cause]:
 
 def _kept(table: LogitTable, mass: Floats, stays: np.ndarray) -> Floats:
     """Return log-probabilities after the distribution is truncated to `mass`; -inf for tokens that are cut off."""
-    return np.where(stays, table.logprob - np.log(np.maximum(mass, 1e-300)), -np.inf)
+    kept = np.where(stays, table.logprob - np.log(np.maximum(mass, 1e-300)), -np.inf)
+    return np.where(np.isnan(table.logprob), np.nan, kept)
 
 
 def _nucleus(table: LogitTable, p: float) -> Floats:
@@ -204,26 +263,64 @@ def _above(table: LogitTable, p: float) -> Floats:
     return _kept(table, mass, np.exp(table.logprob) >= least[:, 0] * (1 - 1e-12))
 
 
-def _counts(table: LogitTable, rows: slice, width: int, counted: str) -> Tensor:
-    """Return how often each token of the vocabulary of this width occurred before each place `[n, V]`, float64."""
-    sample = table.sample
-    heads = tuple(prompt if counted == WHOLE else prompt[-1:] if counted == LATE else () for prompt in sample.prompts)
-    whole = [torch.tensor([*head, *response]) for head, response in zip(heads, sample.responses, strict=True)]
-    padded = pad_sequence(whole, batch_first=True)
-    row, place = sample.row[rows], sample.place[rows]
-    ends = torch.from_numpy(place + (0 if counted == LATE else np.array([len(head) for head in heads])[row]))
-    before = (torch.arange(padded.shape[1]) < ends[:, None]).double()
-    return torch.zeros(len(row), width, dtype=torch.float64).scatter_add_(1, padded[torch.from_numpy(row)], before)
+@dataclass(frozen=True, kw_only=True)
+class Occurring:
+    """The different tokens of a prompt and its response [U], and their logits at each sampled token of the response [T]."""
+
+    places: Integers  # of the response's sampled tokens among all of the sample [T]
+    whole: Integers  # index in the U tokens of each token of prompt and response
+    prompt: int  # length of the prompt
+    logits: Tensor  # [T, U], float64, before the temperature
+
+    @classmethod
+    def of(cls, table: LogitTable) -> list[Occurring]:
+        """Return those of each response that the table knows."""
+        found = []
+        for row in np.unique(table.sample.row):
+            prompt, response = table.sample.prompts[row], table.sample.responses[row]
+            ids, whole = np.unique([*prompt, *response], return_inverse=True)
+            places = np.flatnonzero(table.sample.row == row)
+            logits = table.logits[places][:, torch.from_numpy(ids)].double()
+            found.append(cls(places=places, whole=whole, prompt=len(prompt), logits=logits))
+        return found
+
+    def counts(self, place: Integers, counted: str) -> Tensor:
+        """Return how often each of the U tokens occurred before places of the response `[T]`, float64 `[T, U]`."""
+        first = {WHOLE: 0, RESPONSE: self.prompt, LATE: self.prompt - 1}[counted]
+        head, response = (
+            torch.from_numpy(part) for part in (self.whole[first : self.prompt], self.whole[self.prompt :])
+        )
+        occurs = torch.nn.functional.one_hot(response, self.logits.shape[1])
+        before = torch.cat([torch.zeros_like(occurs[:1]), occurs.cumsum(0)])
+        if counted == LATE:
+            # The prompt's last token is counted only once the first token is sampled, and each token one later.
+            before = torch.cat([before[:1], before[:-1] + head.bincount(minlength=self.logits.shape[1])])
+        else:
+            before = before + head.bincount(minlength=self.logits.shape[1])
+        return before[torch.from_numpy(place)].double()
 
 
-def _penalized(table: LogitTable, change: Penalized, counted: str, x: float) -> Floats:
-    return table.under(lambda z, rows: change(z, _counts(table, rows, z.shape[1], counted), x) / table.temperature)
+def _penalized(table: LogitTable, occurring: Sequence[Occurring], change: Penalized, counted: str, x: float) -> Floats:
+    """Return log-probabilities after a penalty, which changes only logits of tokens that occurred."""
+    penalized = np.empty_like(table.logprob)
+    for part in occurring:
+        counts = part.counts(table.sample.place[part.places], counted)
+        before, after = part.logits / table.temperature, change(part.logits, counts, x) / table.temperature
+        sampled = part.whole[part.prompt + table.sample.place[part.places]]
+        own = torch.from_numpy(sampled)[:, None]
+        # The normalizer, and how it changes: by the mass that these tokens gain or lose.
+        normalizer = before.gather(1, own) - torch.from_numpy(table.logprob[part.places])[:, None]
+        gained = ((after - normalizer).exp() - (before - normalizer).exp()).sum(-1)
+        change_of_normalizer = gained.clamp(min=LEAST_MASS - 1).log1p()
+        penalized[part.places] = (after.gather(1, own) - normalizer)[:, 0] - change_of_normalizer
+    return penalized
 
 
 def _padded(table: LogitTable, rows: float) -> Floats:
     """Return log-probabilities with `rows` extra vocabulary rows of logit 0, as zero padding has."""
     logit = table.chosen() / table.temperature
-    return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
+    with np.errstate(invalid="ignore"):  # NaN where the table has no logits
+        return np.asarray(table.logprob - np.logaddexp(0.0, math.log(rows) - (logit - table.logprob)))
 
 
 def _favored(table: LogitTable) -> int:
@@ -257,10 +354,10 @@ def _biased(table: LogitTable, token: int, odds: float) -> Floats:
 def _without_end(table: LogitTable, ends: Tensor, least: int) -> Floats:
     place, tokens = torch.from_numpy(table.sample.place), torch.from_numpy(table.sample.tokens)
 
-    def change(z: Tensor, rows: slice) -> Tensor:
+    def change(z: Tensor, places: Integers) -> Tensor:
         forbidden = torch.zeros_like(z, dtype=torch.bool)
         # If an end token was sampled here, it was not forbidden.
-        early = (place[rows] < least) & ~torch.isin(tokens[rows], ends)
+        early = (place[places] < least) & ~torch.isin(tokens[places], ends)
         forbidden[:, ends] = early[:, None]
         return z.masked_fill(forbidden, -math.inf) / table.temperature
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -13,17 +14,29 @@ from mismatch_ext.errors import PatchDriftError
 from mismatch_ext.patching import Patch, described
 from mismatch_ext.sampling_mask import LeftTokens
 
+_kinds: list[Callable[[], Any]] = []  # of the blocks that are open, the last one counts
+
 
 class SampledLogprobs(list[Any]):
     """A request's log-probabilities of the sampled tokens, as vLLM lists them.
 
     Attributes:
-        left: The tokens that were left to sample from at each sampled token.
+        left: The most likely tokens at each sampled token: those that were left to sample from, or as `storing` says.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self.left = LeftTokens()
+        self.left = _kinds[-1]() if _kinds else LeftTokens()
+
+
+@contextmanager
+def storing(kind: Callable[[], Any]) -> Iterator[None]:
+    """Let objects of a kind take the most likely tokens of the requests that begin in a block, by their method `take`."""
+    _kinds.append(kind)
+    try:
+        yield
+    finally:
+        _kinds.remove(kind)
 
 
 def _make(original: Callable[..., None]) -> Callable[..., None]:

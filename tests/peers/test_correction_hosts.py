@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.correction import correct
-from mismatch_ext.presets import PRESETS, Interval, ResolvedCorrection, parse_rules
+from mismatch_ext.presets import DPPO, PRESETS, Interval, ResolvedCorrection, parse_rules
 
 VERL = (
     "decoupled_token_is", "decoupled_seq_is", "decoupled_token_icepop", "decoupled_seq_is_rs", "decoupled_geo_rs",
@@ -280,3 +280,37 @@ def test_k1_rules_keep_ratios_within_their_bounds(verl: Any, rule: str) -> None:
         )
         differ += int(not torch.equal(right, kept.bool()))
     assert differ > 0
+
+
+@pytest.mark.parametrize("name", DPPO)
+@pytest.mark.parametrize("seed", range(3))
+def test_dppo_is_verls_own_loss(name: str, seed: int) -> None:
+    from omegaconf import OmegaConf
+    from verl.trainer.ppo import core_algos
+
+    _, _, mask = batch(seed)
+    draws = torch.Generator().manual_seed(seed)
+    policy = torch.rand(mask.shape, generator=draws, dtype=torch.float64) * 0.9 + 0.05
+    moved = torch.rand(mask.shape, generator=draws, dtype=torch.float64) * 0.9 + 0.05
+    engine, policy = (policy + 0.3 * (moved - policy)).log(), policy.log()
+    advantages = torch.randn(len(mask), 1, generator=draws, dtype=torch.float64).expand(mask.shape)
+    bounds, upper = (0.03, 0.08), 4.0
+    config = OmegaConf.create(
+        {"clip_ratio": 0.2, "clip_ratio_low": bounds[0], "clip_ratio_high": bounds[1], "clip_ratio_c": upper,
+         "global_batch_info": {}}
+    )  # fmt: skip
+    leaf = policy.clone().requires_grad_()
+    loss, _ = core_algos.get_policy_loss_fn(name)(
+        old_log_prob=engine, log_prob=leaf, advantages=advantages, response_mask=mask.double(), loss_agg_mode="token-mean",
+        config=config,
+    )  # fmt: skip
+    loss.backward()
+    found = correct(
+        old_logprobs=policy, rollout_logprobs=engine, response_mask=mask, advantages=advantages,
+        config={"preset": name, "divergence": bounds, "upper": upper},
+    )  # fmt: skip
+    expected = -(found.as_multiplier() * advantages) / mask.sum()
+    assert leaf.grad is not None
+    # verl adds 1e-8 to its number of tokens.
+    torch.testing.assert_close(leaf.grad, expected, rtol=1e-6, atol=1e-12)
+    assert 0 < float((found.as_multiplier()[mask] == 0).double().mean()) < 0.9

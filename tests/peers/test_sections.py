@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from mismatch_ext.presets import DPPO
 from tests.peers.scenarios import Run, named
 from tests.peers.section_cases import CASES, HOSTS, names
 
@@ -51,10 +52,10 @@ def test_the_hosts_take_what_they_are_documented_to_take(found: Any) -> None:
     active = {host: {case for case, one in found[host].items() if "refused" not in one} for host in HOSTS}
     assert set(names()) - active["TRL GRPO"] == {"kl/estimator: full"}
     assert {case.partition("/")[0] for case in active["TRL RLOO"]} == {"precision", "routing", "lr", "monitor"}
-    refused = {f"correction/preset: {name}" for name in ("geo_mask", "slime_mis", "slime_cis", "cis")}
+    refused = {f"correction/preset: {name}" for name in ("geo_mask", "slime_mis", "slime_cis", "cis", *DPPO)}
     assert set(names()) - active["verl"] == {"kl/estimator: full", *refused}
     assert {case.partition("/")[0] for case in active["MismatchCallback"]} == {"lr", "monitor"}
-    assert len(CASES["correction"]) == 32
+    assert len(CASES["correction"]) == 34
 
 
 def test_fsdp1_with_a_fused_head_takes_what_fsdp2_takes(run: Run, dense: Path, moe: Path, tmp_path: Path) -> None:

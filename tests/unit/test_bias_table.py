@@ -40,13 +40,14 @@ def test_token_weights_and_centering_remove_the_pull(rows: dict[str, dict[str, f
     assert rows["tis"]["large pull"] < none / 50
     assert rows["score centering"]["large pull"] < 1e-9
     assert rows["score centering + tis"]["large pull"] < 1e-9
+    assert rows["score centering + icepop"]["large pull"] < 1e-9
     assert rows["score centering"]["large bias"] > 0.9 * rows["disabled"]["large bias"]
 
 
 def test_the_page_has_these_figures(rows: dict[str, dict[str, float]]) -> None:
     page = (ROOT / "docs/correction.md").read_text(encoding="utf-8")
     shown = re.findall(r"^\| (.+?) \|" + r" ([\d.]+) \|" * 6 + "$", page, re.MULTILINE)
-    assert len(shown) == 13
+    assert len(shown) == 16
     for label, *figures in shown:
         name = label.replace("`", "").partition(":")[0]
         found = [

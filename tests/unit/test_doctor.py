@@ -570,3 +570,29 @@ def test_the_rest_behind_another_temperature_is_judged_by_rounding_at_that_tempe
     assert [cause.status for cause in found.causes] == ["fits"] and found.verdict == "explained", report(found)
     assert found.left < 1.3 and found.explained is not None and found.noise is not None
     assert not found.noise.is_rounding(found.explained.rest)
+
+
+@pytest.mark.parametrize("key", ["clean", *PLANTED])
+def test_some_of_the_tokens_choose_the_parameter_that_all_of_them_do(key: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, _, near = PLANTED.get(key, (lambda z: z, 0.0, 0.0))
+    sample, scores = drawn(change)
+    whole = diagnose(sample, scores)
+    monkeypatch.setattr("mismatch_ext.doctor.logits.SCREENED", 1)
+    few = LogitTable.of(sample, scores.logits, 1.0).screened()
+    assert len(few.places) < int(sample.fits.sum()) / 4 and sample.fits[few.places].all()
+    found = diagnose(sample, scores)
+    assert (found.verdict, [cause.key for cause in found.causes]) == (
+        whole.verdict,
+        [cause.key for cause in whole.causes],
+    )
+    for cause, wanted in zip(found.causes, whole.causes, strict=True):
+        assert cause.parameter == pytest.approx(wanted.parameter, abs=near)
+
+
+def test_a_temperature_beside_a_truncation_is_chosen_by_some_of_the_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("mismatch_ext.doctor.logits.SCREENED", 1)
+    found = diagnose(*drawn(lambda z: nucleus(0.8)(z / 0.8)))
+    assert {cause.key: cause.parameter for cause in found.causes} == {
+        "temperature": pytest.approx(0.8, abs=0.02),
+        "top_p": pytest.approx(0.8, abs=0.03),
+    }, report(found)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from mismatch_ext.doctor import Sample
-from mismatch_ext.doctor.logits import LATE, RESPONSE, WHOLE, LogitTable, _counts
+from mismatch_ext.doctor.logits import LATE, PENALTIES, RESPONSE, WHOLE, LogitTable, Occurring, _penalized
 from mismatch_ext.doctor.tokens import judge_tokens
 from tests.unit.test_doctor import best_of, drawn, likely, nucleus
 
@@ -36,9 +37,34 @@ def one(prompt: tuple[int, ...], response: tuple[int, ...], logits: torch.Tensor
 )
 def test_a_penalty_counts_what_its_engine_counts(of: str, seen: list[list[int]]) -> None:
     table = one((1, 2, 2), (3, 4, 4, 5), torch.zeros(5, V))
-    found = _counts(table, slice(0, 5), V, of)
+    first, _ = Occurring.of(table)
+    found = torch.zeros(4, V, dtype=torch.float64)
+    found[:, sorted({1, 2, 3, 4, 5})] = first.counts(np.arange(4), of)
     wanted = torch.stack([torch.bincount(torch.tensor(ids, dtype=torch.int64), minlength=V) for ids in seen])
-    assert torch.equal(found[:4], wanted.double())
+    assert torch.equal(found, wanted.double())
+
+
+@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize("key", list(PENALTIES))
+def test_a_penalty_is_that_of_all_logits(key: str, temperature: float) -> None:
+    generator = torch.Generator().manual_seed(0)
+    prompt, response = (1, 2, 2), (3, 4, 4, 5, 1, 3)
+    logits = torch.randn(len(response), V, generator=generator) * 4
+    sample = Sample(
+        prompts=(prompt, prompt), responses=(response, response), masks=((True,) * 6, (True, False, True, False, True, True)),
+        logprobs=((-1.0,) * 6, (-1.0,) * 6),
+    )  # fmt: skip
+    table = LogitTable.of(sample, torch.cat([logits, logits[[0, 2, 4, 5]]]), temperature)
+    change, grid, _, countings = PENALTIES[key]
+    for counted in countings:
+        heads = {WHOLE: prompt, RESPONSE: (), LATE: prompt[-1:]}
+        for x in grid:
+            found = _penalized(table, Occurring.of(table), change, counted, x)
+            for at, (row, place) in enumerate(zip(sample.row, sample.place, strict=True)):
+                seen = [*heads[counted], *sample.responses[row]][: place + len(heads[counted]) - (counted == LATE)]
+                counts = torch.bincount(torch.tensor(seen, dtype=torch.int64), minlength=V).double()
+                changed = change(logits[place].double(), counts, x) / temperature
+                assert found[at] == pytest.approx(float(changed.log_softmax(-1)[response[place]]), abs=1e-9)
 
 
 @pytest.mark.parametrize(("below", "beyond"), [(0.99, 0), (0.9, 200)])

@@ -28,7 +28,7 @@ from torch.func import functional_call
 from mismatch_ext.doctor import Sample, Scores
 from mismatch_ext.doctor.diagnose import Rung
 from mismatch_ext.doctor.fits import own_rounding
-from mismatch_ext.doctor.sample import Floats
+from mismatch_ext.doctor.sample import Floats, Integers
 from mismatch_ext.errors import ConfigError
 from mismatch_ext.precision.dtypes import torch_dtype
 from mismatch_ext.routing import RoutingShape, RoutingTrace, agreement, align, align_packed
@@ -42,8 +42,8 @@ COMPUTED = "the run's own pass (its padding, positions, kernels, adapters)"
 # Most elements of a batch's logits, 256 MiB in float32, and most rows of a batch, which are as many as the tests run with.
 MOST_LOGITS, MOST_ROWS = 2**26, 64
 Prompt = Callable[[tuple[int, ...]], tuple[int, ...]]
-# Most elements of logits that are kept: 256 MiB in float32.
-KEPT = 2**26
+# Most elements of logits that are kept: 512 MiB in float32.
+KEPT = 2**27
 # A share of the largest logit; applying a head again changes logits by less than this, through rounding.
 NEAR = 1e-4
 # Tokens of each sequence by which it is tried whether packed sequences see one another.
@@ -55,8 +55,10 @@ LAYOUTS = {
     "left-positions": "prompts padded on the left, with position_ids",
     "packed": "sequences packed into one row",
 }
-# Most responses that each rung is measured on, and responses of a batch, as in a trainer.
+# Most responses that each rung is measured on, and responses of a batch, as in a trainer; and the elements of logits that a rung
+# may compute, because there are nine passes: 682 tokens of a vocabulary of 49,152.
 ROWS, BATCH = 32, 8
+RUNG_LOGITS = 2**25
 # Responses that are computed in float64, and the most parameters of a model that is.
 FLOAT64_ROWS, FLOAT64_PARAMETERS = 4, 2**31
 
@@ -506,7 +508,10 @@ def own_noise(scorer: Scorer) -> Iterator[Rung]:
     """Yield how much the trainer differs from itself in smaller batches and in other layouts, on some of the responses."""
     sample = scorer.sample
     sampled = [row for row, mask in enumerate(sample.masks) if any(mask)]
-    rows = sampled[:: -(-len(sampled) // ROWS)]
+    length = len(sample.row) / len(sampled)
+    affordable = RUNG_LOGITS // (logits_width(scorer.model) or 2**17)
+    count = min(ROWS, max(BATCH, int(affordable / length)))
+    rows = sampled[:: -(-len(sampled) // count)]
     part = sample.part(rows)
 
     def scored(layout: str, *, rows: int = BATCH, exact: bool = False) -> Floats:
@@ -603,7 +608,7 @@ class Projected:
     def __len__(self) -> int:
         return len(self._hidden)
 
-    def __getitem__(self, rows: slice) -> Tensor:
+    def __getitem__(self, rows: slice | Integers) -> Tensor:
         weights = {name: weight.to(self._hidden.dtype) for name, weight in self._head.named_parameters()}
         device = next(iter(weights.values())).device
         with torch.no_grad():

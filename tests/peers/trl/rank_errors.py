@@ -21,6 +21,7 @@ import torch.distributed as dist
 from accelerate import PartialState
 from mismatch_ext.adapters.trl import MismatchGRPOTrainer, correction, engines, generation, objective
 from mismatch_ext.adapters.trl.attach import Noted
+from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.correction import CorrectionTerm
 from mismatch_ext.adapters.trl.kl import BASELINE
 from mismatch_ext.adapters.trl.objective import Objective
@@ -136,7 +137,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
-    mm.scoring, mm.objective = Scoring(mm), Objective(mm)
+    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
     mm.scoring.expect_old = lambda *_: None  # nothing is scored
     return found
 
