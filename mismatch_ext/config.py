@@ -109,6 +109,17 @@ def _bounds(value: Any) -> float | tuple[float, float]:
     return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
 
 
+def _regions(value: Any) -> float | tuple[float, float] | None:
+    """Return the trust region of a token: a number, or one for negative and one for positive advantages."""
+    if value is None:
+        return None
+    numbers = value if isinstance(value, (list, tuple)) else [value]
+    valid = [type(number) in (int, float) and 0 < number <= sys.float_info.max for number in numbers]
+    if not all(valid) or len(valid) not in (1, 2):
+        raise ValueError("a number > 0, or [of negative advantages, of positive ones]")
+    return tuple(map(float, numbers)) if len(numbers) == 2 else float(numbers[0])  # type: ignore[return-value]
+
+
 @_section("mismatch.correction.centering")
 class CenteringConfig:
     """Score centering (arXiv 2609.20807): takes out of each update what it would learn from the engine's distribution alone."""
@@ -150,7 +161,7 @@ class CorrectionConfig:
     """Divide the weights by their mean over the batch."""
     divergence: Annotated[
         float | tuple[float, float] | None,
-        PlainValidator(lambda value: None if value is None else _bounds(value)),
+        PlainValidator(_regions),
         _INHERITED,
     ] = FROM_PRESET
     """Trust region of `dppo_tv` and `dppo_kl`: the largest total variation or KL of a token, taken as sampled or not. A pair

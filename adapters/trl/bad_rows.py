@@ -6,10 +6,9 @@ that TRL's loss makes of the row has a gradient. A mixture's auxiliary loss has 
 Constants and the batch's other numbers are equal, so that each ratio is 1 and each KL is 0, and what TRL logs of the row is
 finite.
 
-Which rows are bad travels with them, as `inputs["bad_rows"]` `[B]`, through TRL's shuffling and splitting and through a user's
-replay buffer: a mark made of a bad row's tokens, and 0 for a good row. A scoring pass may be over any part of a micro-batch, so
-that it knows a row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad, both are,
-also if their images differ.
+A scoring pass knows a bad row by its tokens. If two rows of a batch have the same prompt and completion and one of them is bad,
+both are, also if their images differ. A replay buffer may hold rows of any earlier batch, so the run remembers a mark of each bad
+row, made of its tokens.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from hashlib import blake2b
 from typing import Any
 
 import torch
-from mismatch_ext.adapters.trl.replay import RowKey, Scores
+from mismatch_ext.adapters.trl.replay import Scores
+from mismatch_ext.adapters.trl.rows import RowKey
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
@@ -34,43 +34,37 @@ NEUTRAL = {
     "importance_sampling_ratio": 1.0,
 }
 """What a bad row has instead, by TRL's keys of its batches; 0 is also the constant of `as_constants`."""
-BAD = "bad_rows"
-"""Key of TRL's inputs under which the marks of bad rows travel."""
 REMEMBERED = 100_000
-"""How many bad rows a run remembers, for passes that no marks come with."""
+"""How many bad rows a run remembers, for rows whose batch is no longer known."""
 
 
 class Remembered:
     """The marks of the newest bad rows of a run."""
 
     def __init__(self) -> None:
-        self._marks: dict[int, None] = {}
+        self._marks: dict[bytes, None] = {}
 
-    def add(self, marks: Iterable[int]) -> None:
-        """Remember marks, and forget the oldest ones."""
-        for mark in marks:
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def __contains__(self, key: RowKey) -> bool:
+        return _mark_of(key) in self._marks
+
+    def add(self, keys: Iterable[RowKey]) -> None:
+        """Remember rows, and forget the oldest ones."""
+        for mark in map(_mark_of, keys):
             self._marks.pop(mark, None)
             self._marks[mark] = None
         while len(self._marks) > REMEMBERED:
             del self._marks[next(iter(self._marks))]
 
-    def all(self) -> frozenset[int]:
-        """Return the marks that are remembered."""
-        return frozenset(self._marks)
 
-
-def mark_of(key: RowKey) -> int:
-    """Return the mark of a bad row of these tokens: never 0, and the same in every process."""
+def _mark_of(key: RowKey) -> bytes:
+    """Return the mark of a row of these tokens."""
     prompt, completion = key
-    digest = blake2b(prompt, digest_size=7, salt=len(completion).to_bytes(8, "little"))
+    digest = blake2b(prompt, digest_size=8, salt=len(completion).to_bytes(8, "little"))
     digest.update(completion)
-    return int.from_bytes(digest.digest(), "little") + 1
-
-
-def marks_of(bad: BadRows, keys: Sequence[RowKey], device: torch.device) -> Tensor:
-    """Return the marks of a batch's rows `[B]`, int64; 0 for a good row."""
-    marks = [mark_of(key) if row in bad.faults else 0 for row, key in enumerate(keys)]
-    return torch.tensor(marks, dtype=torch.int64, device=device)
+    return digest.digest()
 
 
 def take_out(output: dict[str, Any], bad: Tensor) -> None:

@@ -17,8 +17,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from mismatch_ext.adapters.trl.aggregation import FAR_BELOW, mask_of_loss, token_weights
 from mismatch_ext.adapters.trl.kl import BASELINE
-from mismatch_ext.adapters.trl.scoring import MASKS, ROUTES
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer, RLOOTrainer
 
@@ -33,9 +33,6 @@ IN_OBJECTIVE = ("kl", "correction", "sampling_mask", "routing")
 DEFAULT_LOSS: str = GRPOConfig.loss_type
 LOSS_TYPES = ("grpo", "sapo", "bnpo", "dr_grpo", "cispo", "dapo", "vespo", "luspo")
 """Loss types whose denominators and ratios are known."""
-
-FAR_BELOW = -1.0e4
-"""Reference log-probability at which the slope of TRL's KL term is exactly 1, because exp(reference - policy) is 0."""
 
 ROWS, LENGTH = 3, 4
 MODEL = object()
@@ -81,7 +78,7 @@ HANDED = {
     "mm_token_type_ids", "image_position_ids",
 }  # fmt: skip
 """Arguments of the scoring pass in the versions that were run."""
-OURS = {ROUTES: "routing", MASKS: "sampling_mask", BASELINE: "kl"}
+OURS = {BASELINE: "kl"}
 """Keys of the micro-batch that are this package's, and their sections."""
 
 Case = Mapping[str, Any]
@@ -254,8 +251,7 @@ class Slopes:
     @property
     def mask(self) -> Tensor:
         """Return 1 where a token is trained on, 0 elsewhere `[B, T]`."""
-        mask: Tensor = self.inputs["completion_mask"] * self.inputs.get("tool_mask", 1)
-        return mask.double()
+        return mask_of_loss(self.inputs).double()
 
     @property
     def accumulated(self) -> float:
@@ -271,24 +267,7 @@ class Slopes:
     @property
     def weights(self) -> Tensor:
         """Return what each token weighs in the loss, by the denominator of its type `[B, T]`."""
-        trainer, mask = self.trainer, self.mask
-        rows = len(mask)
-        of_step = self.inputs["num_items_in_batch"].clamp(min=1) / trainer.accelerator.num_processes
-        if trainer.model.training:
-            of_step = of_step / trainer.args.steps_per_generation
-        of_row = mask.sum(1, keepdim=True).clamp(min=1)
-        denominators = {
-            "grpo": rows * of_row,
-            "sapo": rows * of_row,
-            "bnpo": mask.sum().clamp(min=1),
-            "dr_grpo": rows * trainer.max_completion_length,
-            "luspo": rows,
-            "dapo": of_step,
-            "cispo": of_step,
-            "vespo": of_step,
-        }
-        weights: Tensor = mask / denominators[trainer.loss_type] / self.accumulated
-        return weights
+        return token_weights(self.trainer, self.inputs, torch.float64)
 
 
 class Probe:

@@ -15,10 +15,9 @@ from typing import Any
 
 import torch
 from mismatch_ext.adapters.accelerate.sharded import is_sharded
-from mismatch_ext.adapters.trl.objective import read_aggregation
+from mismatch_ext.adapters.trl.aggregation import read_weights
 from mismatch_ext.adapters.trl.refusals import Row
-from mismatch_ext.adapters.trl.replay import RowKey, Rows, row_key, row_keys
-from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.trl.rows import RowKey, Rows, row_key, row_keys, rows_of_batch
 from mismatch_ext.adapters.vllm.heads import expect_top_k
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
@@ -226,7 +225,7 @@ class Centering:
         if self._only_measured:
             return loss
         terms = found.terms.masked_fill(~(mask & learns), 0.0)
-        weights = read_aggregation(self.trainer, model, inputs).to(terms.dtype) * self._slope()
+        weights = read_weights(self.trainer, model, inputs).to(terms.dtype) * self._slope()
         centered: Tensor = loss + (weights * advantages * terms).sum()
         return centered
 

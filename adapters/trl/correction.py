@@ -29,6 +29,8 @@ def native_options(settings: ResolvedCorrection) -> dict[str, Any] | None:
     if settings.mode != "decoupled" or settings.rules or settings.veto or settings.normalize or settings.compat:
         return None
     if settings.level == "none":
+        if settings.centering is not None and settings.centering.only_measured:
+            return {}  # the loss stays as it is, with TRL's own correction
         return {"vllm_importance_sampling_correction": False}
     if settings.level == "geometric" or settings.confidence is not None:
         return None

@@ -17,7 +17,6 @@ from mismatch_ext.adapters.trl.bad_rows import judge_records
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.engines import Served, engine_of
 from mismatch_ext.adapters.trl.host import TrainerRun
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_sharding
 from mismatch_ext.adapters.trl.turns import forks_of, joined_turns, matched_turns, turn_metrics
@@ -117,12 +116,13 @@ class MeasuredRun(TrainerRun):
     def generated(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Generate as TRL does, also with tools or a `rollout_func`, and check what is trained on against each turn's records."""
         batch, trainer = self.rollouts, self.trainer
-        if batch is None or not batch.fresh:
+        if batch is None:
             return host(*args, **kwargs)
         own = getattr(trainer, "rollout_func", None) is not None
         joins = self.checked is not None and (own or getattr(trainer, "tools", None))
-        with overridden(batch, joining=bool(joins)):
-            output = host(*args, **kwargs)
+        batch.joining = bool(joins)
+        output = host(*args, **kwargs)
+        batch.joining = False
         if self.checked is not None:
             self.checked.agree()
         batch.prompts = [list(ids) for ids in output[0]]

@@ -1,25 +1,23 @@
 """What the block changes in TRL's objective: the KL term, and the policy term of `correction.mode: bypass`.
 
 TRL's `_compute_loss` runs with its own KL term switched off; what is added is weighted token by token as TRL weights its own
-per-token loss (`read_aggregation`), so that denominators are TRL's for every `loss_type`. The terms stand where this
-package's class stands among the bases of a trainer: outside of a user's `_compute_loss` if it is first, inside if it is last.
+per-token loss (`aggregation.py`). The terms stand where this package's class stands among the bases of a trainer: outside of a
+user's `_compute_loss` if it is first, inside if it is last.
 """
 
 from __future__ import annotations
 
-import math
-from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.behavior import FAR_BELOW, Reads
+from mismatch_ext.adapters.trl.aggregation import depends_on, mask_of_loss, prove_weights, token_weights
+from mismatch_ext.adapters.trl.behavior import Reads
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.trl.rows import rows_of_batch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -55,9 +53,10 @@ def sections_in_loss(block: MismatchConfig) -> tuple[str, ...]:
         found.append("mismatch.kl")
     if block.correction is not None:
         settings = resolve(block.correction)
-        off = {"vllm_importance_sampling_correction": False}
-        changes_weights = native_options(settings) != off or settings.off_policy_threshold is not None
-        if changes_weights or settings.centering is not None:
+        stays_stock = native_options(settings) in ({}, {"vllm_importance_sampling_correction": False})
+        changes_weights = not stays_stock or settings.off_policy_threshold is not None
+        is_centered = settings.centering is not None and not settings.centering.only_measured
+        if changes_weights or is_centered:
             found.append("mismatch.correction")
     return tuple(found)
 
@@ -71,6 +70,7 @@ class Objective:
         self.losses = 0  # that came through `loss`
         self.reads = Reads()  # beside what TRL's loss is known to read
         self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
+        self._has_known_weights = False  # whether `token_weights` was compared with TRL's own loss
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
 
     def begin_batch(self) -> None:
@@ -186,22 +186,55 @@ class Objective:
     def loss(self, host: Loss, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """Compute the loss as `_compute_loss` of the class after ours does, with the block's terms instead of TRL's."""
         self.losses += torch.is_grad_enabled()
-        kl, correction, trainer = self.run.kl, self.run.correction, self.trainer
-        reinforces = correction is not None and correction.reinforces
+        kl, correction = self.run.kl, self.run.correction
         if kl is not None and not kl.config.in_rewards:
             # A batch may last for several steps, and TRL's own term has the coefficient of each.
-            kl.follow(trainer.beta)
+            kl.follow(self.trainer.beta)
         if kl is None and not self.sections:
             return host(model, inputs, *args, **kwargs)
+        self._expect_checked_loss()
+        if kl is not None and kl.coef == 0:
+            kl = None
+        reinforces = correction is not None and correction.reinforces
+        if kl is None and not reinforces:
+            return self._weighed(host, model, inputs, *args, **kwargs)
+        passes = list[Scored]()
+        with overridden(self.run.scoring, passes=passes):
+            loss = self._without_own_terms(host, model, inputs, kl, reinforces, *args, **kwargs)
+        if kl is not None and not kl.config.in_loss and not reinforces:
+            self._log_kl_of_rewards(kl, passes, model, inputs)
+            return loss
+        logps, mask = self._scored_logps(passes, model, inputs), mask_of_loss(inputs)
+        if not bool((logps.isfinite() | ~mask.bool()).all()):
+            # Another rank may be finite and would wait for this one. The gradient is that of all ranks: their scaler skips the
+            # step, or all of them end before it.
+            if kl is not None:
+                self._log_kl(kl, logps.detach(), inputs, torch.zeros_like(mask))
+            return loss + (logps * torch.nan).sum()
+        term = torch.zeros_like(logps)
+        if kl is not None:
+            term = term + kl_loss(kl, logps, inputs, mask)
+            self._log_kl(kl, logps.detach(), inputs, self._good_tokens(inputs))
+        if reinforces:
+            assert correction is not None
+            advantages = inputs["advantages"]
+            advantages = advantages if advantages.dim() == 2 else advantages[:, None]
+            term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
+        # Masked tokens have weight 0, and their term is finite.
+        return loss + (self._token_weights(model, inputs) * term).sum()
+
+    def _expect_checked_loss(self) -> None:
         if GRPOTrainer._compute_loss is not self._checked_loss:
             raise ConfigError(
                 f"{' and '.join(self.sections or ('mismatch.kl',))}: GRPOTrainer._compute_loss was replaced after the trainer "
                 "was built, and what it does was not checked. Override the method in a subclass, or remove these sections."
             )
-        if kl is not None and kl.coef == 0:
-            kl = None
-        if kl is None and not reinforces:
-            return self._weighed(host, model, inputs, *args, **kwargs)
+
+    def _without_own_terms(
+        self, host: Loss, model: Any, inputs: Any, kl: KlTerm | None, reinforces: bool, *args: Any, **kwargs: Any
+    ) -> Tensor:
+        """Compute the host's loss without the terms of TRL's that the block puts its own in the place of."""
+        trainer = self.trainer
         if reinforces and _is_users(host):
             raise ConfigError(
                 f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
@@ -213,9 +246,8 @@ class Objective:
                 "TRL's _compute_loss dropped it. Pass it on, row by row, with the other inputs."
             )
         given = {**inputs, "advantages": torch.zeros_like(inputs["advantages"])} if reinforces else inputs
-        beta = 0.0 if kl is not None else trainer.beta
-        passes = list[Scored]()
-        with overridden(self.run.scoring, passes=passes), overridden(trainer, beta=beta):
+        beta = trainer.beta if kl is None else 0.0
+        with overridden(trainer, beta=beta):
             loss = self._weighed(host, model, given, *args, **kwargs)
             if trainer.beta != beta:
                 raise ConfigError(
@@ -223,33 +255,27 @@ class Objective:
                     "where TRL's own KL term is off: the coefficient would never change. Set it in a callback, or put the class "
                     "first: class T(Yours, MismatchGRPOTrainer)."
                 )
-        mask = inputs["completion_mask"] * inputs.get("tool_mask", 1)
-        good = mask.masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
-        if kl is not None and not kl.config.in_loss and not reinforces:
-            # In the rewards alone it adds nothing to the loss, which may be of parts of the micro-batch: then it is not logged.
-            reference = inputs["ref_per_token_logps"]
-            known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
-            measured = (known or [reference])[0]
-            is_finite = bool((measured.isfinite() | ~good.bool()).all())
-            self._log_kl(kl, measured, reference, good if known and is_finite else torch.zeros_like(mask))
-            return loss
-        logps = self._scored_logps(passes, model, inputs)
-        if not bool((logps.isfinite() | ~mask.bool()).all()):
-            # Another rank may be finite and would wait for this one. The gradient is that of all ranks: their scaler skips the
-            # step, or all of them end before it.
-            if kl is not None:
-                self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], torch.zeros_like(mask))
-            return loss + (logps * torch.nan).sum()
-        term = torch.zeros_like(logps)
-        if kl is not None:
-            term = term + kl_loss(kl, logps, inputs, mask)
-            self._log_kl(kl, logps.detach(), inputs["ref_per_token_logps"], good)
-        if correction is not None and reinforces:
-            advantages = inputs["advantages"]
-            advantages = advantages if advantages.dim() == 2 else advantages[:, None]
-            term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
-        # Masked tokens have weight 0, and their term is finite.
-        return loss + (read_aggregation(trainer, model, inputs) * term).sum()
+        return loss
+
+    def _token_weights(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+        """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
+        weights = token_weights(self.trainer, inputs)
+        if not self._has_known_weights:
+            prove_weights(weights, self.trainer, model, inputs)
+            self._has_known_weights = True
+        return weights
+
+    def _good_tokens(self, inputs: Mapping[str, Any]) -> Tensor:
+        return mask_of_loss(inputs).masked_fill(self.run.scoring.are_bad(inputs)[:, None], 0)
+
+    def _log_kl_of_rewards(self, kl: KlTerm, passes: Sequence[Scored], model: Any, inputs: Mapping[str, Any]) -> None:
+        """Log the KL of a loss that it is no term of; such a loss may be of parts of the micro-batch, which are not logged."""
+        reference, good = inputs["ref_per_token_logps"], self._good_tokens(inputs)
+        known = [logps for logps in self._found_logps(passes, model, inputs) if logps.shape == reference.shape]
+        measured = (known or [reference])[0]
+        if not known or not bool((measured.isfinite() | ~good.bool()).all()):
+            good = torch.zeros_like(good)
+        self._log_kl(kl, measured, inputs, good)
 
     def _found_logps(self, passes: Sequence[Scored], model: Any, inputs: Any) -> list[Tensor]:
         rows = rows_of_batch(inputs)
@@ -289,10 +315,12 @@ class Objective:
             )
         return loss
 
-    def _log_kl(self, term: KlTerm, logps: Tensor, reference_logps: Tensor, mask: Tensor) -> None:
+    def _log_kl(self, term: KlTerm, logps: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> None:
         """Log the KL of all ranks' tokens, without a ratio; its k3 also as `kl`, TRL's own name for it."""
         metrics = self.trainer._metrics[self.run.mode]
-        sums = over_ranks(kl_sums(logprobs=logps, ref_logprobs=reference_logps, mask=mask), self.run.ranks)
+        sums = over_ranks(
+            kl_sums(logprobs=logps, ref_logprobs=inputs["ref_per_token_logps"], mask=mask), self.run.ranks
+        )
         if not float(sums["kl_tokens"]):
             return
         found = term.measured(sums)
@@ -305,9 +333,16 @@ class Objective:
         """Train on a micro-batch as the host does, and refuse one whose loss did not come through `loss`."""
         before = self.losses
         loss = host(*args, **kwargs)
-        if self.sections and self.losses == before:
-            raise self.refusal("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
+        if self.losses == before:
+            self.refuse("the loss of a micro-batch was computed without TRL's own GRPOTrainer._compute_loss")
         return loss
+
+    def refuse(self, what: str) -> None:
+        """Raise if there are sections that a loss which did not come through `loss` would leave out."""
+        if self.sections:
+            raise self.refusal(what)
+        if self.run.scoring.sections:
+            raise self.run.scoring.refusal()
 
     def refusal(self, what: str) -> ConfigError:
         """Return the error for a loss in which the block's terms do not stand."""
@@ -326,88 +361,6 @@ class Objective:
         )
 
 
-def read_aggregation(trainer: Any, model: Any, inputs: Any) -> Tensor:
-    """Return d loss / d per_token_loss of a micro-batch `[B, T]`, float32: positive where tokens are trained on, 0 elsewhere.
-
-    Each `loss_type` divides by something different, and what is added has to be divided by the same. TRL's loss is linear in the
-    per-token loss, so that its derivative is the weight: with the policy term at zero and the KL term made linear, on a copy of
-    the trainer, whose log stays as it is. TRL's own function is asked: a subclass's terms depend on log-probabilities too.
-    """
-    completion_mask = inputs["completion_mask"]
-    zero = torch.zeros(completion_mask.shape, dtype=torch.float32, device=completion_mask.device)
-    logps = zero.clone().requires_grad_()
-    stand_in = _stand_in(trainer, logps)
-    stand_in.args.use_bias_correction_kl = False
-    vars(stand_in).update(beta=1.0, off_policy_mask_threshold=None, top_entropy_quantile=1.0, entropy_coef=0.0)
-    with torch.enable_grad():
-        loss = GRPOTrainer._compute_loss(stand_in, model, _probe(inputs, zero))
-        weights: Tensor = torch.autograd.grad(loss, logps)[0]
-    chosen = (completion_mask * inputs.get("tool_mask", 1)).bool()
-    if not bool(torch.where(chosen, weights > 0, weights == 0).all()):
-        raise ConfigError(
-            f"the aggregation of loss_type={trainer.loss_type!r} gives trained tokens weights from "
-            f"{min(weights[chosen].tolist(), default=None)} and masked ones up to "
-            f"{max(weights[~chosen].abs().tolist(), default=None)}; allowed: positive and 0. Remove what overrides methods that "
-            "TRL's _compute_loss calls, or these sections."
-        )
-    return weights
-
-
-def _stand_in(trainer: Any, logps: Tensor) -> Any:
-    """Return a copy of a trainer whose loss is of given log-probabilities, and leaves the trainer's log as it is."""
-    args, accelerator = copy(trainer.args), copy(trainer.accelerator)
-    # Not by `copy`, which a class that is pickled may have changed.
-    stand_in = object.__new__(type(trainer))
-    vars(stand_in).update(vars(trainer))
-    entropies = torch.zeros_like(logps)
-
-    def dropped(tensor: Tensor, *_: Any, **__: Any) -> Tensor:
-        # TRL only logs what it takes over ranks. On the CPU `item` does not wait for a device; NaN shows if a loss reads it.
-        return torch.full(tensor.shape, math.nan, device="cpu")
-
-    accelerator.gather = accelerator.reduce = dropped
-    vars(stand_in).update(
-        args=args,
-        accelerator=accelerator,
-        aux_loss_enabled=False,
-        use_adaptive_entropy=False,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logps, entropies, None),
-    )
-    return stand_in
-
-
-def depends_on(trainer: Any, inputs: Mapping[str, Any], key: str) -> bool:
-    """Tell whether an input changes TRL's own loss of a batch or its slope, in made-up log-probabilities near the batch's own."""
-    found: list[tuple[Tensor, Tensor]] = []
-    for given in (dict(inputs), {name: value for name, value in inputs.items() if name != key}):
-        mask = inputs["completion_mask"]
-        waves = torch.sin(torch.arange(mask.numel(), dtype=torch.float32, device=mask.device)).view(mask.shape)
-        near = inputs.get("old_per_token_logps")
-        logps = (0.1 * waves - 1 if near is None else near.float() + 0.1 * waves).requires_grad_()
-        try:
-            with torch.enable_grad():
-                stand_in = _stand_in(trainer, logps)
-                stand_in.top_entropy_quantile = 1.0  # all entropies are equal here
-                loss = GRPOTrainer._compute_loss(stand_in, trainer.model, given)
-                found.append((loss.detach(), torch.autograd.grad(loss, logps)[0]))
-        except Exception:  # noqa: BLE001 - whatever it is, the loss does not go on as it did
-            return True
-    (loss, slope), (loss_without, slope_without) = found
-    return not (torch.equal(loss, loss_without) and torch.equal(slope, slope_without))
-
-
-def _probe(inputs: Mapping[str, Any], zero: Tensor) -> dict[str, Any]:
-    probe = dict(inputs)
-    probe["advantages"] = zero[:, 0]
-    probe["ref_per_token_logps"] = torch.full_like(zero, FAR_BELOW)
-    probe.pop("old_per_token_logps", None)
-    probe.pop("sampling_per_token_logps", None)
-    if "importance_sampling_ratio" in inputs:
-        probe["importance_sampling_ratio"] = torch.ones_like(zero)
-    return probe
-
-
 def _is_users(host: Loss) -> bool:
     """Tell whether a loss is a user's, between TRL's and ours."""
     return getattr(host, "__func__", host) is not GRPOTrainer._compute_loss
@@ -422,5 +375,5 @@ class LossCallback(TrainerCallback):
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
         """Refuse the step, or begin anew for the next one."""
         if self._objective.losses == self._stepped:
-            raise self._objective.refusal("the loss that is to be stepped came from no compute_loss of TRL's")
+            self._objective.refuse("the loss that is to be stepped came from no compute_loss of TRL's")
         self._stepped = self._objective.losses

@@ -14,14 +14,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from mismatch_ext.adapters.trl.replay import RowKey, Rows, Scores, matching, prompts_of
-from mismatch_ext.adapters.trl.sampling_mask import RowMask
+from mismatch_ext.adapters.trl.replay import Scores
+from mismatch_ext.adapters.trl.rows import RowTable, prompts_of
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.errors import RecordError
 from mismatch_ext.rollout import RolloutRecord
-from mismatch_ext.routing import RoutingTrace
 
 LEADING = ("model", "input_ids", "attention_mask", "logits_to_keep")
 """What `_get_per_token_logps_and_entropies` takes first, in TRL's order."""
@@ -65,31 +64,23 @@ class Scored:
 
 @dataclass
 class RolloutPass:
-    """What is known of a batch of rollouts while it is generated and scored, or of a micro-batch while its loss is computed."""
+    """What is known of a batch of rollouts while it is generated and scored; its rows outlive it, in the table."""
 
-    # It does not live longer: what the loss needs of a batch travels with TRL's inputs, row by row.
-    fresh: bool = True  # False for a micro-batch
     size: int = 0  # rows that TRL was asked for; several generations may be made to choose them from
     prompts: list[list[int]] = field(default_factory=list)  # of the latest generation
     generated: list[tuple[list[int], list[int]]] = field(default_factory=list)  # prompt and completion of each sample
     records: list[RolloutRecord] = field(default_factory=list)  # what the engine returned, in its order
-    # With R3 the sampler's, with R2 those of each pass that was recorded, in a loss those that traveled with the micro-batch.
-    routes: list[list[RoutingTrace]] = field(default_factory=list)
-    last_routed: tuple[Rows, list[RoutingTrace]] | None = None  # the rows that routes were last found for
-    masks: Sequence[RowMask] = ()  # of the rows, in a loss
+    table: RowTable = field(default_factory=RowTable)
+    taken: int = 0  # records that the table has been told of
+    recorded: int = 0  # passes whose routes were recorded, with R2
     scored: list[Scored] = field(default_factory=list)  # the host's passes, where they are kept
     policy: Tensor | None = None  # log-probabilities [B, T] by a pass of our own, where the host takes none
     joining: bool = False  # turns are being generated, so that records are of calls and not yet of completions
-    # Rows that the policy has scored under their routes and over their masks, and those of them with gradients.
-    replayed: set[RowKey] = field(default_factory=set)
-    replayed_with_gradients: set[RowKey] = field(default_factory=set)
-    others_with_gradients: bool = False  # whether the policy has scored other rows with gradients
-    trl_loss_checked: bool = False  # whether each row that TRL's own loss was given is known to be replayed
 
     def has_size_of(self, rows: int) -> bool:
-        """Tell whether a pass over so many rows may be over the whole batch that is being scored, of which some may be bad."""
+        """Tell whether a pass over so many rows may be over the whole batch, of which some may be bad."""
         # A user's own pass may be over a few rows of the batch, and others.
-        return self.fresh and rows >= self.size > 0
+        return rows >= self.size > 0
 
     def records_of(self, output: Mapping[str, Any], bad: BadRows) -> list[RolloutRecord | None]:
         """Return the record of each row of a batch, found by the row's tokens: a user's code may move, drop or repeat rows.
@@ -135,20 +126,6 @@ class RolloutPass:
         if bad.spoil_all and all(record is None for record in found):
             raise RecordError(bad.faults[0].message)
         return found
-
-    def routes_of(self, tokens: Tensor, attention_mask: Tensor, length: int) -> list[RoutingTrace] | None:
-        """Return the routes of each row of a scoring pass; None where they are of other tokens."""
-        # Copies, because a user may change tensors in place between two passes.
-        ids, real = tokens.cpu().to(torch.int32, copy=True), attention_mask.cpu().to(torch.bool, copy=True)
-        if self.last_routed is not None:
-            (known, known_real, known_length), routes = self.last_routed
-            if known_length == length and torch.equal(known, ids) and torch.equal(known_real, real):
-                return routes
-        for traces in self.routes:
-            if (fitting := matching(traces, ids, real, length)) is not None:
-                self.last_routed = (ids, real, length), fitting
-                return fitting
-        return None
 
     def of_policy(self, model: Any, is_of: Callable[[Scored], bool]) -> Scored | None:
         """Return the first pass of the policy over some tokens, or None."""

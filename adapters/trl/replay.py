@@ -10,21 +10,18 @@ from typing import Any
 import numpy as np
 import torch
 from mismatch_ext.adapters.transformers import routing as backend
+from mismatch_ext.adapters.trl.rows import Rows, prompts_of
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from mismatch_ext.config import RoutingConfig
 from mismatch_ext.errors import RoutingError
-from mismatch_ext.routing import RoutingShape, RoutingTrace, align, share_prompts
+from mismatch_ext.routing import RoutingTrace, align, share_prompts
 from mismatch_ext.routing.replay import RouteReplay
 from mismatch_ext.routing.tokens import token_rows
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 Score = Callable[..., Scores]
-Rows = tuple[Tensor, Tensor, int]
-"""Tokens, attention mask and completion positions of a scoring pass."""
-RowKey = tuple[bytes, bytes]
-"""A row's prompt and completion, without padding, as bytes: a set of them is small, and finds a row by one look."""
 
 
 class ScoreReplay(RouteReplay):
@@ -76,57 +73,13 @@ class ScoreReplay(RouteReplay):
         return _joined(parts), share(traces, prompts_of(*rows))
 
 
-def matching(
-    traces: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor, length: int
-) -> list[RoutingTrace] | None:
-    """Return the routes of each row of a scoring pass: its own, or those of the same tokens; None if some are not known."""
-    ids, real = tokens.cpu().to(torch.int32), attention_mask.bool().cpu()
-    if bool((real[:, 1:] & ~real[:, :-1]).sum(1).add(real[:, 0]).gt(1).any()):
-        return None  # padding between tokens
-    rows = [row[mask] for row, mask in zip(ids, real, strict=True)]
-    truncated = (~real[:, -length:].any(1)).tolist()
-    pairs = list(zip(rows, truncated, strict=True))
-    if len(rows) == len(traces) and all(_is_of(trace, *pair) for trace, pair in zip(traces, pairs, strict=True)):
-        return list(traces)
-    found = []
-    for (row, cut), mask in zip(pairs, real, strict=True):
-        fitting = [trace for trace in traces if _is_of(trace, row, cut)]
-        # Of equal rows one may be bad. Then both are, and whatever the trace, nothing of them is trained on.
-        fitting = [trace for trace in fitting if trace.rows] or fitting
-        alike = [fitted(trace, mask, length) for trace in fitting]
-        if not fitting or not all(trace.same_as(alike[0]) for trace in alike):
-            return None
-        found.append(fitting[0])
-    return found
-
-
-def with_bad_rows(traces: Sequence[RoutingTrace], rows: Rows, shape: RoutingShape) -> list[RoutingTrace] | None:
-    """Return the routes of each row of a scoring pass, empty ones for rows of other tokens; None if all rows are."""
-    tokens, attention_mask, length = rows
-    found: list[RoutingTrace] = []
-    known = False
-    for row, mask in zip(tokens, attention_mask, strict=True):
-        fitting = matching(traces, row[None], mask[None], length)
-        if fitting is not None:
-            known = True
-            found.append(fitting[0])
-            continue
-        ids = row[mask.bool()].tolist()
-        found.append(
-            RoutingTrace.unrouted(ids, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts, version=0)
-        )
-    return found if known else None
-
-
-def _is_of(trace: RoutingTrace, row: Tensor, truncated: bool) -> bool:
-    """Tell whether a trace is of the tokens of a row, whose completion may have been made padding."""
+def is_of(trace: RoutingTrace, tokens: NDArray[np.int64]) -> bool:
+    """Tell whether a trace is of the tokens of a row, the last of which has no routes in an engine's."""
     known = trace.tokens
     lacks_first_rows = trace.rows > 0 and trace.start > 0
     if known is None or lacks_first_rows:
         return False
-    if truncated:
-        return len(row) <= len(known) and torch.equal(known[: len(row)], row)
-    return len(row) - len(known) in (0, 1) and torch.equal(known, row[: len(known)])
+    return len(tokens) - len(known) in (0, 1) and np.array_equal(known.cpu().numpy(), tokens[: len(known)])
 
 
 def _of_pass(passes: Sequence[RoutingTrace], tokens: Tensor, attention_mask: Tensor) -> RoutingTrace:
@@ -150,26 +103,6 @@ def share(traces: Sequence[RoutingTrace], prompts: Sequence[Sequence[int]]) -> l
     """Store the routes of a prompt once for all of its completions."""
     keys = [tuple(prompt) for prompt in prompts]
     return share_prompts(traces, [len(prompt) for prompt in keys], keys)
-
-
-def row_keys(tokens: Tensor, attention_mask: Tensor, length: int) -> list[RowKey]:
-    """Return what the rows of a scoring pass are found by."""
-    ids, real = tokens.to(torch.int32).cpu().numpy(), attention_mask.bool().cpu().numpy()
-    return [
-        (row[:-length][mask[:-length]].tobytes(), row[-length:][mask[-length:]].tobytes())
-        for row, mask in zip(ids, real, strict=True)
-    ]
-
-
-def row_key(prompt: Sequence[int] | NDArray[Any], completion: Sequence[int] | NDArray[Any]) -> RowKey:
-    """Return what a row of these tokens is found by."""
-    return np.array(prompt, dtype=np.int32).tobytes(), np.array(completion, dtype=np.int32).tobytes()
-
-
-def prompts_of(tokens: Tensor, attention_mask: Tensor, length: int) -> list[list[int]]:
-    """Return the prompts of a padded batch as token ids."""
-    prompts, real = tokens[:, :-length].cpu(), attention_mask[:, :-length].bool().cpu()
-    return [row[mask].tolist() for row, mask in zip(prompts, real, strict=True)]
 
 
 def rows_of(trace: RoutingTrace, attention_mask: Tensor) -> list[RoutingTrace]:

@@ -20,7 +20,7 @@ from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
-from mismatch_ext.adapters.trl.bad_rows import BAD, has_non_finite, include_equal_rows, marks_of, mask_of, take_out
+from mismatch_ext.adapters.trl.bad_rows import has_non_finite, mask_of, take_out
 from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
@@ -42,9 +42,10 @@ from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import check_device, check_reference
-from mismatch_ext.adapters.trl.replay import ScoreReplay, row_keys
+from mismatch_ext.adapters.trl.replay import ScoreReplay
+from mismatch_ext.adapters.trl.rows import rows_of_batch
 from mismatch_ext.adapters.trl.sampling_mask import EngineMasks, mean_size
-from mismatch_ext.adapters.trl.scoring import MASKS, OLD, ROLLOUT, ROUTES, Scoring, rows_of_batch, scored_again
+from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, Scoring, scored_again
 from mismatch_ext.adapters.trl.server_client import client_of
 from mismatch_ext.adapters.vllm.engine import asked_of
 from mismatch_ext.adapters.vllm.routing import FLAG
@@ -104,8 +105,8 @@ class TrlRun(MeasuredRun):
 
     @property
     def rollouts(self) -> RolloutPass | None:
-        """The batch that is generated and scored, or the micro-batch whose loss is computed; None between them."""
-        return self.scoring.rollouts
+        """The batch that is generated and scored; None between batches."""
+        return self.scoring.batch
 
     # Before TRL builds model and engine.
 
@@ -196,7 +197,7 @@ class TrlRun(MeasuredRun):
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
             trainer.add_callback(self.lr)
-        if self.objective.sections:
+        if self.objective.sections or self.scoring.sections:
             trainer.add_callback(LossCallback(self.objective))
         if self.block.kl is not None and self.block.kl.in_rewards:
             self._reward_kl()
@@ -301,8 +302,8 @@ class TrlRun(MeasuredRun):
         batch, trainer = RolloutPass(size=size), self.trainer
         keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
-        passes = batch.scored if self.kl_reward is not None or isinstance(trainer, RLOOTrainer) else None
-        with overridden(self.scoring, rollouts=batch, passes=passes), keeping:
+        keeps_passes = self.kl_reward is not None or isinstance(trainer, RLOOTrainer)
+        with self.scoring.of_batch(batch, keeps_passes=keeps_passes), keeping:
             self.objective.begin_batch()
             if trainer.use_vllm:
                 with together(self.ranks):
@@ -316,55 +317,68 @@ class TrlRun(MeasuredRun):
         """Compute rewards as TRL does; a completion that no other reward function scores gets no KL reward either."""
         if self.kl_reward is None:
             return host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
-        with overridden(self.kl_reward, penalties=self.objective.penalties(completion_ids_list)):
-            rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
+        self.kl_reward.penalties = self.objective.penalties(completion_ids_list)
+        rewards = host(inputs, prompts, completions, completion_ids_list, *args, **kwargs)
         column = next(i for i, function in enumerate(self.trainer.reward_funcs) if function is self.kl_reward)
         others = torch.cat([rewards[:, :column], rewards[:, column + 1 :]], dim=1)
         rewards[others.isnan().all(dim=1), column] = torch.nan
         return rewards
 
     def scored(self, batch: RolloutPass, output: dict[str, Any]) -> dict[str, Any]:
-        """Measure a batch that TRL has generated and scored, correct it, and adapt to it."""
-        training = self.trainer.model.training
+        """Take a batch that TRL has generated and scored through the steps to its loss."""
         self.scoring.passes = None  # what follows are passes of our own
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
-        with together(self.ranks), self.log.refusing(self.split, held):
-            self.objective.expect_known_inputs(output)
-            self.scoring.expect_old(batch, output)
-            records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
-            self.centering.keep(batch.records)
-            if self.routing is not None:
-                output[ROUTES] = self.scoring.batch_routes(batch, output, lambda: self.score_again(output))
-            if self.scoring.masking is not None:
-                assert records is not None  # masks are the engine's
-                output[MASKS] = self.scoring.batch_masks(batch, output, records)
-        if self.scoring.masking is not None:
-            self.note(sampling_mask_size=mean_size(output[MASKS], self.ranks, output["completion_ids"].device))
+        records = self._find_rows(batch, output, bad, held)
         old = self._judged_logprobs(output, records, bad, held)
         self._take_out(output, bad, held)
         mask = mask_of(output, bad)
         gap = None
         if old is not None and records is not None:
             gap = self._gap(output, old, records, mask, held)
-        if gap is not None and self.routing is not None and self.routing.draws.native_gap():
-            with overridden(self.scoring, routing=None):
-                native = self.score_again(output)
-            with together(self.ranks):
-                native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-                self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
+            self._measure_native_gap(output, bad, mask)
         if gap is not None and self.correction is not None:
             self._correct(self.correction, output, gap[0], mask)
-        if self.trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
-            self.log.mask(self.split, ratio, mask)
-        if training and gap is not None and isinstance(self.trainer, GRPOTrainer):
-            settings = None if self.correction is None else self.correction.settings
-            clips = clips_engine_ratio(settings, self.trainer.loss_type)
-            self.note(**phantom(self.trainer, output, gap, clips, self.ranks))
-        if training:
+        self._note_weights(output, gap, mask)
+        if self.trainer.model.training:
             self.steer(self.trainer._metrics["train"], gap, records, bad)
         self.objective.follow_batch(output, mask, batch, gap)
         return output
+
+    def _find_rows(
+        self, batch: RolloutPass, output: dict[str, Any], bad: BadRows, held: ColumnBatch
+    ) -> list[RolloutRecord | None] | None:
+        """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
+        with together(self.ranks), self.log.refusing(self.split, held):
+            self.objective.expect_known_inputs(output)
+            self.scoring.expect_old(output)
+            records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
+            self.centering.keep(batch.records)
+            self.scoring.settle(output, bad, lambda: self.score_again(output))
+        if self.scoring.masking is not None:
+            supports = self.scoring.supports_of(output)
+            self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
+        return records
+
+    def _measure_native_gap(self, output: Mapping[str, Any], bad: BadRows, mask: Tensor) -> None:
+        """Measure some batches under the model's own routes too."""
+        if self.routing is None or not self.routing.draws.native_gap():
+            return
+        with overridden(self.scoring, routing=None):
+            native = self.score_again(output)
+        with together(self.ranks):
+            native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
+            self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
+
+    def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
+        """Note what TRL's loss is multiplied by, and what its clip will stop."""
+        trainer = self.trainer
+        if trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
+            self.log.mask(self.split, ratio, mask)
+        if trainer.model.training and gap is not None and isinstance(trainer, GRPOTrainer):
+            settings = None if self.correction is None else self.correction.settings
+            clips = clips_engine_ratio(settings, trainer.loss_type)
+            self.note(**phantom(trainer, output, gap, clips, self.ranks))
 
     def _judged_logprobs(
         self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch
@@ -411,14 +425,9 @@ class TrlRun(MeasuredRun):
 
     def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
         """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
-        marks = torch.zeros(len(output["completion_ids"]), dtype=torch.int64, device=output["completion_ids"].device)
+        self.scoring.judge(output, bad)
         if len(bad):
-            keys = row_keys(*rows_of_batch(output))
-            include_equal_rows(bad, keys)
-            take_out(output, bad.flags(marks.device))
-            marks = marks_of(bad, keys, marks.device)
-            self.scoring.remembered.add(mark for mark in marks.tolist() if mark)
-        output[BAD] = marks
+            take_out(output, bad.flags(output["completion_ids"].device))
         self.log.count_bad_rows(self.split, bad, held)
 
     def _gap(

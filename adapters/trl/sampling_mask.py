@@ -1,4 +1,4 @@
-"""Sampling masks in TRL: they travel with the rows of a batch, as `inputs["sampling_mask"]`, and its scoring passes use them.
+"""Sampling masks in TRL: made of the engine's answers, and used in every scoring pass over the rows that they belong to.
 
 TRL computes log-probabilities inside of its fused output projection, a chunk of rows at a time, from hidden states either of all
 positions or only of those that count. `MaskedPass` knows which tokens come next.
@@ -8,11 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
-from mismatch_ext.adapters.trl.replay import RowKey, row_key
 from mismatch_ext.patches.vllm.top_logprobs import SampledLogprobs, top_logprobs
 from torch import Tensor
 
@@ -22,14 +20,6 @@ from mismatch_ext.patching import Patch
 from mismatch_ext.ranks import Ranks
 from mismatch_ext.rollout import RolloutRecord
 from mismatch_ext.sampling_mask import LeftTokens, TokenSupport, head_logprobs, supports_of
-
-
-@dataclass(frozen=True)
-class RowMask:
-    """The masks of one completion, with what its row is found by."""
-
-    row: RowKey
-    support: TokenSupport
 
 
 @dataclass(frozen=True)
@@ -113,65 +103,30 @@ def _expect_some(supports: Sequence[TokenSupport | None], bad: BadRows) -> None:
         raise RecordError(bad.faults[0].message)
 
 
-def masks_of(records: Sequence[RolloutRecord], vocabulary: int) -> list[RowMask]:
-    """Return the masks of rollouts over that many tokens; those of bad rows are empty, so that they score 0."""
-    found = []
-    for record in records:
-        support = record.support
-        if support is None:
-            support = TokenSupport.empty(len(record.response_ids), vocabulary)
-        found.append(RowMask(row_key(record.prompt_ids, record.response_ids), support))
-    return found
+def support_of(record: RolloutRecord, vocabulary: int) -> TokenSupport:
+    """Return the masks of a rollout over that many tokens; those of a bad row are empty, so that it scores 0."""
+    return TokenSupport.empty(len(record.response_ids), vocabulary) if record.support is None else record.support
 
 
-def without_masks(key: RowKey, vocabulary: int) -> RowMask:
-    """Return the empty masks of a row that is found by `key`."""
-    _, completion = key
-    tokens = len(completion) // np.dtype(np.int32).itemsize
-    return RowMask(key, TokenSupport.empty(tokens, vocabulary))
-
-
-def mean_size(masks: Sequence[RowMask], ranks: Ranks, device: torch.device) -> float:
+def mean_size(supports: Sequence[TokenSupport], ranks: Ranks, device: torch.device) -> float:
     """Return how many tokens were left to sample from, on average over the sampled tokens of all ranks."""
-    mine = [
-        sum(mask.support.ids.numel() for mask in masks),
-        sum(int((mask.support.counts > 0).sum()) for mask in masks),
-    ]
-    ids, sampled = ranks.sum(torch.tensor(mine, dtype=torch.float64, device=device)).tolist()
+    ids = sum(support.ids.numel() for support in supports)
+    sampled = sum(int((support.counts > 0).sum()) for support in supports)
+    ids, sampled = ranks.sum(torch.tensor([ids, sampled], dtype=torch.float64, device=device)).tolist()
     return float(ids / max(sampled, 1))
-
-
-def masks_of_rows(
-    masks: Sequence[RowMask], keys: Sequence[RowKey], vocabulary: int | None = None
-) -> list[RowMask] | None:
-    """Return the mask of each row of a scoring pass, found by its tokens; None if some are not known.
-
-    Rows of the same tokens have one mask in every pass, whatever part of a batch it is over. With a `vocabulary`, rows that are
-    not known get empty masks if others are known.
-    """
-    known: dict[RowKey, RowMask] = {}
-    for mask in masks:
-        known.setdefault(mask.row, mask)
-        known.setdefault((mask.row[0], b""), mask)  # a completion may have been turned into padding
-    found = [known.get(key) for key in keys]
-    if vocabulary is not None and any(found):
-        found = [
-            without_masks(key, vocabulary) if mask is None else mask for key, mask in zip(keys, found, strict=True)
-        ]
-    return None if None in found else cast("list[RowMask]", found)
 
 
 class MaskedPass:
     """Scores the tokens of one scoring pass over their masks, in the order in which TRL's fused head comes to them."""
 
-    def __init__(self, masks: Sequence[RowMask], tokens: Tensor, attention_mask: Tensor, length: int) -> None:
+    def __init__(self, supports: Sequence[TokenSupport], tokens: Tensor, attention_mask: Tensor, length: int) -> None:
         wanted = attention_mask[:, 1:].bool().clone()
         wanted[:, : wanted.shape[1] - length] = False
         self._wanted = wanted
         self._labels = tokens[:, 1:]
         self._ends = wanted.sum(1).cumsum(0).tolist()
         kept = wanted.any(1).tolist()
-        parts = [mask.support if keep else mask.support.slice(0, 0) for mask, keep in zip(masks, kept, strict=True)]
+        parts = [support if keep else support.slice(0, 0) for support, keep in zip(supports, kept, strict=True)]
         self._support = TokenSupport.joined(parts)
         self._row = self._token = self.done = 0  # `done` counts how often all tokens were scored
 

@@ -1,8 +1,7 @@
 """The scoring passes of TRL's model, each under the routes and over the sampling masks that belong to its tokens.
 
-R3: the sampler's routes travel with the completions, as `inputs["routing"]`, through TRL's shuffling and splitting, and are
-replayed in the old-logprob pass and in every update. R2: the trainer's old-logprob pass records them instead. Masks travel the
-same way, as `inputs["sampling_mask"]`. A pass is known by its tokens, never by its place.
+R3: the sampler's routes are replayed in the old-logprob pass and in every update. R2: the trainer's old-logprob pass records them
+instead. A pass asks for its rows by their tokens (`rows.py`). Rows that are not known are left to the model, and counted.
 """
 
 from __future__ import annotations
@@ -10,50 +9,59 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from mismatch_ext.adapters.trl.bad_rows import BAD, Remembered, as_constants, mark_of, take_out
-from mismatch_ext.adapters.trl.overridden import overridden
+from mismatch_ext.adapters.trl.bad_rows import Remembered, as_constants, include_equal_rows, take_out
 from mismatch_ext.adapters.trl.passes import RolloutPass, Scored
-from mismatch_ext.adapters.trl.replay import (
+from mismatch_ext.adapters.trl.replay import ScoreReplay, Scores, is_of, share
+from mismatch_ext.adapters.trl.rows import (
     RowKey,
     Rows,
-    ScoreReplay,
-    Scores,
+    RowTable,
+    RowTables,
+    find_in,
     row_key,
     row_keys,
-    share,
-    with_bad_rows,
+    rows_of_batch,
+    tokens_of,
 )
-from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of, masks_of_rows, without_masks
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, support_of
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers.utils import is_peft_available
 from trl import GRPOTrainer
 
+from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.config import SamplingMaskConfig
-from mismatch_ext.errors import ConfigError, RecordError, ReplayError, RoutingError
+from mismatch_ext.errors import ConfigError, MismatchError, RecordError, ReplayError, RoutingError
 from mismatch_ext.rng import forked_rng
-from mismatch_ext.rollout import RolloutRecord, unrouted
+from mismatch_ext.rollout import unrouted
 from mismatch_ext.routing import RoutingTrace
 from mismatch_ext.routing.replay import REFERENCE
+from mismatch_ext.sampling_mask import TokenSupport
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.run import TrlRun
 
 OLD, ROLLOUT = "old_per_token_logps", "sampling_per_token_logps"
 """TRL's keys of the trainer's log-probabilities at sampling time, and of the engine's."""
-ROUTES, MASKS = "routing", "sampling_mask"
-"""Keys of TRL's inputs under which routes and masks travel."""
 Host = Callable[..., Any]
+MASKS = "mismatch.sampling_mask"
 _OTHER_TOKENS = (
-    "the {what} {when} are of other tokens than those that are trained on ({section}): rows moved or tokens changed between "
-    "sampling and the loss. Move inputs[{key!r}] with the other inputs, and leave prompt_ids, completion_ids and their masks as "
-    "they were sampled."
+    "the {} of the batch are of other tokens than those that are trained on ({}): tokens changed after they were sampled. Leave "
+    "prompt_ids, completion_ids and their masks as they were sampled."
 )
-_IN_LOSS = "that traveled with the micro-batch"
-_OF_MASKS = {"what": "masks", "section": "mismatch.sampling_mask", "key": MASKS}
+
+
+@dataclass
+class LossPasses:
+    """What the policy has scored while a loss is computed."""
+
+    has_gradients: bool  # whether the loss is; then only passes with gradients count
+    replayed: set[RowKey] = field(default_factory=set)  # rows scored under their routes and over their masks
+    has_others: bool = False  # whether it has scored other rows, too
 
 
 class Scoring:
@@ -63,12 +71,12 @@ class Scoring:
         self.run, self.trainer = run, run.trainer
         self.routing: ScoreReplay | None = None  # records and replays routes, with the section
         self.masking: SamplingMaskConfig | None = run.block.sampling_mask
-        self.rollouts: RolloutPass | None = None  # the batch that is scored, or the micro-batch whose loss is computed
+        self.tables = RowTables()
+        self.batch: RolloutPass | None = None  # that is being generated and scored
+        self.loss: LossPasses | None = None  # of the loss that is being computed
         self.passes: list[Scored] | None = None  # takes the host's passes while they are kept
         self.ours = False  # whether a pass is our own, which nothing that is trained on is made of
         self.remembered = Remembered()
-        # Those of bad rows in the micro-batch whose loss is computed; None outside of a loss.
-        self.marks: frozenset[int] | None = None
 
     def watch(self) -> None:
         """Let the host's passes be kept as TRL sees them, outside of what a subclass makes of them."""
@@ -83,256 +91,294 @@ class Scoring:
 
         self.trainer._get_per_token_logps_and_entropies = watched
 
-    def score(
-        self,
-        host: Host,
-        model: Any,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        *args: Any,
-        **options: Any,
-    ) -> Scores:
-        """Score tokens as TRL does, under the routes and over the masks that were recorded for them, bad rows as constants."""
-        rows = (input_ids, attention_mask, logits_to_keep)
-        scores = self._score(host, model, rows, *args, **options)
-        if self.ours or self.is_reference(model) or not self._is_trained(model):
-            return scores
-        marks = self.marks
-        if marks is None:
-            # Outside of a loss, TRL scores new rows without gradients, and a user may train on rows of any batch.
-            marks = self.remembered.all() if torch.is_grad_enabled() else frozenset()
-        return as_constants(scores, _are_marked(row_keys(*rows), marks)) if marks else scores
-
     @contextmanager
-    def knowing_bad_rows(self, inputs: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        """Know the bad rows of a micro-batch, or of a part that a user has made of it, while its loss is computed.
+    def of_batch(self, batch: RolloutPass, *, keeps_passes: bool) -> Iterator[None]:
+        """Know the rows of a batch from here on; until the end of the block it is generated and scored."""
+        batch.table = self.tables.begin(training=self.trainer.model.training)
+        self.batch, self.passes = batch, batch.scored if keeps_passes else None
+        try:
+            yield
+        finally:
+            self.batch = self.passes = None
 
-        Yields the inputs, in which no bad row has numbers of its own.
-        """
-        marks = self._marks_in(inputs)
-        with overridden(self, marks=marks | (self.marks or frozenset())):
-            if self.marks:
-                inputs = dict(inputs)
-                take_out(inputs, self.are_bad(inputs))
-            yield inputs
+    @property
+    def sections(self) -> str:
+        """The sections that a pass is replayed by; empty if none is."""
+        routes = "" if self.routing is None else self._routing_section
+        return " and ".join(filter(None, (routes, "" if self.masking is None else MASKS)))
 
-    def _marks_in(self, inputs: Mapping[str, Any]) -> frozenset[int]:
-        """Return the marks of bad rows that have traveled with a micro-batch; of all that the run remembers if none have."""
-        column = inputs.get(BAD)
-        if column is None:
-            return self.remembered.all()
-        if len(column) != len(inputs["completion_ids"]):
-            raise ConfigError(
-                f"inputs[{BAD!r}] has {len(column)} rows, and the micro-batch {len(inputs['completion_ids'])}: something between "
-                "_generate_and_score_completions and the loss took, dropped or repeated rows without it. Treat it as the other "
-                "inputs, row by row, or leave it out."
-            )
-        marks = frozenset(column.tolist()) - {0}
-        if marks and not marks <= {mark_of(key) for key in row_keys(*rows_of_batch(inputs))}:
-            raise ConfigError(
-                f"inputs[{BAD!r}] marks a bad row that the micro-batch does not have: something between "
-                "_generate_and_score_completions and the loss moved rows without it, or changed their tokens. Treat it as the "
-                "other inputs, row by row, or leave it out."
-            )
-        return marks
+    @property
+    def _routing_section(self) -> str:
+        assert self.routing is not None
+        return f"mismatch.routing.mode={self.routing.config.mode!r}"
 
-    def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
-        """Return which rows of a micro-batch are bad `[B]`, bool."""
-        completions = inputs["completion_ids"]
-        if not self.marks:
-            return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
-        return _are_marked(row_keys(*rows_of_batch(inputs)), self.marks).to(completions.device)
+    # One pass.
 
-    def _score(self, host: Host, model: Any, rows: Rows, *args: Any, **options: Any) -> Scores:
-        batch = self.rollouts
-        if batch is None or not self.sections:
-            # Without a batch it is somebody's own pass, over tokens without routes and masks.
+    def score(
+        self, host: Host, model: Any, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int,
+        *args: Any, **options: Any,
+    ) -> Scores:  # fmt: skip
+        """Score tokens as TRL does, under the routes and over the masks that are known of them, bad rows as constants."""
+        rows = (input_ids, attention_mask, logits_to_keep)
+        trained = not self.ours and not self.is_reference(model) and self._is_trained(model)
+        # Outside of a loss, TRL scores new rows without gradients: of these it is not known yet whether they are bad.
+        may_be_bad = trained and bool(self.remembered) and (self.loss is not None or torch.is_grad_enabled())
+        if not self.sections and not may_be_bad:
             return cast("Scores", host(model, *rows, *args, **options))
-        keys, reference = row_keys(*rows), self.is_reference(model)
-        masks = None if self.masking is None else self._masks_of(batch, keys)
-        masked = None if masks is None else MaskedPass(masks, *rows)
+        keys = row_keys(*rows)
+        if self.sections:
+            scores = self._replayed(host, model, rows, keys, trained, *args, **options)
+        else:
+            scores = host(model, *rows, *args, **options)
+        bad = self._are_bad(keys) if may_be_bad else torch.zeros(0, dtype=torch.bool)
+        return as_constants(scores, bad) if bool(bad.any()) else scores
+
+    def _replayed(
+        self, host: Host, model: Any, rows: Rows, keys: Sequence[RowKey], trained: bool, *args: Any, **options: Any
+    ) -> Scores:
+        """Score rows under their routes and over their masks, as far as these are known."""
+        self._take_engines_rows()
+        supports = self._supports_of(keys)
+        masked = None if supports is None else MaskedPass(supports, *rows)
         # What stands between ours and TRL's method may ask for them itself.
         entropies = bool(options.get("compute_entropy")) or not host.__module__.startswith("trl.")
         with nullcontext() if masked is None else scoring_with(masked, entropies=entropies):
-            scores, routed = self._routed_score(host, model, rows, batch, reference, *args, **options)
+            scores, routed = self._routed(host, model, rows, keys, *args, **options)
         if masked is not None and not masked.done and any(completion for _, completion in keys):
             raise ReplayError(
                 f"mismatch.sampling_mask: {type(self.trainer).__name__} scored a batch without TRL's fused head, where masks are "
                 "replayed. Remove what overrides _get_per_token_logps_and_entropies, or mismatch.sampling_mask."
             )
-        replayed = routed and (masked is not None or self.masking is None)
-        if not self.ours and not reference and self._is_trained(model):
-            if not replayed:
-                batch.others_with_gradients |= torch.is_grad_enabled()
-            else:
-                batch.replayed.update(keys)
-                if torch.is_grad_enabled():
-                    batch.replayed_with_gradients.update(keys)
+        if trained:
+            self._note(keys, routed if masked is not None or self.masking is None else [])
         return scores
 
-    def _routed_score(
-        self,
-        host: Host,
-        model: Any,
-        rows: Rows,
-        batch: RolloutPass,
-        reference: bool,
-        batch_size: int | None = None,
-        **options: Any,
-    ) -> tuple[Scores, bool]:
-        """Return scores, and whether they are under the routes of their tokens."""
+    def _note(self, keys: Sequence[RowKey], replayed: Sequence[RowKey]) -> None:
+        """Note which rows of a pass of the policy were replayed."""
+        if self.loss is not None:
+            if torch.is_grad_enabled() or not self.loss.has_gradients:
+                self.loss.replayed.update(replayed)
+                self.loss.has_others |= len(replayed) < len(keys)
+        elif self.batch is not None and replayed:
+            # Rows of other tokens in a pass over the batch are bad, which is found out once it is scored.
+            self.batch.table.replayed.update(keys if self.batch.has_size_of(len(keys)) else replayed)
+
+    def _tables(self) -> list[RowTable]:
+        """Return where to look for rows; a batch that is being made is sampled and recorded anew."""
+        if self.batch is not None:
+            return [self.batch.table]
+        return self.tables.newest(training=self.trainer.model.training)
+
+    def _take_engines_rows(self) -> None:
+        """Take routes and masks of the batch from the engine's records of it, if it has sampled since they were taken."""
+        batch = self.batch
+        if batch is None or batch.joining or batch.taken == len(batch.records):
+            return
+        batch.taken = len(batch.records)
+        keys = [row_key(record.prompt_ids, record.response_ids) for record in batch.records]
+        if self.masking is not None:
+            batch.table.add(keys, supports=[support_of(record, self._vocabulary) for record in batch.records])
+        if self.routing is not None and self.routing.config.mode == "R3":
+            shape = self.routing.layout.shape
+            known = []
+            routes = []
+            for key, record in zip(keys, batch.records, strict=True):
+                trace = record.routing
+                if trace is None:
+                    trace = unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
+                if is_of(trace, record.token_ids):
+                    known.append(key)
+                    routes.append(trace)
+            batch.table.add(known, routes=share(routes, [tokens_of(key)[0] for key in known]))
+
+    @property
+    def _vocabulary(self) -> int:
+        assert self.run.checked is not None and self.run.checked.masks is not None  # masks are the engine's
+        return self.run.checked.masks.vocabulary
+
+    def _supports_of(self, keys: Sequence[RowKey]) -> list[TokenSupport] | None:
+        """Return the masks of a pass; None of other rows.
+
+        In a pass over a whole batch that is being scored, rows of other tokens are bad if some rows are known, and get empty
+        masks.
+        """
+        if self.masking is None:
+            return None
+        found = find_in((table.supports for table in self._tables()), keys)
+        if self.batch is not None and self.batch.has_size_of(len(keys)) and any(one is not None for one in found):
+            found = [self._no_support(key) if one is None else one for key, one in zip(keys, found, strict=True)]
+        known = [one for one in found if one is not None]
+        return known if len(known) == len(keys) else None
+
+    def _no_support(self, key: RowKey) -> TokenSupport:
+        return TokenSupport.empty(len(tokens_of(key)[1]), self._vocabulary)
+
+    def _no_routes(self, key: RowKey) -> RoutingTrace:
+        assert self.routing is not None
+        shape, (prompt, completion) = self.routing.layout.shape, tokens_of(key)
+        return RoutingTrace.unrouted(
+            [*prompt, *completion], layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts, version=0
+        )
+
+    def _routed(
+        self, host: Host, model: Any, rows: Rows, keys: Sequence[RowKey], batch_size: int | None = None, **options: Any
+    ) -> tuple[Scores, Sequence[RowKey]]:
+        """Return scores, and the rows of which they are under their routes."""
         routing, options = self.routing, {"batch_size": batch_size, **options}
+        reference = self.is_reference(model)
         if routing is None or (reference and not routing.config.reference):
-            return cast("Scores", host(model, *rows, **options)), routing is None
-        self._take_engines_routes(batch)
-        routes = batch.routes_of(*rows)
-        if routes is None and batch.has_size_of(len(rows[0])) and routing.config.mode == "R3":
-            routes = self._partly_known_routes(batch, rows)
-        if routes is None and batch.fresh and routing.config.mode == "R2":
+            return cast("Scores", host(model, *rows, **options)), keys if routing is None else []
+        routes = self._routes_of(keys)
+        if self.batch is not None and routing.config.mode == "R2" and None in routes:
             if not reference:
-                scores, recorded = routing.record(host, model, rows, self.run.step, **options)
-                batch.routes.append(recorded)
-                return scores, True
+                return self._recorded(host, model, rows, keys, **options), keys
             self._refuse_early_reference(model)
             with forked_rng(rows[0].device):  # TRL takes no such pass
-                batch.routes.append(routing.record(host, self.trainer.model, rows, self.run.step, **options)[1])
-            routes = batch.routes_of(*rows)
+                self._recorded(host, self.trainer.model, rows, keys, **options)
+            routes = self._routes_of(keys)
         split = REFERENCE if reference else self.run.split
-        if routes is None:
+        replayed = [key for key, trace in zip(keys, routes, strict=True) if trace is not None]
+        if not replayed:
             # Somebody's own pass over other tokens, which must not be given the experts of the batch's tokens.
             routing.others[split] += 1
-            return cast("Scores", host(model, *rows, **options)), False
+            return cast("Scores", host(model, *rows, **options)), []
+        traces = [self._no_routes(key) if trace is None else trace for key, trace in zip(keys, routes, strict=True)]
         before = routing.forwards
-        scores = routing.replay(host, model, rows, routes, split, **options)
-        return scores, routing.forwards > before
+        scores = routing.replay(host, model, rows, traces, split, **options)
+        return scores, replayed if routing.forwards > before else []
 
-    def _partly_known_routes(self, batch: RolloutPass, rows: Rows) -> list[RoutingTrace] | None:
-        """Return the routes of a pass over the batch in which some rows are of other tokens; None if all rows are.
+    def _routes_of(self, keys: Sequence[RowKey]) -> list[RoutingTrace | None]:
+        return find_in((table.routes for table in self._tables()), keys)
 
-        Rows of other tokens are bad, and the model routes them itself.
+    def _recorded(self, host: Host, model: Any, rows: Rows, keys: Sequence[RowKey], **options: Any) -> Scores:
+        """Score rows by the model's own routes, which are known of them from here on."""
+        assert self.routing is not None and self.batch is not None
+        scores, routes = self.routing.record(host, model, rows, self.run.step, **options)
+        self.batch.table.add(keys, routes=routes)
+        self.batch.recorded += 1
+        return scores
+
+    # One loss.
+
+    @contextmanager
+    def of_loss(self, inputs: dict[str, Any], *, whole: bool) -> Iterator[dict[str, Any]]:
+        """Know the bad rows of a micro-batch, or of a part of it, and that its rows are replayed, while its loss is computed.
+
+        Yields the inputs, in which no bad row has numbers of its own.
+
+        Args:
+            inputs: What `_compute_loss` is given.
+            whole: Whether TRL's own loss gets it. A user's may give TRL's a part of the rows.
+
+        Raises:
+            ReplayError: TRL's loss was given rows that were not replayed, or may have been.
         """
-        assert self.routing is not None
-        if batch.joining or not batch.routes:
-            return None
-        return with_bad_rows(batch.routes[0], rows, self.routing.layout.shape)
+        keys = row_keys(*rows_of_batch(inputs)) if self.sections or self.remembered else []
+        bad = self._are_bad(keys)
+        if bool(bad.any()):
+            inputs = dict(inputs)
+            take_out(inputs, bad.to(inputs["completion_ids"].device))
+        self.loss = passes = LossPasses(has_gradients=torch.is_grad_enabled())
+        try:
+            yield inputs
+        finally:
+            self.loss = None
+        if self.sections:
+            self._expect_replayed(passes, keys, whole)
 
-    def loss(self, host: Host, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute a loss as TRL does, under the routes and masks that traveled with the micro-batch, without its bad rows."""
-        with self.knowing_bad_rows(inputs) as known:
-            if not self.sections:
-                return host(model, known, *args, **kwargs)
-            with overridden(self, rollouts=self._micro_batch(known)):
-                loss = host(model, known, *args, **kwargs)
-                self.expect_replayed(known, every=False)  # a user may have dropped rows
-            return loss
-
-    def expect_replayed(self, inputs: Mapping[str, Any], *, every: bool) -> None:
-        """Refuse a loss whose own rows, every one or at least one, were not scored under their routes and masks.
-
-        If it is not known that every row of TRL's own loss was, a pass with gradients over other rows is refused too.
-        """
-        batch, sections = self.rollouts, self.sections
-        if batch is None or batch.fresh or not sections:
-            return
-        replayed = batch.replayed_with_gradients if torch.is_grad_enabled() else batch.replayed
-        found = [key in replayed for key in row_keys(*rows_of_batch(inputs))]
-        if not (all(found) if every else any(found)):
+    def _expect_replayed(self, passes: LossPasses, keys: Sequence[RowKey], whole: bool) -> None:
+        found = [key in passes.replayed for key in keys]
+        if not (all(found) if whole else any(found)):
+            raise self.refusal()
+        if passes.has_gradients and passes.has_others and not whole:
             raise ReplayError(
-                f"{sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
-                f"something overrides _get_per_token_logps_and_entropies, or gives it other tokens. Remove it, or {sections}."
+                f"{self.sections} with {type(self.trainer).__name__}, which scored other rows than the micro-batch's with "
+                "gradients: TRL's own loss may be made of them, without replay. Score them under torch.no_grad(), or put your "
+                "class first, class T(Yours, MismatchGRPOTrainer), and call super()._compute_loss, which is then checked apart "
+                "from them."
             )
-        if batch.others_with_gradients and not (every or batch.trl_loss_checked):
-            raise ReplayError(
-                f"{sections} with {type(self.trainer).__name__}, which scored other rows than the micro-batch's with gradients: "
-                "TRL's own loss may be made of them, without replay. Score them under torch.no_grad(), or put your class first, "
-                "class T(Yours, MismatchGRPOTrainer), and call super()._compute_loss, which is then checked apart from them."
-            )
-        batch.trl_loss_checked |= every and torch.is_grad_enabled()
 
-    @property
-    def sections(self) -> str:
-        """The sections that are replayed in a loss; empty if none is."""
-        routes = "" if self.routing is None else self._of_routes["section"]
-        return " and ".join(filter(None, (routes, "" if self.masking is None else _OF_MASKS["section"])))
+    def refusal(self) -> ReplayError:
+        """Return the error for a loss whose rows were not replayed."""
+        return ReplayError(
+            f"{self.sections}, but the loss was computed without a replayed forward pass over the micro-batch's tokens: "
+            "something overrides _compute_loss or _get_per_token_logps_and_entropies, or gives them tokens that neither of the "
+            f"last two batches has. Remove it, or {self.sections}."
+        )
 
-    @property
-    def _of_routes(self) -> dict[str, str]:
-        assert self.routing is not None
-        return {"what": "routes", "section": f"mismatch.routing.mode={self.routing.config.mode!r}", "key": ROUTES}
+    def are_bad(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return which rows of a micro-batch are bad `[B]`, bool."""
+        completions = inputs["completion_ids"]
+        if not self.remembered:
+            return torch.zeros(len(completions), dtype=torch.bool, device=completions.device)
+        return self._are_bad(row_keys(*rows_of_batch(inputs))).to(completions.device)
 
-    def _micro_batch(self, inputs: Mapping[str, Any]) -> RolloutPass:
-        """Return what traveled with a micro-batch."""
-        rows, found = rows_of_batch(inputs), RolloutPass(fresh=False)
-        if self.routing is not None:
-            found.routes = [_traveled(inputs, **self._of_routes)]
-            if found.routes_of(*rows) is None:
-                raise RoutingError(_OTHER_TOKENS.format(when=_IN_LOSS, **self._of_routes))
-        if self.masking is not None:
-            found.masks = _traveled(inputs, **_OF_MASKS)
-            if masks_of_rows(found.masks, row_keys(*rows)) is None:
-                raise RecordError(_OTHER_TOKENS.format(when=_IN_LOSS, **_OF_MASKS))
-        return found
-
-    def expect_micro_batch(self) -> None:
-        """Refuse a loss that is trained on and did not come through `loss`: its passes would have neither routes nor masks."""
-        if not self.sections or (self.rollouts is not None and not self.rollouts.fresh):
-            return
-        if self.trainer.model.training and torch.is_grad_enabled():
-            raise ReplayError(
-                f"mismatch.routing or mismatch.sampling_mask with {type(self.trainer).__name__}, which calls _compute_loss "
-                "without super().compute_loss(model, inputs): neither routes nor masks would be replayed. Call that, or remove "
-                "both."
-            )
+    def _are_bad(self, keys: Sequence[RowKey]) -> Tensor:
+        judged = find_in((table.bad for table in self._tables()), keys)
+        bad = [key in self.remembered if one is None else one for key, one in zip(keys, judged, strict=True)]
+        return torch.tensor(bad, dtype=torch.bool)
 
     # A batch that has been scored.
 
-    def batch_routes(
-        self, batch: RolloutPass, output: Mapping[str, Any], again: Callable[[], Tensor]
-    ) -> list[RoutingTrace]:
-        """Return the routes of a batch that has been scored, one trace for each row; `again` takes a pass of our own."""
-        routing = self.routing
-        assert routing is not None
-        self._take_engines_routes(batch)
-        rows, recorded = rows_of_batch(output), routing.config.mode == "R2"
-        if (routes := batch.routes_of(*rows)) is None and recorded:
-            # TRL took no pass over the batch's tokens that R2 could record.
-            batch.policy = again()
-            routes = batch.routes_of(*rows)
-        if routes is None and not recorded:
-            routes = self._partly_known_routes(batch, rows)
-        if routes is None:
-            raise RoutingError(_OTHER_TOKENS.format(when="recorded while the batch was sampled", **self._of_routes))
-        if recorded:
-            routing.others[self.run.split] += max(len(batch.routes) - 1, 0)
-        return routes
+    def settle(self, output: Mapping[str, Any], bad: BadRows, again: Callable[[], Tensor]) -> None:
+        """Know routes and masks of every row of a batch that has been scored; rows of other tokens are bad.
 
-    def batch_masks(
-        self, batch: RolloutPass, output: Mapping[str, Any], records: Sequence[RolloutRecord | None]
-    ) -> list[RowMask]:
-        """Return the masks of each row of a batch that has been scored; a row without a record gets empty ones."""
-        assert self.run.checked is not None and self.run.checked.masks is not None
-        vocabulary = self.run.checked.masks.vocabulary
-        # Of rows with the same tokens the first one's, as in passes.
-        known = {mask.row: mask for mask in reversed(masks_of(batch.records, vocabulary))}
+        Args:
+            output: The batch.
+            bad: Takes the bad rows, which the model routes itself.
+            again: Takes a pass of our own over the batch.
+
+        Raises:
+            RoutingError: There are routes of none of the rows.
+            RecordError: There are masks of none of the rows.
+        """
+        batch = self.batch
+        assert batch is not None
+        if not self.sections:
+            return
+        self._take_engines_rows()
+        keys, table = row_keys(*rows_of_batch(output)), batch.table
+        if self.routing is not None:
+            if self.routing.config.mode == "R2":
+                if None in self._routes_of(keys):
+                    # TRL took no pass over the batch's tokens that R2 could record.
+                    batch.policy = again()
+                self.routing.others[self.run.split] += max(batch.recorded - 1, 0)
+            self._judge(keys, table.routes, bad, RoutingError(_OTHER_TOKENS.format("routes", self._routing_section)))
+            table.add(keys, routes=[self._no_routes(key) for key in keys])
+        if self.masking is not None:
+            self._judge(keys, table.supports, bad, RecordError(_OTHER_TOKENS.format("masks", MASKS)))
+            table.add(keys, supports=[self._no_support(key) for key in keys])
+
+    def _judge(self, keys: Sequence[RowKey], known: Mapping[RowKey, Any], bad: BadRows, error: MismatchError) -> None:
+        """Call rows bad that are not known; raise the error if none is."""
+        unknown = [row for row, key in enumerate(keys) if key not in known]
+        if len(unknown) == len(keys):
+            raise error
+        for row in unknown:
+            bad.add(row, "tokens", f"row {row}: {error}")
+
+    def supports_of(self, output: Mapping[str, Any]) -> list[TokenSupport]:
+        """Return the masks of each row of a batch that is settled."""
+        assert self.batch is not None
+        return [self.batch.table.supports[key] for key in row_keys(*rows_of_batch(output))]
+
+    def judge(self, output: Mapping[str, Any], bad: BadRows) -> None:
+        """Know which rows of a batch are bad; rows of the same tokens are too, because a pass cannot tell them apart."""
+        assert self.batch is not None
         keys = row_keys(*rows_of_batch(output))
-        masks: list[RowMask] = []
-        for key, record in zip(keys, records, strict=True):
-            if record is None:
-                masks.append(without_masks(key, vocabulary))
-            else:
-                masks.append(known[row_key(record.prompt_ids, record.response_ids)])
-        if masks_of_rows(masks, keys) is None:
-            raise RecordError(_OTHER_TOKENS.format(when="of the engine's rollouts", **_OF_MASKS))
-        return masks
+        include_equal_rows(bad, keys)
+        self.batch.table.judge(keys, bad.faults)
+        self.remembered.add(keys[row] for row in bad.faults)
 
-    def expect_old(self, batch: RolloutPass, output: Mapping[str, Any]) -> None:
+    def expect_old(self, output: Mapping[str, Any]) -> None:
         """Refuse old log-probabilities that are of no pass under the routes and over the masks of their rows."""
         name = next((name for name in (OLD, "old_logps") if output.get(name) is not None), None)  # GRPO's and RLOO's
         if name is None or not self.sections:
             return
+        assert self.batch is not None
         # A completion that was turned into padding since is not trained on.
-        if not all(key in batch.replayed for key in row_keys(*rows_of_batch(output)) if key[1]):
+        if not all(key in self.batch.table.replayed for key in row_keys(*rows_of_batch(output)) if key[1]):
             raise RecordError(
                 f"{self.sections}: {name} come from no replayed pass of the trained model over the batch's tokens. Score them "
                 "with _get_per_token_logps_and_entropies, whose batch_size takes less memory, and only with the trained model. "
@@ -340,36 +386,7 @@ class Scoring:
                 f"{self.sections}."
             )
 
-    def _take_engines_routes(self, batch: RolloutPass) -> None:
-        """Take the routes of a batch from the engine's records of it; a user may have sampled more since they were taken."""
-        assert self.routing is not None
-        if batch.joining or self.routing.config.mode != "R3" or len(batch.records) <= sum(map(len, batch.routes)):
-            return
-        routes, shape = [], self.routing.layout.shape
-        for record in batch.records:
-            trace = record.routing
-            if trace is None:
-                trace = unrouted(record, layers=shape.layers, top_k=shape.top_k, num_experts=shape.num_experts)
-            routes.append(trace)
-        batch.routes = [share(routes, [record.prompt_ids.tolist() for record in batch.records])]
-
-    def _masks_of(self, batch: RolloutPass, keys: Sequence[RowKey]) -> list[RowMask] | None:
-        """Return the masks of a pass over rows of a micro-batch, or of a batch that is being scored; None of other rows.
-
-        In a pass over a whole batch that is being scored, rows of other tokens are bad if some rows are known, and get empty
-        masks.
-        """
-        if batch.joining:
-            return None
-        if batch.masks:
-            return masks_of_rows(batch.masks, keys)
-        assert self.run.checked is not None and self.run.checked.masks is not None
-        vocabulary = self.run.checked.masks.vocabulary
-        of_batch = masks_of(batch.records, vocabulary)
-        masks = masks_of_rows(of_batch, keys)
-        if masks is None and batch.has_size_of(len(keys)):
-            masks = masks_of_rows(of_batch, keys, vocabulary)
-        return masks
+    # Models.
 
     def is_reference(self, model: Any) -> bool:
         """Tell whether a pass is the reference policy's: a model of its own, or the trained one without its adapter."""
@@ -400,26 +417,6 @@ class Scoring:
             )
 
 
-def _traveled(inputs: Mapping[str, Any], *, section: str, key: str, what: str) -> Any:
-    """Return the routes or masks of a micro-batch."""
-    if key not in inputs:
-        raise ReplayError(
-            f"{section}, but the micro-batch has no {what} ({key!r}): something between _generate_and_score_completions and "
-            "compute_loss dropped it. Pass it on with the other inputs."
-        )
-    return inputs[key]
-
-
-def rows_of_batch(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
-    """Return tokens and attention mask `[B, S]` of a batch as TRL scores it, and its completion positions."""
-    tokens = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
-    return (
-        tokens,
-        torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1),
-        inputs["completion_ids"].size(1),
-    )
-
-
 def scored_again(trainer: Any, output: Mapping[str, Any], *, training: bool) -> Tensor:
     """Return the trainer's log-probabilities `[B, T]` of a batch by a pass of our own, which moves no random number of TRL's."""
     known = inspect.signature(GRPOTrainer._get_per_token_logps_and_entropies).parameters
@@ -431,8 +428,3 @@ def scored_again(trainer: Any, output: Mapping[str, Any], *, training: bool) -> 
             trainer.model, *rows_of_batch(output), batch_size=size, **images
         )[0]
     return logps
-
-
-def _are_marked(keys: Sequence[RowKey], marks: frozenset[int]) -> Tensor:
-    """Return which rows of a scoring pass have one of these marks `[B]`, bool."""
-    return torch.tensor([mark_of(key) in marks for key in keys], dtype=torch.bool)

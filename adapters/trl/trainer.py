@@ -112,24 +112,12 @@ class MismatchTrainerMixin(_Host):
         host = super().training_step
         return host(*args, **kwargs) if self._acting is None else self._acting.objective.trained(host, *args, **kwargs)
 
-    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compute the loss as TRL does, under the routes and over the masks that traveled with the micro-batch."""
-        host = super().compute_loss
-        if self._acting is None:
-            return host(model, inputs, *args, **kwargs)
-        return self._acting.scoring.loss(host, model, inputs, *args, **kwargs)
-
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         host: Any = super()._compute_loss
         if self._acting is None:
             return host(model, inputs, *args, **kwargs)
-        self._acting.scoring.expect_micro_batch()
-        with self._acting.scoring.knowing_bad_rows(inputs) as known:
-            loss = self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
-        if host.__module__.startswith("trl."):
-            # Otherwise a user's loss inside of ours may give TRL's own a part of the rows.
-            self._acting.scoring.expect_replayed(inputs, every=True)
-        return loss
+        with self._acting.scoring.of_loss(inputs, whole=host.__module__.startswith("trl.")) as known:
+            return self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
         norm = super()._get_grad_norm(*args, **kwargs)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 from mismatch_ext import Run
+from mismatch_ext.config import CorrectionConfig
 from mismatch_ext.correction import correct
 from mismatch_ext.errors import ConfigError, RecordError
-from mismatch_ext.presets import PRESETS
+from mismatch_ext.presets import PRESETS, resolve
 from tests.unit.loops import PROMPTS, rewards_of, sides
 
 DPPO = ("dppo_tv", "dppo_kl")
@@ -69,6 +70,13 @@ def test_a_sure_token_is_judged_exactly(loss: str) -> None:
         advantages=torch.ones(1),
     )
     assert bool(found.mask.all())
+
+
+@pytest.mark.parametrize("regions", [[0.2, 0.15], [0.15, 0.2]])
+def test_its_two_bounds_are_no_interval(regions: list[float]) -> None:
+    assert resolve(CorrectionConfig(preset="dppo_tv", divergence=regions)).divergences == tuple(regions)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="divergence"):
+        CorrectionConfig(preset="dppo_tv", divergence=[0.2, float("nan")])  # type: ignore[arg-type]
 
 
 def test_its_gate_needs_advantages_and_its_bounds_a_loss() -> None:

@@ -12,7 +12,7 @@ from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.errors import MismatchError
 from tests.peers.conformance.leftovers import alive, held
 from tests.peers.conformance.routes import FAULTS
-from tests.peers.trl.scenarios_routing import R2, build
+from tests.peers.trl.scenarios_routing import R2, build, routes_of
 
 
 def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
@@ -29,15 +29,15 @@ def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
     trainer.train()
     kept = held(RolloutPass)
     trainer.model.train()
-    routing, inputs = trainer.mm.routing, trainer._buffered_inputs[0]
+    routing, inputs, known = trainer.mm.routing, trainer._buffered_inputs[0], routes_of(trainer)
+    own = dict(known)
     found: dict[str, Any] = {"after a loss": [], "refused": {}}
 
     def computed(change: Any) -> str:
-        routes = [
-            replace(t, parts=(change(t.experts.to(torch.int64)).to(t.parts[0].dtype),)) for t in inputs["routing"]
-        ]
+        for key, trace in own.items():
+            known[key] = replace(trace, parts=(change(trace.experts.to(torch.int64)).to(trace.parts[0].dtype),))
         try:
-            trainer.compute_loss(trainer.model, {**inputs, "routing": routes})
+            trainer.compute_loss(trainer.model, inputs)
         except MismatchError as error:
             return f"{type(error).__name__}: {error}"
         return ""
@@ -61,6 +61,7 @@ def replay(model: str, out: str, seed: int, passes: int) -> dict[str, Any]:
             results.append(routing.take_agreement("train") != {})
         return results
 
+    known |= own
     routing.draws.begin_anew()
     found["measured"] = measured(passes // 2)
     state = routing.state_dict()

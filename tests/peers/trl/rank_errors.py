@@ -138,7 +138,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
     mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
-    mm.scoring.expect_old = lambda *_: None  # nothing is scored
+    mm.scoring.expect_old = mm.scoring.settle = lambda *_: None  # nothing is scored
     return found
 
 
@@ -236,7 +236,7 @@ def refused_rollout(fails: bool) -> None:
         return [[1]], [[2]], None, None, None
 
     own = trainer(batch(), found)
-    own.mm.scoring.rollouts = RolloutPass()
+    own.mm.scoring.batch = RolloutPass()
     found.provenance = _origin
     with mock.patch.object(GRPOTrainer, "_generate", generate), found.keeping([]):
         own._generate([])
@@ -390,7 +390,7 @@ CASES: dict[str, Callable[[bool], Any]] = {
     "served unreadable": lambda fails: served_routes(fails, fail(RoutingError("no base64"))),
     "sampling": lambda fails: method(fails, "follow_sampling", RecordError("another temperature")),
     "records": lambda fails: method(fails, "check_records", RecordError("other tokens")),
-    "routes": lambda fails: method(fails, "scoring.batch_routes", RoutingError("routes of other tokens"), Routing()),
+    "routes": lambda fails: method(fails, "scoring.settle", RoutingError("routes of other tokens"), Routing()),
     "gap": lambda fails: step(
         batch(), lambda own: setattr(own.mm.log, "observe", fail(RecordError("not finite"))) if fails else None
     ),

@@ -62,7 +62,7 @@ def _without_finite(trainer: Any, ranks: list[int]) -> Any:
 
     def scored(*args: Any, **kwargs: Any) -> Any:
         logps, *rest = score(*args, **kwargs)
-        fresh = trainer.mm.rollouts is not None and trainer.mm.rollouts.fresh
+        fresh = trainer.mm.rollouts is not None
         spoils = trainer.accelerator.process_index in ranks and trainer.state.global_step == BATCH - 1
         return (logps * torch.nan if fresh and spoils else logps, *rest)
 

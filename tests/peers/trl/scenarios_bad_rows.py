@@ -14,8 +14,8 @@ from mismatch_ext.adapters.trl import (
     MismatchRLOOTrainer,
     behavior,
 )
-from mismatch_ext.adapters.trl.bad_rows import as_constants, include_equal_rows, marks_of, take_out
-from mismatch_ext.adapters.trl.replay import row_key, row_keys
+from mismatch_ext.adapters.trl.bad_rows import as_constants, include_equal_rows, take_out
+from mismatch_ext.adapters.trl.rows import RowTable, row_key, row_keys
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -88,15 +88,17 @@ def levers() -> dict[str, Any]:
 
 
 def alike() -> dict[str, Any]:
-    """Return the bad rows of a batch with equal rows, and its marks: what an image shows is in no token."""
+    """Return the bad rows of a batch with equal rows, and what its table says: what an image shows is in no token."""
     keys = [row_key([1], [2, 3]), row_key([1], [2, 3]), row_key([1], [2]), row_key([4], []), row_key([4], [])]
     bad = BadRows(len(keys))
     bad.add(1, "routes", "it lost them")
     bad.add(3, "tokens", "it has none")
     include_equal_rows(bad, keys)
+    table = RowTable()
+    table.judge(keys, bad.faults)
     return {
         "bad": {str(row): [fault.reason, fault.message] for row, fault in bad.faults.items()},
-        "marks": marks_of(bad, keys, torch.device("cpu")).tolist(),
+        "judged": [table.bad[key] for key in keys],
     }
 
 

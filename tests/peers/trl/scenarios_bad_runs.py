@@ -14,7 +14,7 @@ from unittest import mock
 
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
-from mismatch_ext.adapters.trl.replay import row_keys
+from mismatch_ext.adapters.trl.rows import row_keys
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -75,7 +75,7 @@ def each_reason(trainer: Any, faulty: bool) -> Iterator[dict[str, Any]]:
 
     def scored(model: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         logps, *rest = score(model, input_ids, *args, **kwargs)
-        if reason() == "old_logprobs" and run.rollouts is not None and run.rollouts.fresh:
+        if reason() == "old_logprobs" and run.rollouts is not None:
             logps = logps.clone()
             logps[ROW, 0] = torch.nan
         return (logps, *rest)
@@ -132,7 +132,7 @@ def not_finite(
     count = {"batches": 0}
 
     def scored(*args: Any, **kwargs: Any) -> Any:
-        fresh = trainer.mm.rollouts is not None and trainer.mm.rollouts.fresh
+        fresh = trainer.mm.rollouts is not None
         count["batches"] += fresh
         if count["batches"] != spoiled or not (fresh or in_loss):
             return score(*args, **kwargs)
@@ -270,8 +270,8 @@ def oversampled(model: str, out: str, block: Any, **overrides: Any) -> dict[str,
     }
 
 
-def handled(model: str, out: str, block: Any, how: str, **overrides: Any) -> dict[str, Any]:
-    """Train with a class that scores its rows once more, and that drops, moves or shortens `bad_rows`; row 5 of batch 2 is bad.
+def handled(model: str, out: str, block: Any, **overrides: Any) -> dict[str, Any]:
+    """Train with a class that scores its rows once more, outside of our loss; row 5 of batch 2 is bad.
 
     Returns how many rows each of these passes had as constants.
     """
@@ -279,12 +279,6 @@ def handled(model: str, out: str, block: Any, how: str, **overrides: Any) -> dic
 
     class Scoring(MismatchGRPOTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-            if how == "dropped":
-                inputs = {name: values for name, values in inputs.items() if name != "bad_rows"}
-            elif how == "moved":
-                inputs = inputs | {"completion_ids": inputs["completion_ids"].roll(1, 1)}
-            elif how == "shortened":
-                inputs = inputs | {"bad_rows": inputs["bad_rows"][1:]}
             loss = super().compute_loss(model, inputs, *args, **kwargs)
             names = ("prompt_ids", "completion_ids"), ("prompt_mask", "completion_mask")
             tokens, mask = (torch.cat([inputs[name] for name in of_both], dim=1) for of_both in names)
@@ -318,7 +312,7 @@ def of_a_user(model: str, out: str, block: Any, **overrides: Any) -> dict[str, A
         with torch.no_grad():
             trainer._get_per_token_logps_and_entropies(trainer.model, tokens, mask, length)
         seen["replayed"] = trainer.mm.routing.forwards - forwards
-        seen["known"] = len(batch.replayed & set(row_keys(tokens, mask, length)))
+        seen["known"] = len(batch.table.replayed & set(row_keys(tokens, mask, length)))
         return reward(inputs, prompts, completions, ids, *args, **kwargs)
 
     trainer._calculate_rewards = rewarded

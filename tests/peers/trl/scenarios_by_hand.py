@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
+from mismatch_ext.adapters.trl.rows import RowKey
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
@@ -24,6 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.errors import ConfigError, RecordError, ReplayError
+from mismatch_ext.sampling_mask import TokenSupport
 from tests.peers.trl.scenarios_kl import moved
 from tests.peers.trl.scenarios_training import digest_of
 
@@ -267,6 +269,13 @@ class Generated:
     reference: dict[str, Tensor]
     batch: Inputs
     sampled: Counter[Any]
+    supports: dict[RowKey, TokenSupport]
+
+
+def supports_of(trainer: Any) -> dict[RowKey, TokenSupport]:
+    """Return the sampling masks of the batch that was just generated, by row."""
+    scoring = getattr(trainer.mm, "scoring", None)
+    return {} if scoring is None else dict(scoring.tables.newest(training=True)[0].supports)
 
 
 class Noting:
@@ -290,6 +299,7 @@ class Noting:
                     weights_of(run.ref_model),  # type: ignore[attr-defined]
                     dict(batch),
                     Counter(run.sampled[begun:]),  # type: ignore[attr-defined]
+                    supports_of(run),
                 )
             )
         return batch
@@ -361,6 +371,7 @@ class Hand:
     """
 
     def __init__(self, model: str, case: dict[str, Any], generated: list[Generated]) -> None:
+        self.generated = generated
         self.host, self.user, self.kl = case["host"], case["user"], case["block"].get("kl")
         self.lora = case["lora"]
         self.policy, self.reference = (

@@ -15,7 +15,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from mismatch_ext.adapters.trl.replay import row_key
+from mismatch_ext.adapters.trl.rows import row_keys, rows_of_batch
 from torch import Tensor
 from trl.generation import vllm_generation
 
@@ -161,15 +161,13 @@ class Masked(Hand):
     def scores(self, model: Any, inputs: Inputs) -> tuple[Tensor, Tensor]:
         """Return log-probabilities over what was left, of unpadded rows."""
         full = super().scores(model, inputs)[1]
+        known = {key: support for one in self.generated for key, support in one.supports.items()}
         left = torch.ones(full.shape, dtype=torch.bool)
-        for row, ((prompt, completion), mask) in enumerate(
-            zip(self._keys(inputs), inputs["sampling_mask"], strict=True)
-        ):
-            sampled = row_key(prompt, completion)
-            assert mask.row[0] == sampled[0] and mask.row[1].startswith(sampled[1])
+        for row, key in enumerate(row_keys(*rows_of_batch(inputs))):
+            support = known[key]
             for place in range(int(inputs["completion_mask"][row].sum())):
                 left[row, place] = False
-                left[row, place, mask.support.slice(place, place + 1).ids.long()] = True
+                left[row, place, support.slice(place, place + 1).ids.long()] = True
         full = full.masked_fill(~left, -1e4).log_softmax(-1)
         return full.gather(-1, inputs["completion_ids"][..., None])[..., 0], full
 

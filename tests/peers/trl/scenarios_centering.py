@@ -256,6 +256,9 @@ def refused(model: str, out: str) -> dict[str, str]:
 def trainings(model: str, out: str) -> dict[str, Any]:
     """Train a few steps without the key, with its measurement alone, and with centering, and without vLLM's patch."""
     blocks: dict[str, Any] = {
+        "stock": {"monitor": {"weight_sync": "off"}},
+        "measured/stock": {"correction": {"centering": {"top_k": TOP_K, "only_measured": True}},
+                           "monitor": {"weight_sync": "off"}},
         "without": {"correction": {"preset": "tis"}, "monitor": {"weight_sync": "off"}},
         "measured": {"correction": {"preset": "tis", "centering": {"top_k": TOP_K, "only_measured": True}},
                      "monitor": {"weight_sync": "off"}},

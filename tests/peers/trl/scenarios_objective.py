@@ -387,7 +387,7 @@ def rewarded(model: str, out: str) -> dict[str, float]:
     data = next(iter(rloo.get_train_dataloader()))
     # The engine alone asks for them, and none is needed for that.
     rollouts = RolloutPass()
-    rloo.mm.scoring.rollouts, rloo.mm.scoring.passes = rollouts, rollouts.scored
+    rloo.mm.scoring.batch, rloo.mm.scoring.passes = rollouts, rollouts.scored
     with torch.no_grad():
         batch = super(MismatchTrainerMixin, rloo)._generate_and_score_completions(data)
     mask = batch["completion_mask"].bool()

@@ -27,11 +27,13 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, gather_object
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, objective
 from mismatch_ext.adapters.trl import trainer as trl_trainer
+from mismatch_ext.adapters.trl.rows import row_keys, rows_of_batch
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.kl import kl_sums
+from tests.peers.trl.scenarios_routing import routes_of
 from tests.peers.trl.scenarios_training import arguments, forwards, graded, keep_names, rows
 
 R3, R2 = {"mode": "R3", "measured": 1.0}, {"mode": "R2", "measured": 1.0}
@@ -156,14 +158,16 @@ def give_others_routes(trainer: Any) -> list[int]:
     plain, exchanged = trainer.compute_loss, []
 
     def compute_loss(model: Any, inputs: Any, **kwargs: Any) -> Any:
-        mine = inputs["routing"]
+        known = routes_of(trainer)
+        keys = row_keys(*rows_of_batch(inputs))
+        mine = [known[key] for key in keys]
         theirs: list[Any] = [None, None]
         dist.all_gather_object(theirs, mine)
         others = theirs[1 - dist.get_rank()]
         given = [next((other for other in others if other.rows == trace.rows), trace) for trace in mine]
         exchanged.append(sum(new is not old for new, old in zip(given, mine, strict=True)))
         # Under this rank's ids: with their own they would be refused.
-        inputs["routing"] = [replace(old, parts=new.parts) for new, old in zip(given, mine, strict=True)]
+        known |= {key: replace(old, parts=new.parts) for key, new, old in zip(keys, given, mine, strict=True)}
         return plain(model, inputs, **kwargs)
 
     trainer.compute_loss = compute_loss
@@ -304,13 +308,13 @@ def transformers(model: str, dense: str, out: str) -> dict[str, Any]:
 
 
 def one_fails(model: str, out: str) -> dict[str, Any]:
-    """Let the routes of one rank miss a token beside the last, which may have none."""
+    """Let one rank lose the routes of its rows after they were sampled."""
     trainer = build(model, out, {"routing": R2})
     plain = trainer.compute_loss
 
     def compute_loss(model: Any, inputs: Any, **kwargs: Any) -> Any:
         if trainer.accelerator.process_index == 1 and trainer.state.global_step == 1:
-            inputs["routing"] = [trace.slice(0, trace.rows - 2) for trace in inputs["routing"]]
+            routes_of(trainer).clear()
         return plain(model, inputs, **kwargs)
 
     trainer.compute_loss = compute_loss

@@ -11,12 +11,13 @@ import numpy as np
 import torch
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.trl.rows import RowKey, row_keys, rows_of_batch
 from peft import LoraConfig
 from trl import GRPOConfig, GRPOTrainer
 
 from mismatch_ext.errors import ReplayError
 from mismatch_ext.log_reading import read_run
+from mismatch_ext.routing import RoutingTrace
 from tests.oracle import watch_float32_error
 from tests.peers.trl.scenarios_by_hand import halves
 from tests.peers.trl.scenarios_by_hand_engine import one_engine
@@ -157,30 +158,30 @@ def failed_batch(model: str, out: str) -> dict[str, Any]:
 
 
 def misplaced(model: str, out: str, kind: str) -> dict[str, Any]:
-    """Hand each micro-batch routes that are not in its order.
-
-    Args:
-        model: Path of the model.
-        out: Output directory.
-        kind: "routes" gives them under the ids of others, "rows" moves both, and "tokens" alters a prompt after sampling.
-    """
+    """Change what a micro-batch's rows are found by: "routes" gives them those of others, "tokens" alters a prompt."""
     trainer = build(model, out, R2, max_steps=1, max_completion_length=6, per_device_train_batch_size=8)
     plain = trainer.compute_loss
 
-    def other_order(model: Any, inputs: Any, **kwargs: Any) -> Any:
-        routes = inputs["routing"]
-        order = list(range(len(routes)))[::-1]
-        if kind == "rows":
-            inputs["routing"] = [routes[i] for i in order]
-        elif kind == "tokens":
+    def compute_loss(model: Any, inputs: Any, **kwargs: Any) -> Any:
+        if kind == "tokens":
             inputs["prompt_ids"][3, -1] += 1
         else:
-            swapped = [order[i] if routes[order[i]].rows == routes[i].rows else i for i in range(len(routes))]
-            inputs["routing"] = [replace(routes[i], parts=routes[j].parts) for i, j in enumerate(swapped)]
+            keys, known = row_keys(*rows_of_batch(inputs)), routes_of(trainer)
+            own = [known[key] for key in keys]
+            for key, one, other in zip(keys, own, own[::-1], strict=True):
+                if one.rows == other.rows:
+                    known[key] = replace(one, parts=other.parts)
         return plain(model, inputs, **kwargs)
 
-    trainer.compute_loss = other_order
+    trainer.compute_loss = compute_loss
     return outcome(trainer)
+
+
+def routes_of(trainer: Any) -> dict[RowKey, RoutingTrace]:
+    """Return the routes of the newest training batch, by row."""
+    table = trainer.mm.scoring.tables.newest(training=True)[0]
+    known: dict[RowKey, RoutingTrace] = table.routes
+    return known
 
 
 class Extra(GRPOTrainer):  # type: ignore[misc]  # trl has no types
@@ -317,8 +318,9 @@ def engine(model: str, out: str, dtype: str, **overrides: Any) -> dict[str, Any]
     for name in ("tokens", "native/tokens"):
         result[name] = logged(trainer, f"mismatch/{name}")
     result["weight_version"] = trainer.mm.checked.weight_version
-    result["shared"] = [len({id(t.parts[0]) for t in batch["routing"]}) for batch in trainer._buffered_inputs]
-    result["versions"] = sorted({v for batch in trainer._buffered_inputs for t in batch["routing"] for v in t.versions})
+    routes = routes_of(trainer).values()
+    result["shared"] = [len({id(trace.parts[0]) for trace in routes})]
+    result["versions"] = sorted({version for trace in routes for version in trace.versions})
     return result
 
 

@@ -12,10 +12,8 @@ import trl.trainer.utils
 from mismatch_ext.adapters import vllm as engine
 from mismatch_ext.adapters.trl import MismatchGRPOConfig, MismatchGRPOTrainer, MismatchTrainerMixin, sampling_mask
 from mismatch_ext.adapters.trl.overridden import overridden
-from mismatch_ext.adapters.trl.passes import RolloutPass
-from mismatch_ext.adapters.trl.replay import row_key, row_keys
-from mismatch_ext.adapters.trl.sampling_mask import MaskedPass, RowMask, masks_of_rows
-from mismatch_ext.adapters.trl.scoring import rows_of_batch
+from mismatch_ext.adapters.trl.rows import RowTable, find_in, row_key, row_keys, rows_of_batch
+from mismatch_ext.adapters.trl.sampling_mask import MaskedPass
 from mismatch_ext.patches.trl.fused_head import scoring_with
 from torch import Tensor
 from transformers import TrainerCallback
@@ -62,11 +60,11 @@ class Measured(MismatchGRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"].bool()
-        engine, masks = output["sampling_per_token_logps"][mask], output["sampling_mask"]
-        with overridden(self.mm.scoring, rollouts=RolloutPass(fresh=False, masks=masks)):
-            replayed = self.mm.score_again(output)[mask]
-        plain = self.mm.score_again(output)[mask]
-        sizes = torch.cat([one.support.counts for one in masks]).double()
+        engine, supports = output["sampling_per_token_logps"][mask], self._supports(output)
+        replayed = self.mm.score_again(output)[mask]
+        with overridden(self.mm.scoring, masking=None):
+            plain = self.mm.score_again(output)[mask]
+        sizes = torch.cat([support.counts for support in supports]).double()
         self.found.append(
             {
                 "replayed": float((replayed - engine).abs().mean()),
@@ -80,6 +78,11 @@ class Measured(MismatchGRPOTrainer):
         )
         return output
 
+    def _supports(self, output: Any) -> list[TokenSupport]:
+        """Return the mask of each row of the batch that was just made."""
+        known = self.mm.scoring.tables.newest(training=self.model.training)[0].supports
+        return [known[key] for key in row_keys(*rows_of_batch(output))]
+
     def _gradient_error(self, output: Any) -> float:
         """Return how far the gradient through TRL's fused head is from that of dense masks, relative to its length."""
         tokens = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
@@ -87,13 +90,12 @@ class Measured(MismatchGRPOTrainer):
         ids, mask = output["completion_ids"], output["completion_mask"]
         logits = completion_logits(self.model, tokens, real, ids.size(1)) / self.temperature
         dense = torch.zeros_like(logits, dtype=torch.bool)
-        for row, one in enumerate(output["sampling_mask"]):
-            for place in range(len(one.support)):
-                dense[row, place, one.support.slice(place, place + 1).ids.long()] = True
+        for row, support in enumerate(self._supports(output)):
+            for place in range(len(support)):
+                dense[row, place, support.slice(place, place + 1).ids.long()] = True
         dense |= ~dense.any(-1, keepdim=True)
         theirs = logits.masked_fill(~dense, -math.inf).log_softmax(-1).gather(-1, ids[..., None])[..., 0]
-        with overridden(self.mm.scoring, rollouts=RolloutPass(fresh=False, masks=output["sampling_mask"])):
-            ours, _, _ = self._get_per_token_logps_and_entropies(self.model, tokens, real, ids.size(1))
+        ours, _, _ = self._get_per_token_logps_and_entropies(self.model, tokens, real, ids.size(1))
         a, b = (self._gradient((one * mask).sum() / mask.sum()) for one in (ours, theirs))
         return float((a - b).norm() / b.norm())
 
@@ -284,12 +286,13 @@ def orders() -> dict[str, Any]:
     vocabulary, width, length = 11, 6, 4
     prompts, completions = ((1,), (2, 3), (4, 5), (6,)), ((3, 4, 5), (0, 1, 2, 3), (5, 6), (7, 8, 9))
     tokens, real = torch.zeros(4, width, dtype=torch.int64), torch.zeros(4, width, dtype=torch.int64)
-    masks = []
+    supports, sampled = [], []
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         start, end = width - length - len(prompt), width - length + len(completion)
         tokens[row, start:end], real[row, start:end] = torch.tensor([*prompt, *completion]), 1
         left = [sorted({one, 1, one % 5 + 2}) for one in completion]
-        masks.append(RowMask(row_key(prompt, completion), TokenSupport.from_lists(left, vocabulary)))
+        sampled.append(row_key(prompt, completion))
+        supports.append(TokenSupport.from_lists(left, vocabulary))
     real[2, -length:] = 0  # as mask_truncated_completions does
     hidden = torch.randn(4, width - 1, 8, generator=generator)
     weight = torch.randn(vocabulary, 8, generator=generator)
@@ -297,14 +300,17 @@ def orders() -> dict[str, Any]:
     counts[:, : width - 1 - length] = False
     labels, scaling = tokens[:, 1:], {"temperature": 0.7}
     keys, other = row_keys(tokens, real, length), row_keys(tokens + 1, real, length)
+    table, reverse = RowTable(), RowTable()
+    table.add(sampled, supports=supports)
+    reverse.add(sampled[::-1], supports=supports[::-1])
     found: dict[str, Any] = {
-        "found": [masks_of_rows(given, keys) == masks for given in (masks, masks[::-1])],
-        "some": masks_of_rows(masks, keys[3:0:-2]) == masks[3:0:-2],
-        "other": masks_of_rows(masks, [*keys[1:], other[0]]),
+        "found": [find_in([one.supports], keys) == supports for one in (table, reverse)],
+        "some": find_in([table.supports], keys[3:0:-2]) == supports[3:0:-2],
+        "other": find_in([table.supports], other) == [None] * 4,
     }
     for size in (1, 3, 4):
         for compact in (False, True):
-            score = MaskedPass(masks, tokens, real, length)
+            score = MaskedPass(supports, tokens, real, length)
             for repeat in range(2):  # a pass that scores twice, as where R2 records before the reference is scored
                 parts = []
                 for first in range(0, 4, size):
@@ -319,21 +325,21 @@ def orders() -> dict[str, Any]:
                 found[f"{size} {compact} {repeat}"] = torch.cat(parts).tolist()
             found[f"{size} {compact} done"] = score.done
     try:
-        MaskedPass(masks, tokens, real, length)(hidden[0], weight, None, labels[0].roll(1), **scaling)
+        MaskedPass(supports, tokens, real, length)(hidden[0], weight, None, labels[0].roll(1), **scaling)
     except ReplayError as error:
         found["refused"] = str(error)
     logits = (hidden @ weight.T / 0.7).double()
-    for row, mask in enumerate(masks):
+    for row, support in enumerate(supports):
         for place in range(len(completions[row])):
             at = width - 1 - length + place
-            kept = mask.support.slice(place, place + 1).ids.long()
+            kept = support.slice(place, place + 1).ids.long()
             logits[row, at] = torch.full_like(logits[row, at], -math.inf).index_put((kept,), logits[row, at, kept])
     dense = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
     found["dense"] = torch.where(counts, dense, 0.0).tolist()
     # The row without a completion first, and as many tokens in the others as a row has places.
     some = [2, 0, 3]
     longer, known = (torch.nn.functional.pad(one[some], (1, 0)) for one in (tokens, real))
-    score = MaskedPass([masks[row] for row in some], longer, known, length)
+    score = MaskedPass([supports[row] for row in some], longer, known, length)
     there = counts[some]
     scored = score(hidden[some][there], weight, None, labels[some][there], **scaling)
     found["packed"] = {

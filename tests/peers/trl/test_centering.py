@@ -45,8 +45,10 @@ def test_steps_with_it_without_it_and_with_its_measurement_alone(run: Run, dense
     found = run(scenarios.trainings, model=dense, out=tmp_path).expect()
     # Measuring changes no parameter, bit for bit, and centering does.
     assert found["without"]["parameters"] == found["measured"]["parameters"]
+    # Without a correction of ours, TRL's own stays.
+    assert found["stock"]["parameters"] == found["measured/stock"]["parameters"]
     assert found["without"]["parameters"] != found["centered"]["parameters"]
-    for name in ("measured", "centered"):
+    for name in ("measured/stock", "measured", "centered"):
         assert all(step["mismatch/sampler_bias"] > 0 for step in found[name]["history"]), name
     assert not any("mismatch/sampler_bias" in step for step in found["without"]["history"])
     assert found["max_logprobs"] == 6

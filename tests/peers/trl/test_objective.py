@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from mismatch_ext.errors import ConfigError
 from tests.peers.scenarios import Run, named
 
 if TYPE_CHECKING:
@@ -52,11 +53,38 @@ def test_a_loss_that_trls_own_is_no_part_of_is_refused(run: Run, dense: Path, tm
     assert found["OwnLast/rewards"]["moved"] and any(found["OwnLast/rewards"]["kl_rewards"])
 
 
+@pytest.mark.parametrize("loss_type", ["grpo", "sapo", "bnpo", "dr_grpo", "cispo", "dapo", "vespo", "luspo"])
+def test_the_weights_of_tokens_are_those_of_trls_loss_to_the_bit(loss_type: str) -> None:
+    import torch
+    from mismatch_ext.adapters.trl import aggregation, behavior
+    from trl import GRPOTrainer
+
+    cases: list[behavior.Case] = [
+        {}, behavior.SEQUENCES, {"beta": 0.1}, {"inputs.tool_mask": behavior.TOOL_MASK}, behavior.ONE_TOKEN, behavior.NO_TOKEN,
+        {"current_gradient_accumulation_steps": 3}, {"current_gradient_accumulation_steps": 3, "args.steps_per_generation": 7},
+        {"current_gradient_accumulation_steps": 3, "model.training": False}, {"accelerator.num_processes": 3},
+        {"inputs.importance_sampling_ratio": None, "use_vllm": False}, {"args.delta": 1.1}, {"top_entropy_quantile": 0.7},
+        {"max_completion_length": 11},
+    ]  # fmt: skip
+    for case in cases:
+        trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **case}, None, {}, {})
+        given = {**behavior.INPUTS, **behavior.OF_GRPO}
+        given |= {name.removeprefix("inputs."): value for name, value in case.items() if name.startswith("inputs.")}
+        inputs = {name: value for name, value in given.items() if value is not None}
+        found = aggregation.token_weights(trainer, inputs)
+        assert torch.equal(found, aggregation.read_weights(trainer, behavior.MODEL, inputs)), case
+        assert bool((found > 0).equal((inputs["completion_mask"] * inputs.get("tool_mask", 1)).bool())), case
+        aggregation.prove_weights(found, trainer, behavior.MODEL, inputs)
+        if bool(found.any()):
+            with pytest.raises(ConfigError, match="gives a token the weight"):
+                aggregation.prove_weights(1.001 * found, trainer, behavior.MODEL, inputs)
+
+
 @pytest.mark.parametrize("loss_type", ["grpo", "dapo", "luspo"])
 def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> None:
     from typing import Any
 
-    from mismatch_ext.adapters.trl import behavior, objective
+    from mismatch_ext.adapters.trl import aggregation, behavior
     from trl import GRPOTrainer
 
     asked = []
@@ -68,7 +96,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
     trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None, {}, {})
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
-    found = objective.read_aggregation(trainer, behavior.MODEL, inputs)
+    found = aggregation.read_weights(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
 
 
@@ -78,7 +106,7 @@ def test_a_copy_of_a_trainer_waits_for_no_device_and_asks_no_pickle() -> None:
     from typing import Any
 
     import torch
-    from mismatch_ext.adapters.trl import objective
+    from mismatch_ext.adapters.trl import aggregation
 
     class Pickled:
         args = accelerator = SimpleNamespace()
@@ -89,7 +117,7 @@ def test_a_copy_of_a_trainer_waits_for_no_device_and_asks_no_pickle() -> None:
 
     trainer = Pickled()
     trainer.sized = 5
-    stand_in = objective._stand_in(trainer, torch.zeros(1, 2))
+    stand_in = aggregation._stand_in(trainer, torch.zeros(1, 2))
     assert stand_in.sized == 5 and type(stand_in) is Pickled
     on_device = torch.zeros(2, 3, device="meta")  # whose values cannot be read
     for name in ("gather", "reduce"):

@@ -78,11 +78,11 @@ def test_agreement_sees_routes_that_do_not_follow_their_samples(run: Run, moe: P
     assert run(scenarios.misplaced, model=moe, out=tmp_path, kind="routes").expect()["mismatch"][0] > 0.1
 
 
-def test_routes_follow_their_tokens_or_the_batch_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
-    found = run(scenarios.misplaced, model=moe, out=tmp_path / "rows", kind="rows").expect()
-    assert found["mismatch"] == [0.0] and found["forwards"] > 0
-    ran = run(scenarios.misplaced, model=moe, out=tmp_path / "tokens", kind="tokens")
-    assert ran.code != 0 and "are of other tokens than those that are trained on" in ran.stderr, ran.stderr[-2000:]
+def test_a_loss_of_tokens_that_were_not_sampled_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
+    ran = run(scenarios.misplaced, model=moe, out=tmp_path, kind="tokens")
+    assert ran.code != 0 and "gives them tokens that neither of the last two batches has" in ran.stderr, ran.stderr[
+        -2000:
+    ]
 
 
 def test_other_tokens_in_the_loss_are_routed_by_the_model(run: Run, moe: Path, tmp_path: Path) -> None:
@@ -102,9 +102,10 @@ def test_a_pass_beside_the_loss_does_not_stand_for_the_losss_own(run: Run, moe: 
     assert found["Halves inside"] == found["Halves outside"] == "[0.0]"  # in another order, each under its routes
     assert found["Beside outside"] == "[1.0]"  # TRL's own loss is known there, and others may be trained on
     own = "the loss was computed without a replayed forward pass over the micro-batch's tokens"
-    assert own in found["Altered outside"], found
+    for name in ("Altered outside", "Unbound outside"):
+        assert own in found[name], (name, found[name])
     others = "scored other rows than the micro-batch's with gradients"
-    for name in ("Altered inside", "Unbound inside", "Unbound outside", "Beside inside"):
+    for name in ("Altered inside", "Unbound inside", "Beside inside"):
         assert others in found[name], (name, found[name])
 
 

@@ -228,12 +228,12 @@ def test_an_attribute_of_a_later_release_has_the_built_trainers_value(check: Any
 
 
 def test_an_input_under_a_name_of_ours_is_refused_with_the_section_that_it_is_of(check: Any) -> None:
-    reads = (MASK, 'kept = inputs.get("sampling_mask")\n    mask = completion_mask if')
-    hands = ('pixel_values=inputs.get("pixel_values")', 'sampling_mask=inputs.get("sampling_mask")')
+    reads = (MASK, 'kept = inputs.get("kl_baseline")\n    mask = completion_mask if')
+    hands = ('pixel_values=inputs.get("pixel_values")', 'kl_baseline=inputs.get("kl_baseline")')
     for change in (reads, hands):
-        assert "sampling_mask" in check(*change).sentence()
-        with pytest.raises(SeamError, match="reads 'sampling_mask' of its inputs, where this package puts"):
-            check(*change, {"sampling_mask": {}})
+        assert "kl_baseline" in check(*change, {"correction": {"preset": "token_truncate"}}).sentence()
+        with pytest.raises(SeamError, match="reads 'kl_baseline' of its inputs, where this package puts"):
+            check(*change)
 
 
 KL_ADDED = "    if self.beta != 0.0:\n        per_token_loss = per_token_loss + self.beta * per_token_kl\n"
