@@ -148,7 +148,7 @@ MEANINGS = {
     Role.LEARNING_RATE: "learning rate that the step applied",
     Role.LOSS: "loss of the step, whatever it is made of",
     Role.GRAD_NORM: "norm of its gradient before clipping",
-    Role.ENTROPY: "mean entropy of the policy per token, in nat",
+    Role.ENTROPY: "mean entropy of the policy per token, in nats",
 }
 
 
@@ -251,10 +251,12 @@ def real_headline() -> list[str]:
     found = ", ".join(f"{rounded(gaps[run][first])} in {dtype}" for run, dtype in DENSE.items())
     tokens = ", ".join(f"{sum(counted[run][split] for split in SETS):,.0f} in {dtype}" for run, dtype in DENSE.items())
     return [
-        f"![Mean difference of log-probabilities between TRL and vLLM on SmolLM2-135M, nats per token: {found}](docs/gap.svg)",
+        "![Mean difference of log-probabilities between TRL and vLLM on SmolLM2-135M, nats per token, questions with one answer: "
+        f"{found}](docs/gap.svg)",
         "",
         "SmolLM2-135M-Instruct (weights dequantized from Q4_1) answers chat prompts. Both sides hold the same weights and",
-        f"compute in the same dtype. Tokens: {tokens}. Machine: {machine(record)}, shared with other jobs, no GPU.",
+        f"compute in the same dtype. Tokens of both sets of prompts: {tokens}.",
+        f"Machine: {machine(record)}, shared with other jobs, no GPU.",
     ]
 
 

@@ -50,7 +50,7 @@ SAMPLED_EVERY = 1.0
 """Seconds between two looks at a flow's memory."""
 
 RUN_ENDED = r"mismatch-ext: .*completed after \d+ steps?"
-GAP = r"mean \|Δlogp\| .* nat per token.*"
+GAP = r"mean \|Δlogp\| .* nats? per token.*"
 SCRIPT_BEGINS = 'import os\nos.environ["VLLM_CPU_KVCACHE_SPACE"] = "1"\n'
 SMALL_RUN = (
     "use_cpu=True, max_steps=1, per_device_train_batch_size=8, max_completion_length=32, vllm_max_model_length=256, "

@@ -56,6 +56,6 @@ exec "${PYTHON:-python3}" -m verl.trainer.main_ppo \
     trainer.project_name=mismatch \
     trainer.experiment_name="$mode" \
     '+mismatch.routing={mode:R3,measured:0.1}' \
-    +mismatch.correction.preset=decoupled_geo_rs_token_tis \
+    +mismatch.correction.preset=icepop \
     +mismatch.lr.trigger=response_length \
     "$@"

@@ -116,7 +116,7 @@ def _bound(rule: Rule) -> float:
 DEFAULTS = _built_in()
 """The built-in rules, by logged metric or role."""
 HEALTHY_K3 = _bound(DEFAULTS[PREFIX + "k3_kl"])
-"""k3 of a healthy run is below this, nat per token."""
+"""k3 of a healthy run is below this, nats per token."""
 STALE_ABS_DIFF = _bound(DEFAULTS[PREFIX + "logp_abs_diff_mean"])
 """Stale weights make a mean |Δlogp| above this, nat."""
 PHANTOM = _bound(DEFAULTS[PREFIX + "phantom_clip_frac"])

@@ -203,7 +203,7 @@ def _from_to(run: RunData, label: str, metric: str) -> str | None:
     if not len(values):
         return f"{label} was not finite in any of {counted(broken, 'log')}"
     worst = int(values.argmax())
-    text = f"{label} {quantity(values[0])} -> {quantity(values[-1])} nat per token, "
+    text = f"{label} {quantity(values[0])} -> {quantity(values[-1])} nats per token, "
     text += f"worst {quantity(values[worst])} at step {steps[worst]}"
     if broken:
         text += f", not finite in {counted(broken, 'log')}"
@@ -259,7 +259,7 @@ def _kl(run: RunData) -> list[str]:
     k1, coefs = _values(run, "kl_ref_k1"), _values(run, "kl_coef")
     if not k1 or not coefs:
         return []
-    text = f"{quantity(k1[0])} -> {quantity(k1[-1])} nat per token from the reference (k1)"
+    text = f"{quantity(k1[0])} -> {quantity(k1[-1])} nats per token from the reference (k1)"
     target = (section(run, "kl") or {}).get("target_kl")
     if target is not None:
         text += f", target {quantity(target)}"

@@ -137,7 +137,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     return Why(
         name=name,
         folder=folder,
-        gap=f"{quantity(gap['logp_abs_diff_mean'])} nat per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
+        gap=f"{quantity(gap['logp_abs_diff_mean'])} nats per token (k3 {quantity(gap['k3_kl'])}) on {data['tokens']:,} tokens of "
         f"{data['responses']} responses",
         mean=float(gap["logp_abs_diff_mean"]),
         parts=tuple((said.get(p["name"], p["name"]), _share(p), quantity(p["mean"])) for p in data.get("parts", ())),

@@ -135,7 +135,7 @@ def _replay(runs: Runs) -> Figure | None:
                 trace["marker"] |= {"symbol": trace["marker"]["symbol"].removesuffix("-open") + "-open"}
             traces.append(trace)
     caption = "The same tokens under the trainer's own routing (dotted): the distance is what replay saves."
-    axis = log_axis("k3 (nat per token)")
+    axis = log_axis("k3 (nats per token)")
     return figure_of("replay-k3", "k3 with and without replay", caption, traces, STEP, axis)
 
 

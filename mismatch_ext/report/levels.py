@@ -1,6 +1,6 @@
 """How large a gap is, in words, and the thresholds that this rests on.
 
-Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nat per token), besides those of
+Thresholds on the mean |log-probability difference| per token (nat) and on k3 (nats per token), besides those of
 `mismatch_ext.alarms`:
 
     SAME_ABS_DIFF     1e-4  float32 on both sides leaves 1e-7 to 1e-5 on the models this package is tested

@@ -371,8 +371,8 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
     run_dir = write_two_segments(tmp_path / "my run")
     assert closing_lines(read_run(run_dir)) == [
         "mismatch-ext: training completed after 11 steps, resumed from step 4",
-        "  gap        k3 2.00e-4 -> 0.003 nat per token, worst 0.009 at step 8",
-        "             mean |Δlogp| 0.01 -> 0.01 nat per token, worst 0.01 at step 1",
+        "  gap        k3 2.00e-4 -> 0.003 nats per token, worst 0.009 at step 8",
+        "             mean |Δlogp| 0.01 -> 0.01 nats per token, worst 0.01 at step 1",
         "  alarms     mismatch/k3_kl: raised 2 times, first at step 4, last at step 10, still raised",
         "  lr         multiplier 0.5 at the end, surge at step 5",
         "  loss scale 1024 at the end, 2 steps skipped",
@@ -386,11 +386,11 @@ def test_closing_lines_cover_all_segments(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("keys", "coefs", "said"),
     [
-        ({"coef": 0.05}, (0.05, 0.05), "1.00e-4 -> 0.012 nat per token from the reference (k1), coefficient 0.05"),
+        ({"coef": 0.05}, (0.05, 0.05), "1.00e-4 -> 0.012 nats per token from the reference (k1), coefficient 0.05"),
         (
             {"coef": 0.05, "target_kl": 0.02},
             (0.05, 0.04),
-            "1.00e-4 -> 0.012 nat per token from the reference (k1), target 0.02, coefficient 0.05 -> 0.04",
+            "1.00e-4 -> 0.012 nats per token from the reference (k1), target 0.02, coefficient 0.05 -> 0.04",
         ),
     ],
 )
@@ -418,7 +418,7 @@ def test_closing_lines_say_only_what_is_there(tmp_path: Path) -> None:
     lines = closing_lines(read_run(tmp_path))
     assert lines[:3] == [
         "mismatch-ext: training failed after 4 steps: EngineError: gone",
-        "  gap        mean |Δlogp| 0.015 -> 0.015 nat per token, worst 0.015 at step 3, not finite in 1 log",
+        "  gap        mean |Δlogp| 0.015 -> 0.015 nats per token, worst 0.015 at step 3, not finite in 1 log",
         "  alarms     reward: raised once, at step 1, cleared at step 3",
     ]
     assert [re.match(r"  (\w+)", line).group(1) for line in lines[3:]] == ["sync", "metrics", "report"]  # type: ignore[union-attr]

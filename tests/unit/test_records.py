@@ -104,11 +104,11 @@ def test_pages_quote_the_recorded_costs() -> None:
         assert words in page("trl"), words
     *small, time, memory = costs("python -m benchmarks verl_scale")
     assert (
-        f"take {time['ours']:.2f} s for a million tokens on one CPU core, and {memory['ours'] / 1e6:.0f} MB of memory"
+        f"take {time['ours']:.2f} s per million tokens on one CPU core, and {memory['ours'] / 1e6:.0f} MB in all"
         in verl
     )
-    assert f"verl's own metrics take {time['theirs']:.2f} s and {memory['theirs'] / 1e9:.1f} GB" in verl
-    assert f"it is {small[0]['ours']:.2f} s against {small[0]['theirs']:.2f} s" in verl
+    assert f"verl's own metrics take {time['theirs']:.2f} s per million and {memory['theirs'] / 1e9:.1f} GB" in verl
+    assert f"ours take {small[0]['ours']:.2f} s per million and verl's {small[0]['theirs']:.2f} s" in verl
 
 
 def test_pages_quote_the_recorded_gaps() -> None:

@@ -37,7 +37,7 @@ class Client(HttpClient):
                 when_down="is the server up, are host and port right, and did its log end with an error?",
             )
         except ImportError as error:
-            raise ConfigError("--server needs the package requests: `pip install 'mismatch-ext[doctor]'`.") from error
+            raise ConfigError("--server needs the package requests: `pip install requests`.") from error
         except EngineError as error:
             raise ConfigError(f"--server: {error}") from error
         if key is not None:
