@@ -405,24 +405,23 @@ class MismatchConfig:
     """The `mismatch` config: one section for each feature.
 
     A section that you leave out changes no number of TRL's or verl's, bit for bit. Unknown keys, wrong types, values
-    out of range and contradictions raise ConfigError. `MismatchConfig.parse` reads text, files and mappings. In these,
-    `level: observe` beside the sections checks them, and then leaves them out: the run is measured as by `{}`.
+    out of range and contradictions raise ConfigError. `MismatchConfig.parse` reads text, files and mappings.
     """
 
     precision: PrecisionConfig | None = None
-    """One precision on both sides; if absent, dtypes stay as they are."""
+    """One precision on both sides."""
     correction: CorrectionConfig | None = None
     """Importance weights; if absent, the trainer's own correction stays."""
     kl: KlConfig | None = None
     """KL term; if absent, the trainer's own stays."""
     routing: RoutingConfig | None = None
-    """Replay of expert choices; if absent, every forward pass routes on its own."""
+    """Replay of expert choices."""
     sampling_mask: SamplingMaskConfig | None = None
-    """Replay of sampling masks; if absent, tokens are scored over the whole vocabulary."""
+    """Replay of sampling masks."""
     lr: LrConfig | None = None
-    """Learning-rate control; if absent, the schedule stays as it is."""
+    """Learning-rate control."""
     monitor: MonitorConfig = field(default_factory=MonitorConfig)
-    """Measurement; on with its defaults in every config, even an empty one."""
+    """Measurement, in every config."""
 
     @property
     def monitor_of_updates(self) -> MonitorConfig:
