@@ -77,15 +77,14 @@ class PrecisionConfig:
     dtype: Literal["float16", "bfloat16", "float32"]
     """Compute dtype of both sides. Master weights of the trainer stay float32."""
     head: Literal["float32"] | None = None
-    """`float32` lets the output head multiply in float32 on both sides, outside of the trainer's autocast; None leaves
-    both heads as they are."""
+    """`float32` lets the output head multiply in float32 on both sides, outside of autocast."""
     init_scale: Annotated[Number, Field(ge=1)] = 2.0**16
-    """First loss scale, read in float16 only; a power of two keeps scaling exact."""
+    """First loss scale of float16; a power of two keeps scaling exact."""
     growth_interval: Count = 400
     """Steps without overflow before the loss scale doubles."""
     engine_weights: Text | None = None
     """The engine's name for the quantization of its weights (`quantization`), such as `fp8_per_channel` or
-    `compressed-tensors`. Any other format raises an error, and so do unquantized weights."""
+    `compressed-tensors`. Any other format raises an error."""
     engine_kv_cache: Text | None = None
     """The engine's name for its dtype of keys and values (`kv_cache_dtype`), such as `fp8_e4m3`; None is the compute dtype."""
     readiness: Action = "error"
@@ -267,7 +266,7 @@ class RoutingConfig:
     """Replay in the reference model too."""
     measured: Annotated[Number, Field(ge=0, le=1)] = 0.05
     """Share of replayed forward passes in which the model's own choice is recorded too. Under R3, the same share of
-    batches is also scored once more without replay; the difference is what replay closes."""
+    batches is also scored without replay."""
 
 
 @_section("mismatch.sampling_mask")
@@ -309,7 +308,7 @@ class LrConfig:
     floor: Annotated[Positive, Field(le=1)] = 0.1
     """Smallest multiplier."""
     trigger: Trigger = "response_length"
-    """Statistic whose surge starts the decay; the paper's is the response length."""
+    """Statistic whose surge starts the decay."""
     surge_ratio: Annotated[Number, Field(gt=1)] = 2.0
     """A surge is at least this multiple of the baseline, more if the statistic is noisy."""
     baseline_window: Count = 50
@@ -358,15 +357,15 @@ class AlarmConfig:
 class MonitorConfig:
     """Measures and checks while training, and changes no number of the trainer's.
 
-    On a CPU, any config makes TRL's engine run uncompiled and reload its weights layer by layer. A compiled engine
-    starts slowly there, and stock TRL's weight update crashes or corrupts experts.
+    On a CPU, any config makes TRL's engine run uncompiled and reload its weights layer by layer. Stock TRL's weight
+    update crashes or corrupts experts there.
     """
 
     run_dir: Text | None = None
     """Folder of `metrics.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
     metrics: Literal["short", "all"] = "short"
     """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
-    or all. `metrics.jsonl` always has all."""
+    or all."""
     weight_sync: Action | None = None
     """What to do if the engine computes with stale or corrupted weights after an update. None ends a run whose config
     acts, and warns in others. `error` by itself makes a config act. With `warn` no such update ends the run."""
@@ -377,7 +376,7 @@ class MonitorConfig:
     """Whether built-in alarms that `alarms` does not name are on."""
     evidence: Flag = True
     """Whether an alarm, a failed weight check or a bad row keeps rows of the batch in the run folder, for the doctor: at
-    most three files a run, with whole prompts and responses as token ids."""
+    most three files a run, with whole prompts and responses."""
     max_bad_rows: Annotated[Number, Field(ge=0, le=1)] | None = None
     """Share of bad rows in the last 20 steps above which the run ends after the step, with a checkpoint. Fewer than three
     rows end it only if this is 0. None is 0.01 in a config that acts, and 1, which allows any number, in others. A share
