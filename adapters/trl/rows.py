@@ -81,7 +81,8 @@ class RowTables:
 class Generated(Protocol):
     """What was generated at a step."""
 
-    step: int
+    @property
+    def step(self) -> int: ...
 
 
 Batch = TypeVar("Batch", bound=Generated)
