@@ -110,11 +110,19 @@ def _own_threads() -> None:
         torch.set_num_threads(torch.get_num_threads())
 
 
+def _jsonable(value: Any) -> Any:
+    """Return numpy's arrays and numbers as lists and numbers, and whatever else JSON does not know as text."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and isinstance(value, (numpy.ndarray, numpy.generic)):
+        return value.tolist()
+    return str(value)
+
+
 def _call(module: str, name: str, payload: str, file: Path | None = None) -> None:
     """Call a function, write what it returns to a file, or print it, and end this process."""
     code = 0
     try:
-        result = json.dumps(getattr(importlib.import_module(module), name)(**json.loads(payload)), default=str)
+        result = json.dumps(getattr(importlib.import_module(module), name)(**json.loads(payload)), default=_jsonable)
         print(result) if file is None else file.write_text(result)
     except BaseException:  # noqa: BLE001  (of whatever kind it is, it is what the scenario ended with)
         sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
@@ -126,7 +134,7 @@ def _run_rank(function: Callable[..., Any], payload: dict[str, Any], rank: int, 
     names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world}
     os.environ.update({name: str(value) for name, value in names.items()})
     _own_threads()
-    file.write_text(json.dumps(function(**payload), default=str))
+    file.write_text(json.dumps(function(**payload), default=_jsonable))
     _end()
 
 

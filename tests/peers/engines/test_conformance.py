@@ -118,7 +118,9 @@ class TestRecords:
             assert set(record) == names | {"types", "same_traces"} and record["same_traces"]
             assert set(record["provenance"]) == sources
             types = record["types"]
-            assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {"tuple"}
+            assert {types[n] for n in ("prompt_ids", "response_ids", "rollout_logprobs", "response_mask")} == {
+                "ndarray"
+            }
             assert types["routing"] == "RoutingTrace" and types["request_id"] == "str"
 
     def test_holds_the_tokens(self, records: Records, expected: list[Any], engine: str) -> None:
@@ -161,8 +163,8 @@ class TestRecords:
 @pytest.mark.parametrize("name", ["to_records", "to_traces", "to_provenance"])
 def test_both_engines_functions_take_the_same_arguments(name: str) -> None:
     ours, theirs = (inspect.signature(getattr(engine, name)).parameters for engine in (vllm, sglang))
-    # SGLang's answers carry a stamp of their weights; vLLM's outputs are grouped by prompt.
-    own = {"weight_version", "n"} if name != "to_provenance" else set()
+    # SGLang's answers carry a stamp of their weights; vLLM's outputs are grouped by prompt, and its most likely tokens read.
+    own = {"weight_version", "n", "top_k"} if name != "to_provenance" else set()
     assert set(ours) - own == set(theirs) - own
     assert all(ours[parameter].kind == theirs[parameter].kind for parameter in set(ours) & set(theirs))
     assert vllm.to_provenance is sglang.to_provenance

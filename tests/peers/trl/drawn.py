@@ -67,7 +67,7 @@ class Draw:
             and not (settings.rules or settings.veto or settings.normalize or settings.confidence)
         ):  # fmt: skip
             found.append("mismatch.correction with loss_type='vespo'")
-        if settings.loss == "reinforce":
+        if settings.weighs_score:
             named = {"importance_sampling_level": self.host["importance_sampling_level"] == "sequence"}
             named["loss_type"] = loss not in ("grpo", "dr_grpo", "dapo", "bnpo")
             found += [f"mismatch.correction.loss='reinforce' with {name}" for name, given in named.items() if given]
@@ -78,7 +78,7 @@ class Draw:
     @property
     def of_trl(self) -> dict[str, Any] | None:
         """TRL's own arguments for what the block computes in float32, where all weights are 1; None if it has none."""
-        if PRESETS[self.preset].loss == "reinforce" or self.kl not in TRLS_KL:
+        if PRESETS[self.preset].weighs_score or self.kl not in TRLS_KL:
             return None
         return {**self.host, **TRLS_KL[self.kl], "vllm_importance_sampling_mode": "token_truncate"}
 

@@ -97,8 +97,8 @@ def checked(kind: type[generation.CheckedGeneration] = generation.CheckedGenerat
     found = object.__new__(kind)
     vars(found).update(
         _inner=SimpleNamespace(), plain_generate=lambda *_, **__: ([], [], [], None), checks=Checks(True), layout=None,
-        engine=engine, masks=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer, _kept=None,
-        _refused=None, _sent_at=STEP, _plain_sync=lambda: None, _plain_parameters=parameters,
+        engine=engine, masks=None, heads=None, base=None, verifies=True, verifier=Verifier(), weight_version=0, run=trainer,
+        _kept=None, _refused=None, _sent_at=STEP, _plain_sync=lambda: None, _plain_parameters=parameters,
         reading=SimpleNamespace(version="0"), provenance=lambda: None, _sending=SimpleNamespace(dtypes=(), samples={}),
     )  # fmt: skip
     vars(found).update(changes)

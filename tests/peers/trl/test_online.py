@@ -21,8 +21,8 @@ BLOCK = {
 }
 OVERRIDES = [
     "__init__", "_calculate_rewards", "_compute_loss", "_generate", "_generate_and_score_completions", "_get_grad_norm",
-    "_get_learning_rate", "_get_per_token_logps_and_entropies", "_save_checkpoint", "compute_loss",
-    "create_accelerator_and_postprocess", "evaluate", "log", "train", "training_step",
+    "_get_learning_rate", "_get_per_token_logps_and_entropies", "_save_checkpoint", "create_accelerator_and_postprocess",
+    "evaluate", "log", "train", "training_step",
 ]  # fmt: skip
 """What our classes override of TRL's."""
 

@@ -80,7 +80,7 @@ def test_agreement_sees_routes_that_do_not_follow_their_samples(run: Run, moe: P
 
 def test_a_loss_of_tokens_that_were_not_sampled_is_refused(run: Run, moe: Path, tmp_path: Path) -> None:
     ran = run(scenarios.misplaced, model=moe, out=tmp_path, kind="tokens")
-    assert ran.code != 0 and "gives them tokens that neither of the last two batches has" in ran.stderr, ran.stderr[
+    assert ran.code != 0 and "gives them tokens that neither of the last two steps has" in ran.stderr, ran.stderr[
         -2000:
     ]
 

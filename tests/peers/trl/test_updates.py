@@ -30,7 +30,8 @@ def test_a_sleeping_engine_gets_its_weights_and_cache_before_it_is_probed_or_gen
     checked = object.__new__(generation.CheckedGeneration)
     vars(checked).update(
         engine=engine, checks=Checks(True), verifier=verifier, verifies=True, run=trainer, layout=None, masks=None,
-        weight_version=0, provenance=lambda: None, _inner=SimpleNamespace(_llm_weights_sleeping=True), _kept=[], _refused=None,
+        weight_version=0, provenance=lambda: None, _inner=SimpleNamespace(_llm_weights_sleeping=True), _kept=[],
+        _refused=None, heads=None,
         _sending=SimpleNamespace(dtypes=(), samples={}), _plain_sync=lambda: said.append("weights"), _sent_at=3,
         plain_generate=lambda *_: said.append("generated") or ([], [], [], None),
     )  # fmt: skip
