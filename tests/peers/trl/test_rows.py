@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
 from mismatch_ext.adapters.trl.rows import RowTables, find_in, row_key
+from mismatch_ext.adapters.trl.scoring import LossPasses, Scoring
+
+from mismatch_ext.errors import ReplayError
 
 
 def steps_known(tables: RowTables, *, training: bool = True) -> list[int]:
@@ -31,3 +38,16 @@ def test_the_newest_batch_with_a_row_tells_of_it() -> None:
     key, other = row_key([1, 2], [3]), row_key([1, 2], [4])
     older, newer = {key: 1, other: 2}, {key: 3}
     assert find_in([newer, older], [key, other, row_key([5], [6])]) == [3, 2, None]
+
+
+def test_the_replay_of_some_rows_does_not_stand_for_that_of_others() -> None:
+    scoring: Any = object.__new__(Scoring)
+    vars(scoring).update(
+        routing=SimpleNamespace(config=SimpleNamespace(mode="R3")), masking=None, trainer=SimpleNamespace()
+    )
+    one, other = row_key([1, 2], [3]), row_key([1, 2], [4])
+    passes = LossPasses(has_gradients=True, replayed={one})
+    scoring._expect_replayed(passes, [one, one], True)
+    for keys in ([one, other], [other]):
+        with pytest.raises(ReplayError, match="without a replayed forward pass"):
+            scoring._expect_replayed(passes, keys, True)
