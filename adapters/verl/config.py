@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator
@@ -123,8 +124,12 @@ def _enter(config: DictConfig, block: MismatchConfig) -> None:
         given = kwargs.get("vllm") or {}
         if not given.get("worker_extension_cls"):
             kwargs.vllm = OmegaConf.merge(given, {"worker_extension_cls": EXTENSION})
-    if TRAINERS in asked.job_variables.get(MODULES_VARIABLE, "").split(","):
-        return  # Ray refuses a variable that the job has
+    job = json.loads(
+        os.environ.get("RAY_JOB_CONFIG_JSON_ENV_VAR") or "{}"
+    )  # of the Ray job that this driver was submitted as
+    given_to_job = (job.get("runtime_env") or {}).get("env_vars") or {}
+    if TRAINERS in given_to_job.get(MODULES_VARIABLE, "").split(","):
+        return  # Ray itself refuses a driver that gives one of the job's variables another value
     init = config.ray_kwargs.ray_init
     own = str(asked.variables.get(MODULES_VARIABLE) or os.environ.get(MODULES_VARIABLE, "")).split(",")
     modules = ",".join(dict.fromkeys([*filter(None, own), TRAINERS]))
