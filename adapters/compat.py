@@ -23,8 +23,9 @@ ENGINES = ("vllm", "sglang")
 
 @cache
 def declared() -> tuple[Seam, ...]:
-    """Return `SEAMS` of each adapter's `seams.py`."""
-    return tuple(seam for path in sorted(HERE.glob("*/seams.py")) for seam in _load(path.parent.name).SEAMS)
+    """Return `SEAMS` of each adapter's `seams.py`, or `upstream.py`."""
+    files = sorted([*HERE.glob("*/seams.py"), *HERE.glob("*/upstream.py")])
+    return tuple(seam for path in files for seam in _load(path.parent.name, path.stem).SEAMS)
 
 
 def refusals() -> tuple[Refusal, ...]:

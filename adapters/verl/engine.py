@@ -20,6 +20,7 @@ from mismatch_ext.adapters.verl.behavior import check_layout
 from mismatch_ext.adapters.verl.block import RunMode
 from mismatch_ext.adapters.verl.loss import check_update, needs_own_loss, weighs
 from mismatch_ext.adapters.verl.replay import EngineReplay
+from mismatch_ext.adapters.verl.upstream import either
 from verl.utils import torch_functional
 from verl.utils.device import get_device_name
 from verl.utils.fs import copy_to_local
@@ -450,7 +451,10 @@ def _widen(output: Any) -> None:
 def _has_kernel() -> bool:
     """Return whether verl computes log-probabilities by a kernel of flash-attention's or of Ascend's, as it chooses itself."""
     without_flash = os.environ.get("VERL_DISABLE_FLASH_ATTN_CE", "0") == "1"
-    if torch_functional.FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE and not without_flash:
+    has_flash = either(
+        torch_functional, "FLAH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE", "FLASH_ATTN_CROSS_ENTROPY_LOSS_AVAILABLE"
+    )
+    if has_flash and not without_flash:
         return True
     return bool(torch_functional.NPU_CROSS_ENTROPY_LOSS_AVAILABLE)
 

@@ -32,6 +32,7 @@ from mismatch_ext.adapters.verl.replay import (
     routes,
 )
 from mismatch_ext.adapters.verl.rollout.digests import proven, without_digests
+from mismatch_ext.adapters.verl.upstream import either
 from mismatch_ext.patches.verl.megatron_replay import CLOSED_TOPK
 from torch import nn
 from torch.optim import Optimizer
@@ -364,8 +365,7 @@ class MismatchMegatronEngine(SteeredEngine, MegatronEngineWithLMHead):
 
     @property
     def _resumes(self) -> bool:
-        # verl 0.9.1 spells it so; a version that mends this has the name of its FSDP engine.
-        manager: Any = getattr(self, "checkpoint_mananager", None) or getattr(self, "checkpoint_manager")  # noqa: B009
+        manager = either(self, "checkpoint_mananager", "checkpoint_manager")
         return self._rate is not None and bool(manager.should_load_optimizer)
 
     def _resume(self, state: Mapping[str, Any], folder: str) -> None:

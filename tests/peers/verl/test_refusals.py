@@ -17,10 +17,9 @@ import verl.utils.config
 from hydra import compose
 from mismatch_ext.adapters import compat
 from mismatch_ext.adapters.verl import config as settings
-from mismatch_ext.adapters.verl.refusals import derives, refuse
+from mismatch_ext.adapters.verl.refusals import derives
 
 from mismatch_ext import versions
-from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PeerVersionError, UntestedVersionWarning
 from tests.peers.verl.prepared import configured, prepared, prepared_megatron
 
@@ -55,13 +54,6 @@ def test_a_class_is_known_to_be_derived_from_ours_by_its_name() -> None:
     assert derives(own, own) and derives("logging.StreamHandler", own) and derives("logging.handlers.QueueHandler", own)
     for name in ("logging.Logger", "logging.INFO", "logging.NoSuchHandler", "no.such.module", "Handler", ""):
         assert not derives(name, own), name
-
-
-def test_asynchronous_modes_run_with_vllm_alone() -> None:
-    sglang = "actor_rollout_ref.rollout.name=sglang"
-    with pytest.raises(ConfigError, match="rollout.name='sglang': asynchronous modes"):
-        refuse(configured("trainer.v1.trainer_mode=colocate_async", sglang), MismatchConfig())
-    refuse(configured(sglang), MismatchConfig())
 
 
 SECTIONS = {
@@ -100,97 +92,14 @@ def test_compat_says_no_where_the_driver_refuses_and_nowhere_else(host: str, sgl
     ("overrides", "named"),
     [
         (("trainer.use_v1=False",), "trainer.use_v1=False"),
-        (("trainer.v1.trainer_mode=mismatch",), "trainer.v1.trainer_mode='mismatch'"),
-        (("trainer.v1.trainer_mode=mismatch_separate_async",), "trainer.v1.trainer_mode='mismatch_separate_async'"),
-        (("trainer.v1.trainer_mode=separate_async",), "actor_rollout_ref.hybrid_engine=True"),
-        (("actor_rollout_ref.hybrid_engine=False",), "actor_rollout_ref.hybrid_engine=False"),
-        (
-            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.hybrid_engine=False"),
-            "actor_rollout_ref.hybrid_engine=False",
-        ),
-        (
-            ("trainer.v1.trainer_mode=colocate_async", "actor_rollout_ref.actor.strategy=megatron"),
-            "actor_rollout_ref.actor.strategy='megatron'",
-        ),
         (("+mismatch.monitor.doctor=first_batch",), "mismatch.monitor.doctor: this key is gone"),
-        (("actor_rollout_ref.actor.strategy=veomni",), "actor_rollout_ref.actor.strategy='veomni'"),
-        (("actor_rollout_ref.rollout.name=trtllm",), "actor_rollout_ref.rollout.name='trtllm'"),
-        (("actor_rollout_ref.rollout.calculate_log_probs=False",), "calculate_log_probs=False"),
-        (("+actor_rollout_ref.rollout.engine_kwargs.vllm.worker_extension_cls=x.Y",), "worker_extension_cls='x.Y'"),
-        (("+actor_rollout_ref.actor.fsdp_config.mixed_precision={param_dtype:bf16}",), "param_dtype='bf16'"),
-        (("actor_rollout_ref.rollout.dtype=float32",), "actor_rollout_ref.rollout.dtype='float32'"),
-        (("actor_rollout_ref.actor.fsdp_config.qat.enable=True",), "fsdp_config.qat.enable=True"),
-        (("actor_rollout_ref.rollout.checkpoint_engine.backend=delta_sharded",), "backend='delta_sharded'"),
-        (("actor_rollout_ref.rollout.quantization=fp8",), "rollout.quantization='fp8'"),
-        (
-            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3",),
-            "engine_kwargs.vllm.kv_cache_dtype='fp8_e4m3': mismatch.precision",
-        ),
-        (
-            ("+mismatch.routing.mode=R3", "+actor_rollout_ref.actor.fsdp_config.router_replay.mode=R2"),
-            "actor.fsdp_config.router_replay.mode='R2'",
-        ),
-        (
-            (
-                "+mismatch.precision.engine_weights=fp8",
-                "actor_rollout_ref.rollout.quantization=fp8",
-                "+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",
-            ),
-            "rollout.engine_kwargs.vllm.quantization='fp8_per_channel': verl would load",
-        ),
-        (("+mismatch.precision.engine_weights=fp8_per_channel",), "rollout.quantization=None: mismatch.precision"),
-        (
-            ("+actor_rollout_ref.rollout.engine_kwargs.vllm.quantization=fp8_per_channel",),
-            "Set actor_rollout_ref.rollout.quantization instead",
-        ),
-        (("+mismatch.routing={mode:R2}", "algorithm.rollout_correction.bypass_mode=True"), "mode='R2'"),
-        *(
-            (
-                ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=8", *overrides),
-                named,
-            )
-            for overrides, named in (
-                (
-                    ("actor_rollout_ref.actor.entropy_coeff=0.01",),
-                    "actor.entropy_coeff=0.01: mismatch.sampling_mask",
-                ),
-                (
-                    ("actor_rollout_ref.model.use_fused_kernels=True",),
-                    "actor_rollout_ref.model.use_fused_kernels=True: a fused head",
-                ),
-                (
-                    ("actor_rollout_ref.rollout.logprobs_mode=raw_logprobs",),
-                    "actor_rollout_ref.rollout.logprobs_mode='raw_logprobs': mismatch.sampling_mask",
-                ),
-                (
-                    ("+actor_rollout_ref.rollout.engine_kwargs.vllm.logprobs_mode=raw_logprobs",),
-                    "engine_kwargs.vllm.logprobs_mode='raw_logprobs': mismatch.sampling_mask",
-                ),
-                (
-                    ("++actor_rollout_ref.rollout.agent.agent_loop_manager_class=my.Manager",),
-                    "agent.agent_loop_manager_class='my.Manager': this package's class joins masks",
-                ),
-                (
-                    ("++actor_rollout_ref.rollout.mtp.enable_rollout=True",),
-                    "actor_rollout_ref.rollout.mtp.enable_rollout=True: mismatch.sampling_mask",
-                ),
-                (("actor_rollout_ref.rollout.top_k=-1",), "top_p=1, top_k=0 and min_p=0"),
-            )
-        ),
+        (("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_k=-1"), "top_p=1, top_k=0 and min_p=0"),
         (
             ("+mismatch.sampling_mask={}", "actor_rollout_ref.rollout.top_p=0.9"),
             "mismatch.sampling_mask.max_support is absent with top_p=0.9, top_k=0",
         ),
-        (("+mismatch.kl.estimator=full",), "mismatch.kl.estimator='full'"),
         (("+mismatch.rooting.mode=R3",), "rooting"),
-        (("+mismatch.precision.head=float32",), "mismatch.precision.head='float32': no engine of verl 0.9.1"),
-        (("actor_rollout_ref.ref.strategy=megatron",), "actor_rollout_ref.ref.strategy='megatron'"),
         (("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.routing={mode:R2}"), "mismatch.routing.mode='R2'"),
-        (
-            ("+mismatch.correction.preset=bypass_ppo_clip", "+mismatch.lr={trigger:f_tau}"),
-            "mismatch.lr.trigger='f_tau'",
-        ),
-        (("+ray_kwargs.ray_init.runtime_env={env_vars:{VERL_ENGINE_VENDOR:acme}}",), "VERL_ENGINE_VENDOR='acme'"),
     ],
 )
 def test_what_would_do_nothing_is_refused_by_name(overrides: tuple[str, ...], named: str) -> None:
@@ -209,41 +118,11 @@ def test_an_adapter_on_the_head_is_refused_where_probes_would_be_scored_without_
         prepared("+mismatch={}", *lora, named)
 
 
-def test_a_key_value_format_that_the_block_names_is_taken() -> None:
-    prepared(
-        "+mismatch.precision={dtype:float16,engine_kv_cache:fp8_e4m3}",
-        "+actor_rollout_ref.rollout.engine_kwargs.vllm.kv_cache_dtype=fp8_e4m3",
-    )
-
-
 def test_a_strategy_that_the_model_engine_has_no_settings_for_is_refused() -> None:
     with pytest.raises(ConfigError, match="model_engine='megatron': .*Set .*strategy=megatron"):
         prepared_megatron(
             "+mismatch.lr={}", "actor_rollout_ref.actor.strategy=fsdp2", "actor_rollout_ref.ref.strategy=fsdp2"
         )
-
-
-@pytest.mark.parametrize(
-    "refused",
-    [
-        "+mismatch.precision.dtype=bfloat16",
-        "+mismatch.monitor.weight_sync=warn",
-        "actor_rollout_ref.model.use_fused_kernels=True",
-        "+mismatch.sampling_mask={max_support:8}",
-        "+mismatch.routing.reference=True",
-        "+mismatch.routing.measured=1.0",
-        "actor_rollout_ref.model.use_remove_padding=False",
-        "++actor_rollout_ref.model.mtp.enable=True",
-        "actor_rollout_ref.actor.megatron.router_replay.mode=R2",
-    ],
-)
-def test_what_a_megatron_actor_cannot_do_is_refused(refused: str) -> None:
-    named = re.match(r"\+*(mismatch\.\w+|[\w.]+)", refused)
-    assert named is not None
-    with pytest.raises(ConfigError, match=re.escape(named[1])):
-        prepared_megatron("+mismatch.routing.mode=R3", refused)
-    with pytest.raises(ConfigError, match="enable_rollout_routing_replay=True: .*mismatch.routing"):
-        prepared_megatron("+mismatch.routing.mode=R2", "actor_rollout_ref.rollout.enable_rollout_routing_replay=True")
 
 
 def test_an_alarm_does_not_stop_a_run_whose_checkpoint_would_only_be_begun() -> None:

@@ -69,19 +69,10 @@ def test_verl_imports_our_trainers_beside_a_users_own_modules(monkeypatch: pytes
     assert modules(given) == f"theirs,{settings.TRAINERS}"
 
 
-def test_a_variable_of_a_ray_job_that_nobody_may_change_has_our_trainers_or_is_refused(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def submitted(modules: str) -> DictConfig:
-        job = {"runtime_env": {"env_vars": {"VERL_USE_EXTERNAL_MODULES": modules}}}
-        monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
-        return prepared("+mismatch.kl.coef=0.1")
-
-    with pytest.raises(
-        ConfigError, match=f"Ray job's own runtime_env has this variable.* Add {settings.TRAINERS} to it"
-    ):
-        submitted("mine")
-    assert "env_vars" not in submitted(f"mine,{settings.TRAINERS}").ray_kwargs.ray_init.runtime_env
+def test_a_variable_of_a_ray_job_that_has_our_trainers_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = {"runtime_env": {"env_vars": {"VERL_USE_EXTERNAL_MODULES": f"mine,{settings.TRAINERS}"}}}
+    monkeypatch.setenv("RAY_JOB_CONFIG_JSON_ENV_VAR", json.dumps(job))
+    assert "env_vars" not in prepared("+mismatch.kl.coef=0.1").ray_kwargs.ray_init.runtime_env
 
 
 @pytest.mark.parametrize("vendor", ["", "mismatch"])

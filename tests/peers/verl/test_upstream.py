@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import runpy
+import types
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,7 +15,7 @@ pytest.importorskip("verl")  # part of `make setup`
 import verl
 import verl.trainer.ppo.v1.trainer_base as trainer_base
 from mismatch_ext.adapters import compat
-from mismatch_ext.adapters.verl import plugin, seams
+from mismatch_ext.adapters.verl import plugin, upstream
 from mismatch_ext.adapters.verl.driver.modes import TRAINERS
 from mismatch_ext.adapters.verl.engine import MismatchFSDPEngine
 from mismatch_ext.adapters.verl.rollout.client import TurnsClient, VersionedClient
@@ -25,12 +28,13 @@ from mismatch_ext.seams import Claim
 
 plugin.unload()  # importing the adapter has loaded it
 
-CLAIMS = [claim for seam in seams.SEAMS for claim in seam.claims]
+CLAIMS = [claim for seam in upstream.SEAMS for claim in seam.claims]
 CLASSES = (
     *TRAINERS.values(),
     *(MismatchDetachWorker, MismatchFSDPEngine),  # Megatron's is left out of processes that run on a CPU
     *(VersionedClient, TurnsClient, MaskedLoops),
 )
+ROOT = Path(__file__).parents[3]
 ENGINES = (
     "verl.workers.rollout.vllm_rollout",
     "verl.workers.rollout.sglang_rollout",
@@ -78,3 +82,22 @@ def test_the_copy_of_weights_is_needed_by_the_mode_that_has_it(monkeypatch: pyte
     compat.check(("verl",), ("monitor",), {"verl", "sync"})
     with pytest.raises(SeamError, match="verl/separate_async.*copy_handler is not there"):
         compat.check(("verl",), ("monitor",), {"verl", "separate_async"})
+
+
+def test_the_list_says_what_the_source_uses() -> None:
+    script = runpy.run_path(str(ROOT / "docs/upstream.py"))
+    assert script["LIST"].read_text() == script["written"](), "run `python docs/upstream.py`"
+
+
+def test_what_the_list_says_is_imported_is_in_verl() -> None:
+    for module, names in upstream.IMPORTS.items():
+        if module.split(".")[0] == "verl" and not module.startswith(ENGINES):
+            found = importlib.import_module(module)
+            assert [name for name in names if not hasattr(found, name)] == [], module
+
+
+def test_a_name_that_verl_misspells_is_read_under_both_spellings() -> None:
+    for name in ("mananager", "manager"):
+        assert upstream.either(types.SimpleNamespace(**{name: 1}), "mananager", "manager") == 1
+    with pytest.raises(AttributeError, match="mananager, manager"):
+        upstream.either(types.SimpleNamespace(), "mananager", "manager")
