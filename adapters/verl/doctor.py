@@ -63,31 +63,33 @@ def read_verl(overrides: Sequence[str], checkpoint: str | None = None) -> HostRu
     arguments |= {key: (value, kwargs + key) for key, value in own.items() if key not in (*_VERLS_OWN, "dtype")}
     sampling = _sampling(rollout)
     routing = None if block is None else block.routing
-    settings: dict[str, tuple[Any, str]] = {
-        "model": (path, _MODEL + "path"),
-        "dtype": (canonical(own.get("dtype", rollout["dtype"])), f"{kwargs if 'dtype' in own else _ROLLOUT}dtype"),
-        "trainer_dtype": (weights, held_by),
-        "trainer_weights": (weights, held_by),
-        "trainer_config": (
-            _trainer_config(model),
-            f"{_MODEL}override_config, of which the rollout server is told nothing",
-        ),
-        "replays": (routing is not None and routing.mode == "R3", "mismatch.routing.mode"),
-        "layout": ("packed" if model["use_remove_padding"] else "left-positions", _MODEL + "use_remove_padding"),
-        "attention": (_attention(model), f"{_MODEL}override_config.attn_implementation, or verl's own choice"),
-        "temperature": (float(rollout["temperature"]), _ROLLOUT + "temperature"),
-        "engine": (engine, _ROLLOUT + "name"),
-    }
+    override = f"{_MODEL}override_config"
+    dtype = canonical(own.get("dtype", rollout["dtype"]))
+    # Each value with the setting that it comes from.
+    settings: dict[str, tuple[Any, str]] = {}
+    settings["model"] = path, f"{_MODEL}path"
+    settings["dtype"] = dtype, f"{kwargs if 'dtype' in own else _ROLLOUT}dtype"
+    settings["trainer_dtype"] = settings["trainer_weights"] = weights, held_by
+    settings["trainer_config"] = _trainer_config(model), f"{override}, of which the rollout server is told nothing"
+    settings["replays"] = routing is not None and routing.mode == "R3", "mismatch.routing.mode"
+    layout = "packed" if model["use_remove_padding"] else "left-positions"
+    settings["layout"] = layout, f"{_MODEL}use_remove_padding"
+    settings["attention"] = _attention(model), f"{override}.attn_implementation, or verl's own choice"
+    settings["temperature"] = float(rollout["temperature"]), f"{_ROLLOUT}temperature"
+    settings["engine"] = engine, f"{_ROLLOUT}name"
+    sides = {name: value for name, (value, _) in settings.items()}
+    sides["sampling"] = sampling
+    sides["arguments"] = {name: value for name, (value, _) in arguments.items()}
+    origin = {f"arguments.{name}": where for name, (_, where) in arguments.items()}
+    origin |= {name: where for name, (_, where) in settings.items()}
+    origin["max_tokens"] = f"{_ROLLOUT}response_length"
+    origin |= {f"sampling.{key}": f"{_ROLLOUT}{key}" for key in sampling}
+    origin["sampling.repetition_penalty"] = "fixed in verl's agent loop"
     return HostRun(
-        sides={name: value for name, (value, _) in settings.items()}
-        | {"sampling": sampling, "arguments": {name: value for name, (value, _) in arguments.items()}},
+        sides=sides,
         max_tokens=int(rollout["response_length"]),
         dataset=_dataset(OmegaConf.to_container(config.data, resolve=True), rollout, model),
-        origin={f"arguments.{name}": where for name, (_, where) in arguments.items()}
-        | {name: where for name, (_, where) in settings.items()}
-        | {"max_tokens": _ROLLOUT + "response_length"}
-        | {f"sampling.{key}": _ROLLOUT + key for key in sampling}
-        | {"sampling.repetition_penalty": "fixed in verl's agent loop"},
+        origin=origin,
         left_out=_left_out(rollout, actor, model),
     )
 
@@ -112,18 +114,19 @@ def _settled(config: Any) -> MismatchConfig | None:
 
 def _ensure_started(rollout: dict[str, Any], actor: dict[str, Any], engine: str) -> None:
     """Refuse settings with which the doctor would start something else than the run does."""
-    qat = (rollout.get("qat") or {}).get("enable", False)
-    split = (rollout.get("disaggregation") or {}).get("enabled", False)
-    for name, given, value, why, todo in (
-        ("name", engine != "vllm", engine, "the doctor reads the settings of vLLM alone",
-         "give this engine's own by --engine, --engine-arg and --sampling, or --rollouts"),
-        ("qat.enable", qat, qat, "the doctor's trainer has no quantization-aware weights", "set it to False"),
-        ("disaggregation.enabled", split, split, "the doctor starts one engine for prefill and decode", "set it to False"),
-        ("pipeline_model_parallel_size", rollout["pipeline_model_parallel_size"] > 1,
-         rollout["pipeline_model_parallel_size"], "the doctor starts one stage", "set it to 1"),
-    ):  # fmt: skip
-        if given:
-            raise not_started(f"--verl: {_ROLLOUT}{name}", value, why, todo)
+    if engine != "vllm":
+        todo = "give this engine's own by --engine, --engine-arg and --sampling, or --rollouts"
+        raise not_started(f"--verl: {_ROLLOUT}name", engine, "the doctor reads the settings of vLLM alone", todo)
+    if qat := (rollout.get("qat") or {}).get("enable", False):
+        why = "the doctor's trainer has no quantization-aware weights"
+        raise not_started(f"--verl: {_ROLLOUT}qat.enable", qat, why, "set it to False")
+    if split := (rollout.get("disaggregation") or {}).get("enabled", False):
+        why = "the doctor starts one engine for prefill and decode"
+        raise not_started(f"--verl: {_ROLLOUT}disaggregation.enabled", split, why, "set it to False")
+    stages = rollout["pipeline_model_parallel_size"]
+    if stages > 1:
+        why = "the doctor starts one stage"
+        raise not_started(f"--verl: {_ROLLOUT}pipeline_model_parallel_size", stages, why, "set it to 1")
 
 
 def _trainer_dtype(actor: dict[str, Any]) -> tuple[str, str]:
@@ -193,15 +196,13 @@ def _dataset(data: Any, rollout: dict[str, Any], model: dict[str, Any]) -> Datas
 
 
 def _left_out(rollout: dict[str, Any], actor: dict[str, Any], model: dict[str, Any]) -> dict[str, str]:
-    mtp = rollout.get("mtp") or {}
-    present = {
-        "mtp.enable_rollout": mtp.get("enable") and mtp.get("enable_rollout"),
-        "load_format": True,
-        "seed": True,
-        "attn_implementation": _attention(model) not in PORTABLE,
-        "data_parallel_size": rollout["data_parallel_size"] > 1,
-        "lora_rank": model.get("lora_rank") or (model.get("lora") or {}).get("rank"),
-        "strategy": actor["strategy"] not in ("fsdp", "fsdp2"),
-        "quantization": rollout.get("quantization"),
-    }
+    mtp, lora = rollout.get("mtp") or {}, model.get("lora") or {}
+    present: dict[str, Any] = {}
+    present["mtp.enable_rollout"] = mtp.get("enable") and mtp.get("enable_rollout")
+    present["load_format"] = present["seed"] = True
+    present["attn_implementation"] = _attention(model) not in PORTABLE
+    present["data_parallel_size"] = rollout["data_parallel_size"] > 1
+    present["lora_rank"] = model.get("lora_rank") or lora.get("rank")
+    present["strategy"] = actor["strategy"] not in ("fsdp", "fsdp2")
+    present["quantization"] = rollout.get("quantization")
     return {name: LEFT_OUT[name] for name, given in present.items() if given}
