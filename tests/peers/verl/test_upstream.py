@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import runpy
+import subprocess
+import sys
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -101,3 +103,13 @@ def test_a_name_that_verl_misspells_is_read_under_both_spellings() -> None:
         assert upstream.either(types.SimpleNamespace(**{name: 1}), "mananager", "manager") == 1
     with pytest.raises(AttributeError, match="mananager, manager"):
         upstream.either(types.SimpleNamespace(), "mananager", "manager")
+
+
+def test_only_runs_that_ask_for_them_import_masks_and_megatron() -> None:
+    apart = ("adapters.verl.sampling_mask", "adapters.verl.rollout.vllm_server", "adapters.verl.megatron")
+    modules = ("driver.modes", "worker", "engine", "rollout.client", "rollout.replicas", "dry_run", "doctor")
+    imports = "; ".join(f"import mismatch_ext.adapters.verl.{module}" for module in modules)
+    said = f"print([name for name in {apart!r} if f'mismatch_ext.{{name}}' in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", f"import sys; {imports}; {said}"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[]"
