@@ -19,7 +19,7 @@ from mismatch_ext.events import (
     WEIGHTS_STILL,
     WEIGHTS_UNVERIFIED,
 )
-from mismatch_ext.log_reading import METRICS_FILE, EventRecord, RunData
+from mismatch_ext.log_reading import METRICS_FILES, EventRecord, RunData
 from mismatch_ext.names import MEASURES, PREFIX
 from mismatch_ext.pooling import ABS_DIFF_MEAN, NUMERICS, replay_k3
 from mismatch_ext.words import counted, quantity, times
@@ -45,7 +45,7 @@ def closing_lines(run: RunData) -> list[str]:
         "replay": _replay(run),
         "evidence": _evidence(run),
         "problems": _problems(run),
-        "metrics": [str(run.path / METRICS_FILE)],
+        "metrics": [str(run.path / METRICS_FILES)],
         "report": [f"mismatch-ext report {shlex.quote(str(run.path))}"],
     }
     lines = [_status(run)]

@@ -362,7 +362,7 @@ class MonitorConfig:
     """
 
     run_dir: Text | None = None
-    """Folder of `metrics.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
+    """Folder of `metrics-*.jsonl`; None is `<output_dir>/mismatch`. A leading `~` is your home folder."""
     metrics: Literal["short", "all"] = "short"
     """Metrics that the console and the loggers get: the short list of docs/metrics.md, with those that `alarms` names,
     or all."""

@@ -323,10 +323,10 @@ class Evidence:
         return kept
 
 
-def set_aside(folder: Path, number: int) -> None:
-    """Rename an earlier run's files, as its metrics file becomes `metrics-<number>.jsonl`."""
+def set_aside(folder: Path, segment: int) -> None:
+    """Rename the files of an earlier run, by the number of the first segment of the next."""
     for path in folder.glob(FILES):
-        path.rename(path.with_name(f"metrics-{number}-{path.name}"))
+        path.rename(path.with_name(f"before-{segment:03}-{path.name}"))
 
 
 def lines_of(batch: HeldBatch, reason: str) -> list[dict[str, Any]]:

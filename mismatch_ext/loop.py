@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.banner import run_info
 from mismatch_ext.centering import SAMPLER_BIAS, centering_terms, padded_heads, sampler_bias
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
@@ -48,8 +49,9 @@ from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, R
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
-from mismatch_ext.log import Logged, RunLog, run_folder, run_info
+from mismatch_ext.log import Logged, RunLog
 from mismatch_ext.lr import LrControl, gap_statistics, leading_sums, length_statistics, length_sums
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
@@ -499,14 +501,16 @@ class Run:
             trainer, engine = old.detach(), batch.rollout_logprobs
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
-                self._log.observe(batch.split, old=trainer, rollout=engine, mask=mask)
-                self._log.observe_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
+                self._log.sums.add_gap(batch.split, old=trainer, rollout=engine, mask=mask)
+                self._log.sums.add_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
                 measurable = mask & native.isfinite()  # it only serves as a comparison
-                self._log.observe(batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True)
+                self._log.sums.add_gap(
+                    batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True
+                )
             if batch.split != "train":
                 return
             self._required.note("measure", batch)

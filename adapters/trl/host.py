@@ -36,6 +36,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer import grpo_trainer
 
+from mismatch_ext.banner import run_info
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
@@ -43,7 +44,8 @@ from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import PrecisionError, RunDirectoryError
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
-from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log import RunLog
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes

@@ -368,7 +368,7 @@ class TrlRun(MeasuredRun):
             native = self.score_again(output)
         with together(self.ranks):
             native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-            self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
+            self.log.sums.add_gap(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
 
     def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
         """Note what TRL's loss is multiplied by, and what its clip will stop."""
@@ -443,8 +443,8 @@ class TrlRun(MeasuredRun):
             gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
             held.routes = [None if record is None else record.routing for record in records]
             old, rollout, sampled = gap
-            self.log.observe(self.split, old=old, rollout=rollout, mask=sampled)
-            self.log.observe_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
+            self.log.sums.add_gap(self.split, old=old, rollout=rollout, mask=sampled)
+            self.log.sums.add_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:

@@ -17,7 +17,7 @@ from mismatch_ext.closing import FailedTimes, bad_rows, failed_checks, only_meas
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.files import write_whole
 from mismatch_ext.host_logs import EVENTS
-from mismatch_ext.log_reading import DOCTOR_FILE, METRICS_FILE, RunData
+from mismatch_ext.log_reading import DOCTOR_FILE, RunData, segment_files
 from mismatch_ext.names import MEANING, PREFIX
 from mismatch_ext.report import tables
 from mismatch_ext.report.doctor import Why, read_why
@@ -114,7 +114,7 @@ def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
 def build_why(directory: str | Path) -> Path:
     """Render what doctor.json and turns.json say: in the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
-    if (folder / METRICS_FILE).is_file():
+    if segment_files(folder):
         return build(folder).path
     why, unread = read_why(folder)
     turns, unread_turns = read_turns(folder)
