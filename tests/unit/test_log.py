@@ -17,13 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from mismatch_ext.banner import run_info, section_lines
 from mismatch_ext.checks import Checks
 from mismatch_ext.closing import closing_lines
 from mismatch_ext.config import MismatchConfig, MonitorConfig
 from mismatch_ext.errors import RunDirectoryError
 from mismatch_ext.events import SYNC_UNANSWERED
-from mismatch_ext.log import RunLog, run_folder, run_info, section_lines
+from mismatch_ext.log import RunLog
 from mismatch_ext.log_reading import EventRecord, read_run, segment_files
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import TRL, VERL, HostNames
 from mismatch_ext.precision.audit import EngineReading, TrainerReading
 from mismatch_ext.ranks import ONE_PROCESS, Ranks

@@ -125,7 +125,7 @@ def test_a_torn_line_stays_in_its_file_and_is_named(tmp_path: Path) -> None:
     data = read_run(tmp_path)
     assert (data.header["segment"], data.header["resume_step"]) == (1, 2)
     (problem,) = data.problems
-    assert problem.startswith("metrics-000.jsonl, line 7 is torn")
+    assert problem.startswith("metrics-000.jsonl, line 8 is torn")
     assert [event.name for event in data.events if event.segment == 1] == ["resumed"]
     assert data.series("reward")[0] == [1, 2, 3]
 
@@ -316,10 +316,10 @@ def test_runs_are_found(tmp_path: Path) -> None:
     for place, why in (
         (
             tmp_path / "absent",
-            "does not exist; give a folder that holds metrics-\*.jsonl .* a log without this package",
+            r"does not exist; give a folder that holds metrics-\*.jsonl .* a log without this package",
         ),
         (tmp_path / "file", "holds no step"),
-        (runs / "notes", "holds no metrics-\*.jsonl and no other log"),
+        (runs / "notes", r"holds no metrics-\*.jsonl and no other log"),
     ):
         with pytest.raises(RunDirectoryError, match=why) as caught:
             read_runs(place)

@@ -26,7 +26,7 @@ def ended_run(run_dir: Path, splits: tuple[str, ...], of: Segment, ended: bool, 
     if ended:
         stream.end(0, "completed")
     if then is not None:
-        stream = SegmentFile.create(run_dir, header=header("bf16"), of=then)
+        stream = SegmentFile.create(run_dir, header=header("bf16"), of=then, first_segment=0)
         if then == "evaluation":
             stream.end(0, "completed")
     return run_dir
@@ -66,7 +66,7 @@ def test_a_training_after_an_evaluation_is_resumed_only_if_it_resumes_one(
     ended_run(tmp_path, ("eval/familiar",), "evaluation", True)
     if resume_step is not None:
         SegmentFile.create(tmp_path, header=header("bf16")).step(1, {"mismatch/logp_abs_diff_mean": 0.001})
-    stream = SegmentFile.create(tmp_path, header=header("bf16"), resume_step=resume_step)
+    stream = SegmentFile.create(tmp_path, header=header("bf16"), first_segment=0, resume_step=resume_step)
     stream.step(1, {"mismatch/logp_abs_diff_mean": 0.001})
     stream.end(1, "completed")
     assert f" {card} " in rendered(tmp_path).text
