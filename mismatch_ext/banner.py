@@ -30,16 +30,18 @@ def run_info(
     **run: Any,
 ) -> dict[str, Any]:
     """Return the header of a run's metrics file, with the same keys for every host; `run` is name, model, device and the like."""
-    parts = {"trainer": trainer, "engine": engine, "sampling": sampling}
+    read = {"trainer": trainer, "engine": engine, "sampling": sampling}
+    sides = {name: None if reading is None else dataclasses.asdict(reading) for name, reading in read.items()}
+    versions = {name: installed(name) or "not installed" for name in ("mismatch-ext", "torch", *packages)}
     return {
         "run": run,
         "names": names.to_dict(),
-        **{name: None if part is None else dataclasses.asdict(part) for name, part in parts.items()},
+        **sides,
         **(more or {}),
         "patches": [dict(patch) for patch in patches],
         "config": block.to_dict(),
         "acts": block.acts,
-        "versions": {name: installed(name) or "not installed" for name in ("mismatch-ext", "torch", *packages)},
+        "versions": versions,
         "audit": None if audit is None else audit.to_dict(),
     }
 

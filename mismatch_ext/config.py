@@ -182,6 +182,12 @@ class CorrectionConfig:
         resolve(self)
 
 
+def _no_reward(key: str, value: str, why: str) -> ConfigError:
+    return ConfigError(
+        f"mismatch.kl.reward_path='rewards' with {key}={value!r}: {why}; leave out reward_path, or set another {key}."
+    )
+
+
 @_section("mismatch.kl")
 class KlConfig:
     """KL term towards the reference policy, with the gradient that it claims (arXiv 2512.21852).
@@ -210,17 +216,15 @@ class KlConfig:
 
     def __post_init__(self) -> None:
         placement = self.applied_placement
-        for key, value, wrong, why in (
-            ("placement", placement, placement == "loss", "nothing of it is a reward"),
-            ("target", self.target, self.target == "token", "a reward is credited to all earlier tokens as well"),
-            ("ratio", self.ratio, self.ratio != "none", "a reward is weighed with the policy term that it is part of"),
-            ("estimator", self.estimator, self.estimator == "full", "the vocabulary is not kept from sampling time"),
-        ):
-            if self.in_rewards and wrong:
-                raise ConfigError(
-                    f"mismatch.kl.reward_path='rewards' with {key}={value!r}: {why}; leave out reward_path, or set "
-                    f"another {key}."
-                )
+        if self.in_rewards:
+            if placement == "loss":
+                raise _no_reward("placement", placement, "nothing of it is a reward")
+            if self.target == "token":
+                raise _no_reward("target", self.target, "a reward is credited to all earlier tokens as well")
+            if self.ratio != "none":
+                raise _no_reward("ratio", self.ratio, "a reward is weighed with the policy term that it is part of")
+            if self.estimator == "full":
+                raise _no_reward("estimator", self.estimator, "the vocabulary is not kept from sampling time")
         if (self.estimator, placement, self.target) == ("full", "reward", "token"):
             raise ConfigError(
                 "mismatch.kl.estimator='full' with placement='reward' and target='token': this term has no gradient, because a "
@@ -435,13 +439,14 @@ class MismatchConfig:
     @property
     def features(self) -> tuple[str, ...]:
         """The features that the block switches on, such as ("monitor", "monitor.weight_sync", "routing.R3")."""
+        features = ["monitor"]
+        if self.monitor.weight_sync != "off":
+            features.append("monitor.weight_sync")
         sections = ("precision", "lr", "kl", "correction", "sampling_mask")
-        return (
-            "monitor",
-            *(["monitor.weight_sync"] if self.monitor.weight_sync != "off" else []),
-            *(name for name in sections if getattr(self, name) is not None),
-            *([f"routing.{self.routing.mode}"] if self.routing is not None else []),
-        )
+        features += [name for name in sections if getattr(self, name) is not None]
+        if self.routing is not None:
+            features.append(f"routing.{self.routing.mode}")
+        return tuple(features)
 
     @property
     def acts(self) -> bool:

@@ -231,14 +231,15 @@ def _run(source: Path, read: _Rows) -> RunData:
         for key, metrics in sorted(steps.items())
     }
     logged = {name.removeprefix(PREFIX) for metrics in renamed.values() for name in metrics if name.startswith(PREFIX)}
+    records = [
+        StepRecord(kind="step", segment=0, step=step, split=split, metrics=metrics)
+        for (split, step), metrics in renamed.items()
+    ]
     return RunData(
         path=source.parent,
         headers=(_header(source, read.host),),
         events=tuple(_alarms(renamed, HOSTS[read.host])),
-        steps=tuple(
-            StepRecord(kind="step", segment=0, step=step, split=split, metrics=metrics)
-            for (split, step), metrics in renamed.items()
-        ),
+        steps=tuple(records),
         problems=(_about(source, read.host, logged & MEASURES.keys()), *read.problems),
     )
 
@@ -279,10 +280,9 @@ def _header(source: Path, host: str) -> dict[str, Any]:
     names_of_host = names.to_dict() | ({"next_rate": True} if names is VERL else {})
     folder = source.resolve().parent
     output = folder.parent if folder.name.startswith("checkpoint-") else folder
-    return {
-        "kind": "header", "segment": 0, "of": "training", "resume_step": None, "names": names_of_host, "log": source.name,
-        "run": {"name": source.stem if source.suffix == ".jsonl" else output.name, "host": f"stock {host}"},
-    }  # fmt: skip
+    run = {"name": source.stem if source.suffix == ".jsonl" else output.name, "host": f"stock {host}"}
+    opening = {"kind": "header", "segment": 0, "of": "training", "resume_step": None}
+    return opening | {"names": names_of_host, "log": source.name, "run": run}
 
 
 def _about(source: Path, host: str, logged: set[str]) -> str:

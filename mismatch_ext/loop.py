@@ -295,6 +295,8 @@ class Run:
 
     def _info(self, name: str) -> dict[str, Any]:
         device = self.trainer.device.type
+        parameters = sum(parameter.numel() for _, parameter in self.trainer.named_parameters())
+        patches = {patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}
         return run_info(
             self.block,
             self.names,
@@ -302,13 +304,13 @@ class Run:
             host=HOST,
             model=self.trainer.name,
             model_type=self.trainer.family,
-            parameters=sum(parameter.numel() for _, parameter in self.trainer.named_parameters()),
+            parameters=parameters,
             device=f"{device} ({platform.processor() or platform.machine()})",
             seed=self.seed,
             trainer=self.trainer.reading(),
             engine=self.rollout.reading(),
             sampling=self.rollout.sampling,
-            patches=list({patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}.values()),
+            patches=list(patches.values()),
             audit=self._audit,
             packages=PACKAGES,
         )
@@ -597,16 +599,19 @@ class Run:
                 "batch has one response of each prompt: nothing would be subtracted. Cut the batch between prompts, or set "
                 "mismatch.kl.baseline='none'."
             )
-        full = self._kl.config.estimator == "full"
+        logits = None
+        if self._kl.config.estimator == "full":
+            logits = self._logits(batch), self._logits(batch, reference=True)
+        behavior = self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None)
         terms = kl_terms(
             logprobs=logprobs,
             ref_logprobs=reference,
             mask=batch.good_tokens,
             settings=self._kl.config,
-            behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
+            behavior=behavior,
             coef=self._kl.coef,
             groups=batch.groups,
-            logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,
+            logits=logits,
             temperature=batch.temperature,
         )
         return self._required.watch("kl", terms.loss)
