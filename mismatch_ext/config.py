@@ -98,6 +98,23 @@ class PrecisionConfig:
                     f"mismatch.precision.{name}: {value!r} is not allowed; allowed: the engine's name of a format."
                 )
 
+    @property
+    def needs_scaler(self) -> bool:
+        """Whether gradients need loss scaling: only float16 has too few exponent bits for them."""
+        return self.dtype == "float16"
+
+    @property
+    def head_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of an output head."""
+        return tuple(dict.fromkeys((self.dtype, "float32"))) if self.head is None else (self.head,)
+
+    @property
+    def kv_cache_dtypes(self) -> tuple[str, ...]:
+        """Allowed dtypes of the engine's KV cache: the compute dtype, by name or as "auto", or the format asked for."""
+        if self.engine_kv_cache is None:
+            return ("auto", self.dtype)
+        return (self.engine_kv_cache, "fp8_e4m3") if self.engine_kv_cache == "fp8" else (self.engine_kv_cache,)
+
 
 def _bounds(value: Any) -> float | tuple[float, float]:
     """Return the threshold of a rejection rule: a number, or a lower and an upper one."""

@@ -55,7 +55,6 @@ from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
@@ -229,11 +228,9 @@ class Run:
     def _set_precision(self) -> None:
         precision = self.block.precision
         if precision is not None:
-            policy = PrecisionPolicy.of(precision)
-            needs_scaler = policy.needs_scaler
-            scaler = LossScaler.of(precision, self.trainer.device.type) if needs_scaler else None
-            self.trainer.compute_in(policy.dtype, scaler)
-            if policy.head is not None:
+            scaler = LossScaler.of(precision, self.trainer.device.type) if precision.needs_scaler else None
+            self.trainer.compute_in(precision.dtype, scaler)
+            if precision.head is not None:
                 if not isinstance(self.trainer, ChoosesHead):
                     raise ConfigError(
                         f"mismatch.precision.head: {type(self.trainer).__name__} has no keep_head_in_float32, so that its output "
@@ -253,8 +250,7 @@ class Run:
         """Compare the precision that both sides compute in with the config's; None without a `precision` section."""
         if self.block.precision is None:
             return None
-        policy = PrecisionPolicy.of(self.block.precision)
-        report = audit(policy, self.trainer.reading(), self.rollout.reading(), transfer)
+        report = audit(self.block.precision, self.trainer.reading(), self.rollout.reading(), transfer)
         report.raise_for_findings()
         return report
 

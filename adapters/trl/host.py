@@ -48,7 +48,7 @@ from mismatch_ext.log import RunLog
 from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.dtypes import TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
@@ -148,8 +148,7 @@ class TrainerRun:
                 self.trainer.add_callback(GridCallback(self, self.grid))
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        self.audit_report = audit(policy, trainer, engine, sync, FIXES)
+        self.audit_report = audit(self.block.precision, trainer, engine, sync, FIXES)
         self.audit_report.raise_for_findings()
 
     def read_trainer(self) -> TrainerReading:

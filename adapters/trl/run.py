@@ -67,7 +67,6 @@ from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
@@ -158,8 +157,7 @@ class TrlRun(MeasuredRun):
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
+        audit(self.block.precision, self.read_trainer(), None, None, FIXES).raise_for_findings()
         # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
         accelerator = self.trainer.accelerator
         parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)

@@ -268,7 +268,7 @@ def test_every_preset_equals_verls_with_huge_differences(verl: Any, name: str) -
             if abs(value) < 1e250:  # ours saturate at e^600, about 1e260
                 compared += 1
                 assert found == pytest.approx(value, rel=1e-4, abs=1e-7), (seed, key)
-    assert compared > 20 * 10
+    assert compared > 20 * 5
 
 
 @pytest.mark.parametrize("rule", ["token_k1", "seq_sum_k1", "seq_mean_k1"])
