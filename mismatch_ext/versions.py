@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from importlib import metadata, util
 from pathlib import Path
+from typing import Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
@@ -76,7 +77,7 @@ def _read_tables() -> tuple[dict[str, Peer], tuple[KnownWrong, ...]]:
     tables = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
     peers = {}
     for name, keys in tables["peers"].items():
-        lists = {key: tuple(keys.pop(key)) for key in ("ran", "distributions") if key in keys}
+        lists: dict[str, Any] = {key: tuple(keys.pop(key)) for key in ("ran", "distributions") if key in keys}
         peers[name] = Peer(name=name, **lists, **keys)
     faults = []
     for keys in tables["known_wrong"]:
