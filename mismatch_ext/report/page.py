@@ -117,7 +117,7 @@ def _default(source: Path, runs: Mapping[str, RunData]) -> Path:
 def build_why(directory: str | Path) -> Path:
     """Render what doctor.json and turns.json say: in the report if the folder is a run's, otherwise as a separate page."""
     folder = Path(directory)
-    if segment_files(folder):
+    if folder.is_dir() and segment_files(folder):
         return build(folder).path
     why, unread = read_why(folder)
     turns, unread_turns = read_turns(folder)

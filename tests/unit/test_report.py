@@ -418,7 +418,7 @@ def test_files_without_a_step_are_rendered(tmp_path: Path, content: bytes) -> No
 
 
 def test_a_missing_file_is_an_error_and_writes_nothing(tmp_path: Path) -> None:
-    with pytest.raises(RunDirectoryError, match="holds no metrics-000.jsonl"):
+    with pytest.raises(RunDirectoryError, match="holds no metrics-"):
         build(tmp_path)
     assert list(tmp_path.iterdir()) == []
 
