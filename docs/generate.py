@@ -127,7 +127,7 @@ def routing() -> list[str]:
         ROUTING_MEASURES
         | {
             OTHER_PASSES: "forward passes over other tokens than were recorded",
-            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics.jsonl`",
+            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics-*.jsonl`",
         }
     )
 

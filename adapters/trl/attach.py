@@ -241,7 +241,7 @@ class Attached(MeasuredRun):
             good = mask.bool()
             old, rollout = torch.where(good, old, 0.0), torch.where(good, rollout, 0.0)
             with self.log.holding(split, held):
-                self.log.observe(split, old=old, rollout=rollout, mask=good)
+                self.log.sums.add_gap(split, old=old, rollout=rollout, mask=good)
             if (ratio := output.get("importance_sampling_ratio")) is not None:
                 self.log.mask(split, ratio, mask)
         return old, rollout, good

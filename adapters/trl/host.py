@@ -36,6 +36,7 @@ from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 from trl.trainer import grpo_trainer
 
+from mismatch_ext.banner import run_info
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks
 from mismatch_ext.config import MismatchConfig
@@ -43,10 +44,11 @@ from mismatch_ext.doctor.causes import remedy
 from mismatch_ext.errors import PrecisionError, RunDirectoryError
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
-from mismatch_ext.log import RunLog, run_folder, run_info
+from mismatch_ext.log import RunLog
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, TRL
 from mismatch_ext.precision.audit import AuditReport, SyncReading, TrainerReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes
+from mismatch_ext.precision.dtypes import TrainerFixes
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
@@ -146,8 +148,7 @@ class TrainerRun:
                 self.trainer.add_callback(GridCallback(self, self.grid))
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        self.audit_report = audit(policy, trainer, engine, sync, FIXES)
+        self.audit_report = audit(self.block.precision, trainer, engine, sync, FIXES)
         self.audit_report.raise_for_findings()
 
     def read_trainer(self) -> TrainerReading:

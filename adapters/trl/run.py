@@ -67,7 +67,6 @@ from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
 from mismatch_ext.patching import Patch
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
 from mismatch_ext.precision.readiness import check_readiness
 from mismatch_ext.presets import resolve
@@ -158,8 +157,7 @@ class TrlRun(MeasuredRun):
         """Refuse a trainer that does not compute as asked, and scan its weights, before there is an engine."""
         if self.block.precision is None:
             return
-        policy = PrecisionPolicy.of(self.block.precision)
-        audit(policy, self.read_trainer(), None, None, FIXES).raise_for_findings()
+        audit(self.block.precision, self.read_trainer(), None, None, FIXES).raise_for_findings()
         # On the device that the model is going to: its weights are still in the host's memory, where a scan is slow.
         accelerator = self.trainer.accelerator
         parameters = gathered(accelerator.unwrap_model(self.trainer.model), accelerator.device)
@@ -368,7 +366,7 @@ class TrlRun(MeasuredRun):
             native = self.score_again(output)
         with together(self.ranks):
             native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-            self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
+            self.log.sums.add_gap(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
 
     def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
         """Note what TRL's loss is multiplied by, and what its clip will stop."""
@@ -443,8 +441,8 @@ class TrlRun(MeasuredRun):
             gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
             held.routes = [None if record is None else record.routing for record in records]
             old, rollout, sampled = gap
-            self.log.observe(self.split, old=old, rollout=rollout, mask=sampled)
-            self.log.observe_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
+            self.log.sums.add_gap(self.split, old=old, rollout=rollout, mask=sampled)
+            self.log.sums.add_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
         return gap
 
     def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
