@@ -11,8 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from mismatch_ext.adapters.trl.aggregation import depends_on, mask_of_loss, prove_weights, token_weights
-from mismatch_ext.adapters.trl.behavior import Reads
+from mismatch_ext.adapters.trl.aggregation import mask_of_loss, prove_weights, token_weights
 from mismatch_ext.adapters.trl.correction import native_options
 from mismatch_ext.adapters.trl.kl import BASELINE, batch_baseline, kl_loss
 from mismatch_ext.adapters.trl.overridden import overridden
@@ -23,14 +22,13 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, SeamError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
 from mismatch_ext.names import PREFIX
 from mismatch_ext.presets import resolve
 from mismatch_ext.ranks import together
 from mismatch_ext.rng import forked_rng
 from mismatch_ext.sums import over_ranks
-from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
     from mismatch_ext.adapters.trl.host import Gap
@@ -68,7 +66,6 @@ class Objective:
         self.run, self.trainer = run, run.trainer
         self.sections = sections_in_loss(run.block)
         self.losses = 0  # that came through `loss`
-        self.reads = Reads()  # beside what TRL's loss is known to read
         self._checked_loss = GRPOTrainer._compute_loss  # the function whose behavior was checked
         self._proven_modes: set[bool] = set()  # of training and of evaluation, whose weights were proven
         self._kl_step: int | None = None  # step whose batches the controller has begun to measure
@@ -144,42 +141,6 @@ class Objective:
             with together(run.ranks):
                 sums = kl_sums(logprobs=old, ref_logprobs=output["ref_per_token_logps"], mask=mask)
             term.add(over_ranks(sums, run.ranks))
-
-    def expect_known_inputs(self, output: Mapping[str, Any]) -> None:
-        """Refuse sections on top of an input that TRL's tested versions do not read, if this batch has one that counts.
-
-        Args:
-            output: A batch, as TRL is about to train on it.
-
-        Raises:
-            SeamError: TRL's loss is another without the input, or its scores may be.
-        """
-        sections = self._sections_on_top()
-        if not sections:
-            return
-        for key in sorted(self.reads.inputs | self.reads.handed):
-            if output.get(key) is None:
-                continue
-            # TRL's own masks and this package's would cut off twice, which only the model's scores would show.
-            may_mask = self.run.block.sampling_mask is not None and key in self.reads.handed
-            if may_mask or depends_on(self.trainer, output, key):
-                version = installed("trl")
-                raise SeamError(
-                    f"{' and '.join(sections)}: the batch has {key!r}, which no tested version of TRL reads, and trl {version} "
-                    "trains differently with it. Remove these sections from the config, or install a version that was run "
-                    f"(pip install trl=={PEERS['trl'].nearest(version)})."
-                )
-
-    def _sections_on_top(self) -> list[str]:
-        """Return the sections by which this package changes scores, weights or terms of TRL's loss."""
-        run, sections = self.run, list[str]()
-        if run.kl is not None and run.kl.config.in_loss:
-            sections.append("mismatch.kl")
-        if run.correction is not None:  # otherwise TRL's own options do what was asked
-            sections.append("mismatch.correction")
-        if run.block.sampling_mask is not None:
-            sections.append("mismatch.sampling_mask")
-        return sections
 
     # The loss.
 

@@ -21,7 +21,6 @@ from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
 from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.bad_rows import has_non_finite, mask_of, take_out
-from mismatch_ext.adapters.trl.behavior import check_trainer
 from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
 from mismatch_ext.adapters.trl.correction import (
@@ -91,6 +90,7 @@ class TrlRun(MeasuredRun):
     _failing = 0  # batches in a row with a step whose gradients were not finite
     _batch_fails = False  # whether this batch is one of them
     readiness: str | None = None  # a warning about the weights, kept until there is a run to log it in
+    reads_more: str | None = None  # a warning of what TRL's loss reads beside what is known
 
     def __init__(self, trainer: Any, block: MismatchConfig, config: Any) -> None:
         super().__init__(trainer, block, config.output_dir)
@@ -216,7 +216,6 @@ class TrlRun(MeasuredRun):
         if self.block.precision is not None and self.block.precision.head is not None:
             self.keep_head_in_float32()
         self.audit()
-        self.objective.reads = check_trainer(trainer, self.block, self.objective.reads)
         self._warn_of_settings()
         with together(self.ranks):
             self.warn_of_attention(trainer._tokenizer)
@@ -248,8 +247,8 @@ class TrlRun(MeasuredRun):
                 "mismatch.precision.head: the trainer's weights are sharded, so that the dtype of its output head was not read "
                 "back; TRL's cast_lm_head_to_fp32 is set.",
             )
-        if (added := self.objective.reads.sentence()) is not None:
-            self.warn("trl_loss", added)
+        if self.reads_more is not None:
+            self.warn("trl_loss", self.reads_more)
         settings = None if self.correction is None else self.correction.settings
         if trainer.use_vllm and clips_engine_ratio(settings, loss_type):
             engine: EngineReading = self.readings["engine"]
@@ -350,7 +349,6 @@ class TrlRun(MeasuredRun):
     ) -> list[RolloutRecord | None] | None:
         """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
         with together(self.ranks), self.log.refusing(self.split, held):
-            self.objective.expect_known_inputs(output)
             self.scoring.expect_old(output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
             self.centering.keep(batch.records)

@@ -176,7 +176,7 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
     _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
-    run.objective.reads = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
+    run.reads_more = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
 
 
 def _check_overrides(trainer: type[Any]) -> None:

@@ -67,7 +67,7 @@ def test_the_weights_of_tokens_are_those_of_trls_loss_to_the_bit(loss_type: str)
         {"max_completion_length": 11},
     ]  # fmt: skip
     for case in cases:
-        trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **case}, None, {}, {})
+        trainer = behavior.stand_in(GRPOTrainer, {"loss_type": loss_type, **case})
         given = {**behavior.INPUTS, **behavior.OF_GRPO}
         given |= {name.removeprefix("inputs."): value for name, value in case.items() if name.startswith("inputs.")}
         inputs = {name: value for name, value in given.items() if value is not None}
@@ -94,7 +94,7 @@ def test_the_weights_of_tokens_are_read_without_another_rank(loss_type: str) -> 
         return tensor
 
     of_ranks = {f"accelerator.{name}": all_ranks for name in ("gather", "gather_for_metrics", "reduce")}
-    trainer = behavior._trainer(GRPOTrainer, {"loss_type": loss_type, **of_ranks}, None, {}, {})
+    trainer = behavior.stand_in(GRPOTrainer, {"loss_type": loss_type, **of_ranks})
     inputs = {**behavior.INPUTS, **behavior.OF_GRPO}
     found = aggregation.read_weights(trainer, behavior.MODEL, inputs)
     assert not asked and bool((found > 0).equal(inputs["completion_mask"].bool()))
