@@ -68,8 +68,8 @@ KNOWN_INPUTS = {
 """Keys of the micro-batch that the tested versions read."""
 KNOWN_SETTINGS = """
     beta loss_type epsilon_low epsilon_high delta importance_sampling_level off_policy_mask_threshold top_entropy_quantile
-    temperature use_vllm vllm_importance_sampling_correction use_bias_correction_kl max_completion_length steps_per_generation entropy_coef
-    sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
+    temperature use_vllm vllm_importance_sampling_correction use_bias_correction_kl max_completion_length steps_per_generation
+    entropy_coef sapo_temperature_pos sapo_temperature_neg vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg
 """.split()
 """Settings that they read, of the trainer or of its arguments. The run's own values count, unless `stand_in` has another."""
 
@@ -156,13 +156,8 @@ def stand_in(kind: type[Any], case: Case, score: Any = None, config: Any = None,
     accelerator = dict.fromkeys(("gather", "gather_for_metrics", "reduce", "pad_across_processes"), Unchanged())
     accelerator |= dict(num_processes=1, sync_gradients=True, device=torch.device("cpu"))
 
-    def option(name: str) -> Any:
-        if name not in settings:
-            raise AttributeError(name)
-        return settings[name]
-
     parts: tuple[tuple[str, dict[str, Any], Answer], ...] = (
-        ("args", args, option),
+        ("args", args, settings.get),
         ("accelerator", accelerator, lambda name: Unchanged()),
         ("state", dict(global_step=0), lambda name: None),
         ("model", dict(training=True), lambda name: None),

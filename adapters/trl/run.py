@@ -349,7 +349,6 @@ class TrlRun(MeasuredRun):
     ) -> list[RolloutRecord | None] | None:
         """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
         with together(self.ranks), self.log.refusing(self.split, held):
-            self.scoring.expect_old(output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
             self.centering.keep(batch.records)
             self.scoring.settle(output, bad, lambda: self.score_again(output))

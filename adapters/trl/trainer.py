@@ -107,16 +107,11 @@ class MismatchTrainerMixin(_Host):
         host, given = super()._calculate_rewards, (inputs, prompts, completions, completion_ids_list, *args)
         return host(*given, **kwargs) if self._acting is None else self._acting.rewarded(host, *given, **kwargs)
 
-    def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Train on a micro-batch as TRL does."""
-        host = super().training_step
-        return host(*args, **kwargs) if self._acting is None else self._acting.objective.trained(host, *args, **kwargs)
-
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         host: Any = super()._compute_loss
         if self._acting is None:
             return host(model, inputs, *args, **kwargs)
-        with self._acting.scoring.of_loss(inputs, whole=host.__module__.startswith("trl.")) as known:
+        with self._acting.scoring.of_loss(inputs) as known:
             return self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
     mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
-    mm.scoring.expect_old = mm.scoring.settle = lambda *_: None  # nothing is scored
+    mm.scoring.settle = lambda *_: None  # nothing is scored
     return found
 
 
