@@ -19,7 +19,6 @@ from mismatch_ext.adapters.accelerate.overflow import HeldScale, skips_overflows
 from mismatch_ext.adapters.accelerate.sharded import gathered, is_sharded
 from mismatch_ext.adapters.transformers.lr import LENGTH, TRUNCATED, LrCallback
 from mismatch_ext.adapters.transformers.scoring import logits_width
-from mismatch_ext.adapters.transformers.vocabulary import plain_vocabulary
 from mismatch_ext.adapters.trl.bad_rows import has_non_finite, mask_of, take_out
 from mismatch_ext.adapters.trl.centering import Centering
 from mismatch_ext.adapters.trl.config import sampling_settings
@@ -33,10 +32,9 @@ from mismatch_ext.adapters.trl.correction import (
 )
 from mismatch_ext.adapters.trl.engines import UNCOMPILED
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
-from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback
+from mismatch_ext.adapters.trl.host import FIXES, Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.kl import KlReward
 from mismatch_ext.adapters.trl.lora import Base, check_base, check_head, check_tied
-from mismatch_ext.adapters.trl.measured import MeasuredRun
 from mismatch_ext.adapters.trl.objective import LossCallback, Objective
 from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
@@ -64,7 +62,7 @@ from mismatch_ext.errors import ConfigError, NonFiniteLogprobError, ReplayError
 from mismatch_ext.evidence import ColumnBatch
 from mismatch_ext.kl import KlTerm, ragged_bias
 from mismatch_ext.lr import gap_statistics, leading_sums, length_statistics, length_sums
-from mismatch_ext.patching import Patch
+from mismatch_ext.patching import Patch, digest_of
 from mismatch_ext.precision.audit import HEAD_UNREAD, EngineReading, audit
 from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.readiness import EVENT as READINESS
@@ -78,7 +76,7 @@ MOST_FAILING = 20
 """Batches in a row that may have a step without finite gradients. A choice: a scale of 2^16 is below 1 after 17 such steps."""
 
 
-class TrlRun(MeasuredRun):
+class TrlRun(TrainerRun):
     """The side of a config that acts of a `GRPOTrainer` or `RLOOTrainer`."""
 
     kl: KlTerm | None
@@ -188,11 +186,11 @@ class TrlRun(MeasuredRun):
 
     # Once TRL has built both.
 
-    def begin(self, patch_digest: str) -> None:
-        """Audit both sides, wrap the engine, and say what is active."""
+    def begin(self) -> None:
+        """Put the sections in place, read both sides back, wrap the engine, and say what is active."""
         trainer = self.trainer
         self.held_scale = HeldScale(trainer.accelerator)
-        self.temperature: float = trainer.temperature
+        self.temperature = trainer.temperature
         trainer.add_callback(ResumeCallback(self))
         if self.block.lr is not None:
             self.lr = LrCallback(self.block.lr)
@@ -207,26 +205,10 @@ class TrlRun(MeasuredRun):
             settings = resolve(self.block.correction)
             if native_options(settings) is None:
                 self.correction = CorrectionTerm(settings, self.ranks)
-        self.sampling = sampling_settings(trainer, trainer.args.generation_kwargs)
-        self.log.sampled_with(self.scored_sampling)
-        self.alarms.install(trainer)
-        check_reference(trainer.accelerator, trainer.ref_model is not None)
-        if trainer.use_vllm:
-            self.find_engine()
         if self.block.precision is not None and self.block.precision.head is not None:
             self.keep_head_in_float32()
-        self.audit()
+        super().begin()
         self._warn_of_settings()
-        with together(self.ranks):
-            self.warn_of_attention(trainer._tokenizer)
-        if trainer.use_vllm:
-            with together(self.ranks):
-                vocabulary = plain_vocabulary(trainer._tokenizer, trainer.accelerator.device)
-                self.checked = self._wrapped_engine(patch_digest, vocabulary)
-            self.checked.begin()
-            self.look_at_vocabulary(vocabulary)
-            with together(self.ranks):
-                self.warn_of_one_sided_head(vocabulary)
         self.log.announce()
 
     def _reward_kl(self) -> None:
@@ -260,13 +242,13 @@ class TrlRun(MeasuredRun):
             if ragged is not None:
                 self.warn("kl_ragged", ragged)
 
-    def _wrapped_engine(self, patch_digest: str, vocabulary: Tensor) -> CheckedGeneration:
+    def wrapped_engine(self, vocabulary: Tensor) -> CheckedGeneration:
         """Return the engine behind checks of its weights and rollouts; it takes part in the run once it begins."""
         routing = self.routing
         return CheckedGeneration(
             self,
             vocabulary=vocabulary,
-            patch_digest=patch_digest,
+            patch_digest=digest_of(self.patches),
             layout=routing.layout if routing is not None and routing.config.mode == "R3" else None,
             masks=self._engine_masks(),
             heads=self.centering.of_engine(),
@@ -329,19 +311,11 @@ class TrlRun(MeasuredRun):
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
         records = self._find_rows(batch, output, bad, held)
-        old = self._judged_logprobs(output, records, bad, held)
-        self._take_out(output, bad, held)
-        mask = mask_of(output, bad)
-        gap = None
-        if old is not None and records is not None:
-            gap = self._gap(output, old, records, mask, held)
-            self._measure_native_gap(output, bad, mask)
-        if gap is not None and self.correction is not None:
-            self._correct(self.correction, output, gap[0], mask)
-        self._note_weights(output, gap, mask)
-        if self.trainer.model.training:
-            self.steer(self.trainer._metrics["train"], gap, records, bad)
-        self.objective.follow_batch(output, mask, batch, gap)
+        old = self._judge_rows(output, records, bad, held)
+        gap = self._measure(output, old, records, bad, held)
+        self._correct(output, gap)
+        self._lead_rate(gap, records, bad)
+        self.objective.follow_batch(output, mask_of(output, bad), batch, gap)
         return output
 
     def _find_rows(
@@ -357,30 +331,10 @@ class TrlRun(MeasuredRun):
             self.note(sampling_mask_size=mean_size(supports, self.ranks, output["completion_ids"].device))
         return records
 
-    def _measure_native_gap(self, output: Mapping[str, Any], bad: BadRows, mask: Tensor) -> None:
-        """Measure some batches under the model's own routes too."""
-        if self.routing is None or not self.routing.draws.native_gap():
-            return
-        with overridden(self.scoring, routing=None):
-            native = self.score_again(output)
-        with together(self.ranks):
-            native = native.masked_fill(bad.flags(native.device)[:, None], 0.0)
-            self.log.observe(self.split, old=native, rollout=output[ROLLOUT], mask=mask.bool(), native=True)
-
-    def _note_weights(self, output: Mapping[str, Any], gap: Gap | None, mask: Tensor) -> None:
-        """Note what TRL's loss is multiplied by, and what its clip will stop."""
-        trainer = self.trainer
-        if trainer.use_vllm and (ratio := output.get("importance_sampling_ratio")) is not None:
-            self.log.mask(self.split, ratio, mask)
-        if trainer.model.training and gap is not None and isinstance(trainer, GRPOTrainer):
-            settings = None if self.correction is None else self.correction.settings
-            clips = clips_engine_ratio(settings, trainer.loss_type)
-            self.note(**phantom(trainer, output, gap, clips, self.ranks))
-
-    def _judged_logprobs(
+    def _judge_rows(
         self, output: dict[str, Any], records: Sequence[RolloutRecord | None] | None, bad: BadRows, held: ColumnBatch
     ) -> Tensor | None:
-        """Return the old log-probabilities `[B, T]`, and call rows bad of which they or the engine's are not finite.
+        """Return the old log-probabilities `[B, T]`, and let nothing be trained on that is made of rows with faulty numbers.
 
         Args:
             output: The batch, which gets the engine's log-probabilities where TRL drops them.
@@ -402,6 +356,10 @@ class TrlRun(MeasuredRun):
             self._own_pass_fails, self._batch_fails = told.anywhere[0], False
             # A loss scale has no part in what follows of such a row, however many steps the batch takes.
             self.held_scale.hold(self._own_pass_fails)
+        self.scoring.judge(output, bad)
+        if len(bad):
+            take_out(output, bad.flags(output["completion_ids"].device))
+        self.log.count_bad_rows(self.split, bad, held)
         return old
 
     def _judge_own_passes(self, output: Mapping[str, Any], old: Tensor | None, mask: Tensor, bad: BadRows) -> bool:
@@ -420,36 +378,45 @@ class TrlRun(MeasuredRun):
             bad.add_non_finite("old_logprobs", reference, mask, "reference")
         return fails
 
-    def _take_out(self, output: dict[str, Any], bad: BadRows, held: ColumnBatch) -> None:
-        """Count the bad rows of a batch, and let nothing be trained on that is made of them."""
-        self.scoring.judge(output, bad)
-        if len(bad):
-            take_out(output, bad.flags(output["completion_ids"].device))
-        self.log.count_bad_rows(self.split, bad, held)
-
-    def _gap(
+    def _measure(
         self,
         output: dict[str, Any],
-        old_logprobs: Tensor,
-        records: Sequence[RolloutRecord | None],
-        mask: Tensor,
+        old: Tensor | None,
+        records: Sequence[RolloutRecord | None] | None,
+        bad: BadRows,
         held: ColumnBatch,
-    ) -> Gap:
-        """Measure the gap of the rows of a batch that are not bad."""
-        with together(self.ranks), self.log.holding(self.split, held):
-            gap = (torch.where(mask.bool(), old_logprobs, 0.0), output[ROLLOUT], mask.bool())
-            held.routes = [None if record is None else record.routing for record in records]
+    ) -> Gap | None:
+        """Measure the gap of the rows that are not bad, of some batches under the model's own routes too."""
+        if old is None or records is None:
+            return None
+        with together(self.ranks):
+            gap = self.measure_gap(output, old, output[ROLLOUT], records, bad, held)
             old, rollout, sampled = gap
-            self.log.observe(self.split, old=old, rollout=rollout, mask=sampled)
             self.log.observe_cached(self.split, old=old, rollout=rollout, mask=sampled, records=records)
+        if self.routing is not None and self.routing.draws.native_gap():
+            with overridden(self.scoring, routing=None):
+                native = self.score_again(output)
+            with together(self.ranks):
+                native = torch.where(sampled, native, 0.0)
+                self.log.observe(self.split, old=native, rollout=rollout, mask=sampled, native=True)
         return gap
 
-    def _correct(self, correction: CorrectionTerm, output: dict[str, Any], old_logprobs: Tensor, mask: Tensor) -> None:
-        """Weigh a batch; the gap and the KL have read `OLD` before, which `bypass` replaces."""
-        figures = correction.apply(output, old_logprobs, mask)
-        if (shift := baseline_shift(output, mask, self.ranks)) is not None:
-            figures = figures | {"rejected_adv_shift": shift}
-        self.note(**figures)
+    def _correct(self, output: dict[str, Any], gap: Gap | None) -> None:
+        """Weigh a batch, and note what TRL's clip will stop; KL and gap have read `OLD` before, which `bypass` replaces."""
+        if gap is None:
+            return
+        trainer, (old, _, sampled) = self.trainer, gap
+        settings = None
+        if self.correction is not None:
+            settings = self.correction.settings
+            figures = self.correction.apply(output, old, sampled)
+            if (shift := baseline_shift(output, sampled, self.ranks)) is not None:
+                figures = figures | {"rejected_adv_shift": shift}
+            self.note(**figures)
+        self.note_weights(output, sampled)
+        if trainer.model.training and isinstance(trainer, GRPOTrainer):
+            clips = clips_engine_ratio(settings, trainer.loss_type)
+            self.note(**phantom(trainer, output, gap, clips, self.ranks))
 
     def old_logprobs(self, output: Mapping[str, Any]) -> Tensor:
         """Return the trainer's log-probabilities at sampling time `[B, T]`, as TRL computed them if it did."""
@@ -469,16 +436,11 @@ class TrlRun(MeasuredRun):
 
     # The learning rate.
 
-    def steer(
-        self,
-        metrics: Mapping[str, list[float]],
-        gap: Gap | None,
-        records: Sequence[RolloutRecord | None] | None,
-        bad: BadRows,
-    ) -> None:
+    def _lead_rate(self, gap: Gap | None, records: Sequence[RolloutRecord | None] | None, bad: BadRows) -> None:
         """Let a fresh batch of completions lead the rate of the step that learns from it; its bad rows do not count."""
-        if self.lr is None or self.lr.rate is None or not self.lr.config.watches:
+        if self.lr is None or self.lr.rate is None or not self.lr.config.watches or not self.trainer.model.training:
             return
+        metrics = self.trainer._metrics["train"]
         trigger = self.lr.config.trigger
         if trigger == "response_length":
             if not metrics.get(LENGTH) or not metrics.get(TRUNCATED):
@@ -549,9 +511,9 @@ class TrlRun(MeasuredRun):
 
     # Logs, and what a checkpoint holds.
 
-    def further_metrics(self) -> dict[str, float]:
-        """Return metrics of weight updates, and what rounding leaves of adapters."""
-        metrics = super().further_metrics()
+    def training_metrics(self) -> dict[str, float]:
+        """Return the metrics of training steps, with what rounding leaves of adapters."""
+        metrics = super().training_metrics()
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
         return metrics | self.centering.metrics()

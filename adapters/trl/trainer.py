@@ -21,7 +21,7 @@ from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.errors import ConfigError, SeamError
-from mismatch_ext.patching import Patch, applied, described, digest_of
+from mismatch_ext.patching import Patch, applied, described
 from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ class MismatchTrainerMixin(_Host):
             # The patches of each step are checked here, before a model or an engine is built.
             run.patches = [*patches, *described(*run.step_patches(config))]
             super().__init__(model, *args, **kwargs)
-        run.begin(digest_of(run.patches))
+        run.begin()
 
     def create_accelerator_and_postprocess(self, *args: Any, **kwargs: Any) -> None:
         """Create the accelerator, with a loss scaler that is on wherever float16 was asked for, and check the model."""
