@@ -95,6 +95,8 @@ class TrainerRun:
     routing: Any = None
     engine: Any = None  # what is asked for scores; None where one model samples and trains
     checked: CheckedGeneration | None = None  # None without vLLM
+    temperature: float  # that the trainer scores with
+    _vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
     def __init__(self, trainer: Any, block: MismatchConfig, output_dir: str) -> None:
         self.trainer, self.block = trainer, block
@@ -121,8 +123,6 @@ class TrainerRun:
         self._sync_audited = self._bias_told = False
         self._unwritten: list[tuple[str, str, str]] = []  # events
         self._checkpoint: str | None = None  # that the training goes on from
-        self.temperature = float("nan")  # that the trainer scores with, once there is one
-        self._vocabulary: Tensor | None = None  # ids that are still to be held against the model's vocabulary
 
     @property
     def scored_sampling(self) -> SamplingSettings:
