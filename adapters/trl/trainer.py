@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from contextlib import nullcontext
-from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
 from mismatch_ext.adapters.trl.attach import Attached
@@ -20,9 +18,8 @@ from transformers import TrainingArguments
 from trl import GRPOTrainer, RLOOTrainer
 
 from mismatch_ext.config import MismatchConfig
-from mismatch_ext.errors import ConfigError, SeamError
+from mismatch_ext.errors import ConfigError
 from mismatch_ext.patching import Patch, applied, described
-from mismatch_ext.versions import PEERS, installed
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as _Host
@@ -168,38 +165,9 @@ def _check(trainer: type[Any], block: MismatchConfig, config: Any, run: TrlRun, 
             "not known when rewards are computed; use reward_path='surrogate'."
         )
     run.centering.check(stitches=stitches)
-    _check_overrides(trainer)
     server = config.vllm_mode == "server"
     check_peers(trainer, block, use_vllm=config.use_vllm, server=server, stitches=stitches)
     run.reads_more = check_loss(trainer, block, getattr(config, "loss_type", ""), config)
-
-
-def _check_overrides(trainer: type[Any]) -> None:
-    """Refuse a TRL or transformers that lacks a method which ours overrides, because nobody would call ours."""
-    hosts = [kind for kind in trainer.__mro__ if kind.__module__.partition(".")[0] in ("trl", "transformers")]
-    for name, method in vars(MismatchTrainerMixin).items():
-        if not inspect.isfunction(method):
-            continue
-        host = next((vars(kind)[name] for kind in hosts if name in vars(kind)), None)
-        wanted = _leading(method)
-        if host is None:
-            found = f"have no {name}"
-        elif _leading(host)[: len(wanted)] != wanted:
-            found = f"have {name}({', '.join(_leading(host))}), and {name}({', '.join(wanted)}) is needed"
-        else:
-            continue
-        versions = {peer: installed(peer) for peer in ("trl", "transformers")}
-        install = " ".join(f"{peer}=={PEERS[peer].nearest(version)}" for peer, version in versions.items())
-        raise SeamError(
-            f"{trainer.__name__}: trl {versions['trl']} and transformers {versions['transformers']} {found}. Install versions "
-            f"that were run (pip install {install})."
-        )
-
-
-def _leading(method: Any) -> list[str]:
-    """Return the names of a method's first arguments, up to `*args`."""
-    parameters = list(inspect.signature(method).parameters.values())[1:]
-    return [one.name for one in takewhile(lambda one: one.kind is one.POSITIONAL_OR_KEYWORD, parameters)]
 
 
 class MismatchGRPOTrainer(MismatchTrainerMixin, GRPOTrainer):
