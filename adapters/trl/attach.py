@@ -11,8 +11,9 @@ classes do the same with a config that does not act, such as `mismatch={}`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 from accelerate import PartialState
@@ -158,15 +159,12 @@ class Attached(TrainerRun):
         return Noted(self, vocabulary=vocabulary)
 
     def _wrap_trainer(self) -> None:
-        """Take the place of the trainer's methods."""
-        trainer = self.trainer
-        self._plain_generate, self._plain_score = trainer._generate, trainer._generate_and_score_completions
-        self._plain_log, self._plain_train, self._plain_evaluate = trainer.log, trainer.train, trainer.evaluate
-        self._plain_save = trainer._save_checkpoint
+        """Put methods of ours around the trainer's, which they take first."""
+        ours = {"log": self.logged, "train": self.train, "evaluate": self.evaluate, "_save_checkpoint": self.save}
         if self.checked is not None:
-            trainer._generate, trainer._generate_and_score_completions = self._generate, self._generate_and_score
-        trainer.log, trainer.train, trainer.evaluate = self._log, self._train, self._evaluate
-        trainer._save_checkpoint = self._save_checkpoint
+            ours |= {"_generate": self.generated, "_generate_and_score_completions": self.make_batch}
+        for name, method in ours.items():
+            setattr(self.trainer, name, partial(method, getattr(self.trainer, name)))
 
     def score(self, token_ids: Tensor) -> Tensor:
         """Return the trainer's log-probabilities of probe tokens, at temperature 1; random numbers stay as they are."""
@@ -175,17 +173,14 @@ class Attached(TrainerRun):
 
     # A batch.
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self.generated(self._plain_generate, *args, **kwargs)
-
-    def _generate_and_score(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+    def make_batch(self, host: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Generate and score as TRL does, then measure the gap."""
         split, batch, checked = self.split, RolloutPass(), self.checked
         assert isinstance(checked, Noted)
         with self.checks.checking("sampling"), together(self.ranks):
             self.follow_sampling()
         with overridden(self, _batch=batch), checked.keeping(batch.records):
-            output: dict[str, Any] = self._plain_score(*args, **kwargs)
+            output = host(*args, **kwargs)
             lacks_records = checked.lacks_records
         records = None
         held = self.evidence_of(output, output.get(ROLLOUT))
@@ -237,20 +232,3 @@ class Attached(TrainerRun):
         reshard(trainer.accelerator.unwrap_model(trainer.model))  # FSDP2 keeps whole weights for a backward pass
         forget_order(trainer.accelerator)
         return logprobs
-
-    # The run.
-
-    def _log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        self.logged(self._plain_log, logs, *args, **kwargs)
-
-    def _train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
-        with self.training(resume_from_checkpoint):
-            return self._plain_train(resume_from_checkpoint, *args, **kwargs)
-
-    def _evaluate(self, *args: Any, **kwargs: Any) -> Any:
-        with self.evaluation(str(kwargs.get("metric_key_prefix", args[2] if len(args) > 2 else "eval"))):
-            return self._plain_evaluate(*args, **kwargs)
-
-    def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        self.save(trial)
-        self._plain_save(model, trial, *args, **kwargs)

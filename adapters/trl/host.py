@@ -572,12 +572,18 @@ class TrainerRun:
                 self._bias_told = True
                 self.warn("ratio_bias", bias)
 
-    @contextlib.contextmanager
-    def evaluation(self, prefix: str) -> Iterator[None]:
-        """Keep the gap on an evaluation set apart."""
-        split = "eval/" + (prefix.removeprefix("eval").removeprefix("_") or "default")
+    def evaluate(
+        self,
+        host: Any,
+        eval_dataset: Any = None,
+        ignore_keys: Any = None,
+        metric_key_prefix: str = "eval",
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluate as TRL does, and keep the gap on this evaluation set apart."""
+        split = "eval/" + (metric_key_prefix.removeprefix("eval").removeprefix("_") or "default")
         with overridden(self, eval_split=split), self.checks.around("metrics", self.log.evaluation(self.step)):
-            yield
+            return host(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def extra_metrics(self, split: str, of_training: bool) -> tuple[dict[str, float], dict[str, float]]:
         """Return what is logged beside TRL's own metrics, and what is written only to the metrics file."""
@@ -633,9 +639,8 @@ class TrainerRun:
 
     # A training, and what its checkpoints hold beside TRL's own.
 
-    @contextlib.contextmanager
-    def training(self, resume_from_checkpoint: Any) -> Iterator[None]:
-        """Begin a training's metrics file, and write how the training ends: no callback is told that one has failed."""
+    def train(self, host: Any, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
+        """Begin a training's metrics file, train, and write how the training ends: no callback is told that one has failed."""
         number = number_of_training(self.ranks)
         with self.checks.checking("metrics"):
             last = resume_from_checkpoint is True
@@ -657,7 +662,7 @@ class TrainerRun:
         if (nothing := untrained(self.trainer.model.parameters())) is not None:
             self.warn(NOTHING_TRAINED, nothing)
         try:
-            yield
+            result = host(resume_from_checkpoint, *args, **kwargs)
         except BaseException as error:
             with contextlib.suppress(RunDirectoryError), self.checks.checking("metrics"):
                 # An error from a full disk must not replace the error in flight.
@@ -668,6 +673,7 @@ class TrainerRun:
                 self.lr.release()
         with self.checks.checking("metrics"):
             self.log.end("completed")
+        return result
 
     def begin_anew(self) -> None:
         """Forget what an earlier training of this trainer has left; a checkpoint's state is loaded after this."""
@@ -679,14 +685,15 @@ class TrainerRun:
         if self.routing is not None:
             self.routing.draws.begin_anew()
 
-    def save(self, trial: Any) -> None:
-        """Write the run's state into the checkpoint that TRL is about to write, which must not lack it when it is finished."""
+    def save(self, host: Any, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
+        """Write the run's state into the checkpoint that TRL then writes, which must not lack it when it is finished."""
         # No callback can: `on_save` comes after the checkpoint is finished, and an `ExportableState` is built anew at a resume
         # with `restore_callback_states_from_checkpoint`, from JSON alone and so without the run.
         if self.trainer.args.should_save:
             folder = Path(self.trainer._get_output_dir(trial=trial)) / f"checkpoint-{self.step}"
             with self.checks.checking("checkpoint"):
                 write_state(folder / STATE_FILE, self.state())
+        host(model, trial, *args, **kwargs)
 
     def state(self) -> dict[str, Any]:
         """Return what a checkpoint holds beside the host's own, as JSON-able data."""

@@ -1,14 +1,14 @@
 """GRPO's and RLOO's side of a config that acts, as `trainer.mm`: what is built, and one batch from its prompts to its loss.
 
-Order of a rollout: `batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `scoring.score` (old
-policy under its routes), `scored` (routes, masks, gap, correction, KL), `loss`, then `host.logged`.
+Order of a rollout: `make_batch` (weights out, engine -> records, in `generation.py`), `generated` (turns joined), `score_rows`
+(old policy under its routes), `scored` (rows, faults, gap, correction, rate, baseline), `loss`, then `logged`.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -277,11 +277,10 @@ class TrlRun(TrainerRun):
 
     # One rollout batch.
 
-    @contextlib.contextmanager
-    def batch(self, size: int) -> Iterator[RolloutPass]:
-        """Keep what is known of a batch of so many rows while TRL generates and scores it."""
-        batch, trainer = RolloutPass(size=size), self.trainer
-        keeping = contextlib.nullcontext() if self.checked is None else self.checked.keeping(batch.records)
+    def make_batch(self, host: Callable[..., dict[str, Any]], inputs: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Generate and score a batch as TRL does, and take it through the steps to its loss."""
+        batch, trainer = RolloutPass(size=len(inputs)), self.trainer
+        keeping = nullcontext() if self.checked is None else self.checked.keeping(batch.records)
         # Of others, TRL returns what its passes come to.
         keeps_passes = self.kl_reward is not None or isinstance(trainer, RLOOTrainer)
         with self.scoring.of_batch(batch, keeps_passes=keeps_passes), keeping:
@@ -289,7 +288,21 @@ class TrlRun(TrainerRun):
             if trainer.use_vllm:
                 with together(self.ranks):
                     self.follow_sampling()
-            yield batch
+            return self.scored(batch, host(inputs, *args, **kwargs))
+
+    def score_rows(self, host: Callable[..., Any], model: Any, *args: Any, **kwargs: Any) -> Any:
+        """Score tokens as TRL does, under the routes and over the masks that are known of them."""
+        return self.scoring.score(host, model, *args, **kwargs)
+
+    def loss(self, host: Callable[..., Tensor], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """Compute the loss of a micro-batch as TRL does, with the block's terms."""
+        with self.scoring.of_loss(inputs) as known:
+            return self.centering.added(self.objective.loss, host, model, known, *args, **kwargs)
+
+    def learning_rate(self, host: Callable[..., float], *args: Any, **kwargs: Any) -> float:
+        """Return the rate that the last step applied."""
+        scheduled = host(*args, **kwargs)
+        return scheduled if self.lr is None else scheduled * self.lr.applied
 
     def rewarded(
         self, host: Callable[..., Tensor], inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any,
@@ -472,13 +485,16 @@ class TrlRun(TrainerRun):
         truncated = torch.tensor([int(record.response_ids[-1]) not in ends for record in good], dtype=torch.bool)
         return {**length_sums(lengths, truncated), "bad": torch.tensor(float(len(bad)), dtype=torch.float64)}
 
-    def grad_norm(self, norm: Any) -> None:
-        """Let the gradient norm lead the rate of the step that is about to be taken, which is skipped if the norm is not finite.
+    def grad_norm(self, host: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Return the gradient norm, and let it lead the rate of the step that is about to be taken.
+
+        The step is skipped if the norm is not finite.
 
         Raises:
             NonFiniteLogprobError: The norm is not finite, and the step would be taken, or too many batches had such a step. The
                 norm is that of all ranks, so that all of them raise.
         """
+        norm = host(*args, **kwargs)
         if norm is not None:
             if not math.isfinite(float(norm)):
                 self._skip_step(float(norm))
@@ -486,6 +502,7 @@ class TrlRun(TrainerRun):
                 self._failing = 0
         if self.lr is not None and self.lr.rate is not None and self.lr.config.trigger == "grad_norm":
             self.lr.rate.collect({"grad_norm": float(norm)})
+        return norm
 
     def _skip_step(self, norm: float) -> None:
         """See to it that a step whose gradients are not finite is skipped; raises as `grad_norm`."""

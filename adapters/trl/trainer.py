@@ -77,77 +77,59 @@ class MismatchTrainerMixin(_Host):
         if self._acting is not None:
             self._acting.accelerator_created()
 
+    def _through(self, method: str, host: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call TRL's method through the run's, which takes it first; without a config that acts, call it alone."""
+        if self._acting is None:
+            return host(*args, **kwargs)
+        return getattr(self._acting, method)(host, *args, **kwargs)
+
     # One rollout, in its order.
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        host = super()._generate_and_score_completions
-        if self._acting is None:
-            return host(inputs, *args, **kwargs)
-        with self._acting.batch(len(inputs)) as batch:
-            return self._acting.scored(batch, host(inputs, *args, **kwargs))
+        return self._through("make_batch", super()._generate_and_score_completions, inputs, *args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        host = super()._generate
-        return host(*args, **kwargs) if self._acting is None else self._acting.generated(host, *args, **kwargs)
+        return self._through("generated", super()._generate, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        host = super()._get_per_token_logps_and_entropies
-        return (
-            host(model, *args, **kwargs)
-            if self._acting is None
-            else self._acting.scoring.score(host, model, *args, **kwargs)
-        )
+        return self._through("score_rows", super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
-        host, given = super()._calculate_rewards, (inputs, prompts, completions, completion_ids_list, *args)
-        return host(*given, **kwargs) if self._acting is None else self._acting.rewarded(host, *given, **kwargs)
+        given = (inputs, prompts, completions, completion_ids_list, *args)
+        rewards: Tensor = self._through("rewarded", super()._calculate_rewards, *given, **kwargs)
+        return rewards
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        host: Any = super()._compute_loss
-        if self._acting is None:
-            return host(model, inputs, *args, **kwargs)
-        with self._acting.scoring.of_loss(inputs) as known:
-            return self._acting.centering.added(self._acting.objective.loss, host, model, known, *args, **kwargs)
+        return self._through("loss", super()._compute_loss, model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        norm = super()._get_grad_norm(*args, **kwargs)
-        if self._acting is not None:
-            self._acting.grad_norm(norm)
-        return norm
+        return self._through("grad_norm", super()._get_grad_norm, *args, **kwargs)
 
     def _get_learning_rate(self, *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
-        scheduled = super()._get_learning_rate(*args, **kwargs)
-        return scheduled if self._acting is None or self._acting.lr is None else scheduled * self._acting.lr.applied
+        rate: float = self._through("learning_rate", super()._get_learning_rate, *args, **kwargs)
+        return rate
 
     # Trainings, logs, evaluations and checkpoints.
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; the metrics file says how it ended."""
-        training = nullcontext() if self._acting is None else self._acting.training(resume_from_checkpoint)
-        with training:
-            return super().train(resume_from_checkpoint, *args, **kwargs)
+        return self._through("train", super().train, resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        if self._acting is None:
-            super().log(logs, *args, **kwargs)
-        else:
-            self._acting.logged(super().log, logs, *args, **kwargs)
+        self._through("logged", super().log, logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        with nullcontext() if self._acting is None else self._acting.evaluation(metric_key_prefix):
-            return super().evaluate(eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        return self._through("evaluate", super().evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        if self._acting is not None:
-            self._acting.save(trial)
-        super()._save_checkpoint(model, trial, *args, **kwargs)
+        self._through("save", super()._save_checkpoint, model, trial, *args, **kwargs)
 
 
 def _uncompiled(config: Any) -> list[Patch]:
