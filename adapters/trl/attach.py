@@ -27,7 +27,6 @@ from mismatch_ext.adapters.trl.correction import phantom
 from mismatch_ext.adapters.trl.generation import CheckedGeneration
 from mismatch_ext.adapters.trl.host import Gap, ResumeCallback, TrainerRun
 from mismatch_ext.adapters.trl.lora import check_base, check_tied
-from mismatch_ext.adapters.trl.overridden import overridden
 from mismatch_ext.adapters.trl.passes import RolloutPass
 from mismatch_ext.adapters.trl.refusals import TRAINERS, check_device, check_peers, refuse
 from mismatch_ext.adapters.trl.scoring import OLD, ROLLOUT, scored_again
@@ -101,8 +100,11 @@ class Noted(CheckedGeneration):
     @contextmanager
     def keeping(self, records: list[RolloutRecord]) -> Iterator[None]:
         """Add to a list what is generated in a block, which all ranks enter."""
-        with overridden(self, _kept=records, _refused=None, lacks_records=False):
+        self._kept, self._refused, self.lacks_records = records, None, False
+        try:
             yield
+        finally:
+            self._kept = self._refused = None
 
 
 class Attached(TrainerRun):
@@ -179,14 +181,17 @@ class Attached(TrainerRun):
         assert isinstance(checked, Noted)
         with self.checks.checking("sampling"), together(self.ranks):
             self.follow_sampling()
-        with overridden(self, _batch=batch), checked.keeping(batch.records):
-            output = host(*args, **kwargs)
-            lacks_records = checked.lacks_records
+        self._batch = batch
+        try:
+            with checked.keeping(batch.records):
+                output = host(*args, **kwargs)
+        finally:
+            self._batch = None
         records = None
         held = self.evidence_of(output, output.get(ROLLOUT))
         bad = BadRows(len(output["completion_ids"]))
         with together(self.ranks), self.checks.checking("records"), self.log.refusing(split, held):
-            if not lacks_records:
+            if not checked.lacks_records:
                 records = self.check_records(output, batch, bad)
         with self.checks.checking("gap"):
             gap = self._gap(split, output, records, bad)
