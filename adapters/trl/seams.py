@@ -78,8 +78,7 @@ SEAMS = (
         features=("sampling_mask",),
         what="log-probabilities over sampling masks, from what the fused output projection takes",
         claims=(exists("trl.trainer.utils:add_fused_lm_head"), exists("trl.trainer.utils:_ChunkedLogProbFunction")),
-        checked="the patch's probe computes a small head, a batch that is scored elsewhere is refused, and so is a loss that "
-        "reads a new input, as TRL's own sampling masks (1.17 and later), which nobody has run with a block",
+        checked="the patch's probe computes a small head, and a batch that is scored elsewhere is refused",
         upstream=_SOURCE + "trainer/utils.py",
         where=("GRPOTrainer",),
     ),

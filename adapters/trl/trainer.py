@@ -77,59 +77,62 @@ class MismatchTrainerMixin(_Host):
         if self._acting is not None:
             self._acting.accelerator_created()
 
-    def _through(self, method: str, host: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call TRL's method through the run's, which takes it first; without a config that acts, call it alone."""
-        if self._acting is None:
-            return host(*args, **kwargs)
-        return getattr(self._acting, method)(host, *args, **kwargs)
-
     # One rollout, in its order.
 
     def _generate_and_score_completions(self, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._through("make_batch", super()._generate_and_score_completions, inputs, *args, **kwargs)
+        return _through(self._acting, "make_batch", super()._generate_and_score_completions, inputs, *args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through("generated", super()._generate, *args, **kwargs)
+        return _through(self._acting, "generated", super()._generate, *args, **kwargs)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._through("score_rows", super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
+        return _through(self._acting, "score_rows", super()._get_per_token_logps_and_entropies, model, *args, **kwargs)
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any, *args: Any, **kwargs: Any
     ) -> Tensor:
         given = (inputs, prompts, completions, completion_ids_list, *args)
-        rewards: Tensor = self._through("rewarded", super()._calculate_rewards, *given, **kwargs)
+        rewards: Tensor = _through(self._acting, "rewarded", super()._calculate_rewards, *given, **kwargs)
         return rewards
 
     def _compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return self._through("loss", super()._compute_loss, model, inputs, *args, **kwargs)
+        return _through(self._acting, "loss", super()._compute_loss, model, inputs, *args, **kwargs)
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any) -> Any:
-        return self._through("grad_norm", super()._get_grad_norm, *args, **kwargs)
+        return _through(self._acting, "grad_norm", super()._get_grad_norm, *args, **kwargs)
 
     def _get_learning_rate(self, *args: Any, **kwargs: Any) -> float:
         """Return the rate that the last step applied."""
-        rate: float = self._through("learning_rate", super()._get_learning_rate, *args, **kwargs)
+        rate: float = _through(self._acting, "learning_rate", super()._get_learning_rate, *args, **kwargs)
         return rate
 
     # Trainings, logs, evaluations and checkpoints.
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Train as TRL does; the metrics file says how it ended."""
-        return self._through("train", super().train, resume_from_checkpoint, *args, **kwargs)
+        return _through(self._acting, "train", super().train, resume_from_checkpoint, *args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log as TRL does, with the mismatch metrics added, and write the same numbers to the run directory."""
-        self._through("logged", super().log, logs, *args, **kwargs)
+        _through(self._acting, "logged", super().log, logs, *args, **kwargs)
 
     def evaluate(
         self, eval_dataset: Any = None, ignore_keys: Any = None, metric_key_prefix: str = "eval", **kwargs: Any
     ) -> Any:
         """Evaluate as TRL does; the gap on each evaluation set is kept apart."""
-        return self._through("evaluate", super().evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs)
+        return _through(
+            self._acting, "evaluate", super().evaluate, eval_dataset, ignore_keys, metric_key_prefix, **kwargs
+        )
 
     def _save_checkpoint(self, model: Any, trial: Any, *args: Any, **kwargs: Any) -> None:
-        self._through("save", super()._save_checkpoint, model, trial, *args, **kwargs)
+        _through(self._acting, "save", super()._save_checkpoint, model, trial, *args, **kwargs)
+
+
+def _through(acting: TrlRun | None, method: str, host: Any, *args: Any, **kwargs: Any) -> Any:
+    """Call TRL's method through the run's, which takes it first; without a config that acts, call it alone."""
+    if acting is None:
+        return host(*args, **kwargs)
+    return getattr(acting, method)(host, *args, **kwargs)
 
 
 def _uncompiled(config: Any) -> list[Patch]:
