@@ -162,7 +162,12 @@ class Attached(TrainerRun):
 
     def _wrap_trainer(self) -> None:
         """Put methods of ours around the trainer's, which they take first."""
-        ours = {"log": self.logged, "train": self.train, "evaluate": self.evaluate, "_save_checkpoint": self.save}
+        ours: dict[str, Callable[..., Any]] = {
+            "log": self.logged,
+            "train": self.train,
+            "evaluate": self.evaluate,
+            "_save_checkpoint": self.save,
+        }
         if self.checked is not None:
             ours |= {"_generate": self.generated, "_generate_and_score_completions": self.make_batch}
         for name, method in ours.items():

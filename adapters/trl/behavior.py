@@ -142,7 +142,7 @@ def stand_in(kind: type[Any], case: Case, score: Any = None, config: Any = None,
     settings, new = _settings(config), set() if new is None else new
     # CISPO clips the ratio itself, the others its distance from 1.
     epsilon_high = 1.15 if case.get("loss_type") == "cispo" else 0.15
-    own = dict(
+    own: dict[str, Any] = dict(
         beta=0.0, epsilon_low=0.1, epsilon_high=epsilon_high, top_entropy_quantile=1.0, off_policy_mask_threshold=None,
         importance_sampling_level="token", use_vllm=True, vllm_importance_sampling_correction=True,
     )  # fmt: skip
@@ -153,7 +153,9 @@ def stand_in(kind: type[Any], case: Case, score: Any = None, config: Any = None,
     )  # fmt: skip
     own |= {name: value for name, value in case.items() if "." not in name}
     args = dict(use_bias_correction_kl=False, delta=None, steps_per_generation=1)
-    accelerator = dict.fromkeys(("gather", "gather_for_metrics", "reduce", "pad_across_processes"), Unchanged())
+    accelerator: dict[str, Any] = dict.fromkeys(
+        ("gather", "gather_for_metrics", "reduce", "pad_across_processes"), Unchanged()
+    )
     accelerator |= dict(num_processes=1, sync_gradients=True, device=torch.device("cpu"))
 
     parts: tuple[tuple[str, dict[str, Any], Answer], ...] = (
@@ -165,7 +167,7 @@ def stand_in(kind: type[Any], case: Case, score: Any = None, config: Any = None,
     for part, given, answer in parts:
         own[part] = Part(f"self.{part}", given | _of_part(case, part), answer, new)
     # TRL's trainers take settings over under their own names.
-    trainer = object.__new__(type("StandIn", (Part, kind), {}))
+    trainer: Any = object.__new__(type("StandIn", (Part, kind), {}))
     Part.__init__(trainer, "self", own, settings.get, new)
     return trainer
 
@@ -178,7 +180,8 @@ def _of_part(case: Case, part: str) -> dict[str, Any]:
 def _settings(config: Any) -> Mapping[str, Any]:
     """Return a run's own settings, or TRL's defaults without a run."""
     if config is not None:
-        return vars(config)
+        settings: dict[str, Any] = vars(config)
+        return settings
     return {one.name: one.default for one in fields(GRPOConfig) if one.default is not MISSING}
 
 
@@ -202,7 +205,7 @@ class Slopes:
     @property
     def policy(self) -> Tensor:
         """Return the slopes of the policy term while the policy has not moved: -weight * advantage `[B, T]`."""
-        advantages = self.inputs["advantages"]
+        advantages: Tensor = self.inputs["advantages"]
         return -self.weights * (advantages if advantages.dim() == 2 else advantages[:, None])
 
 
