@@ -116,8 +116,10 @@ def compared(scorer: Scorer, states: HiddenStates) -> list[Block]:
     rounding: dict[At, list[Tensor]] = {}
     for ids, parts in zip(states.rows, by_row, strict=True):
         exact = _outputs(scorer.model, blocks, ids, parts)
-        with scorer.cast(scorer.engine_dtype):
-            rounded = _outputs(scorer.model, blocks, ids, parts)
+        rounded = exact
+        if scorer.engine_dtype != torch.float32:
+            with scorer.cast(scorer.engine_dtype):
+                rounded = _outputs(scorer.model, blocks, ids, parts)
         for at, (_, engines) in parts.items():
             if at in exact and engines.shape == exact[at].shape:
                 length = exact[at].norm(dim=-1).clamp(min=1e-6)
@@ -235,8 +237,10 @@ def _outputs(
 
         return hook
 
+    # Without the output head, which costs as much as a vocabulary is large.
+    body = getattr(model, "base_model", model)
     with hooked({at: block for at, block in blocks.items() if at in parts}, before, after), torch.no_grad():
-        model(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)
+        body(input_ids=torch.tensor([list(ids)], device=device), use_cache=False)
     return outputs
 
 

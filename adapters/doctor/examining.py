@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from mismatch_ext.adapters.doctor.asking import ToSample
+from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
@@ -94,7 +94,7 @@ def examine(
     asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
     with Progress("doctor") as rung:
         rung("engine")
-        engine = sides.start(shape)
+        engine = sides.start(shape, _lengths(asked, longest if far else 0))
         notes: tuple[str, ...] = ()
         if isinstance(engine, ReadBack):
             sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
@@ -265,7 +265,7 @@ def _diagnosed(
 ) -> tuple[Diagnosis, Scorer]:
     from mismatch_ext.adapters.transformers.doctor.causes import of_model
     from mismatch_ext.adapters.transformers.doctor.changes import attends_by_torch
-    from mismatch_ext.adapters.transformers.doctor.scorer import Scorer, mixes_packed
+    from mismatch_ext.adapters.transformers.doctor.scorer import LAYOUTS, Scorer, mixes_packed
     from mismatch_ext.adapters.transformers.peft_adapters import base_of
 
     from mismatch_ext.doctor import diagnose
@@ -284,6 +284,8 @@ def _diagnosed(
         head=sides.head,
         attention=sides.attention,
         computed=computed,
+        # What another layout would do says nothing about this run.
+        layouts=(sides.layout,) if quick else LAYOUTS,
     )
     own = {name: engines_own(sides, field) for name, field in (("windows", WINDOW), ("counts", EXPERTS))}
     causes = [] if quick else of_model(scorer, sides.older, base_of(sides.model), **own)
@@ -297,6 +299,12 @@ def _diagnosed(
     if not quick and not attends_by_torch(model):
         notes.append("not tried, because this model needs eager attention: another scale of attention, an fp8 KV cache")
     return replace(diagnosis, notes=tuple(notes)), scorer
+
+
+def _lengths(asked: ToSample, longest: int) -> list[int]:
+    """Return the lengths of the sequences that an engine holds at a time, in tokens: those of the sample, or of `_far`."""
+    far = [len(prompt) + longest for prompt in asked.given[:FAR_ROWS]]
+    return max(asked.lengths, far, key=sum)
 
 
 def _far(engine: DoctorsEngine, asked: ToSample, longest: int) -> Sample | str:
@@ -340,7 +348,7 @@ def _confirmed(diagnosis: Diagnosis, sides: Run, sample: Sample, again: Sample, 
             return diagnosis
     rung("remedy")
     if families & set(MENDED):
-        engine = mended.start(scorer.shape)
+        engine = mended.start(scorer.shape, [len(ids) for ids in sequences(sample)])
         try:
             again = engine.score(sample)
         finally:

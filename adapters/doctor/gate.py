@@ -7,6 +7,7 @@ import json
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import cycle, islice
 from time import perf_counter
 from typing import Protocol, cast
 
@@ -129,7 +130,8 @@ def gated(
 
     model = load_model(sides.model, config=sides.trainer_config)
     sides = replace(sides, arguments={**DUMMY, **sides.arguments})
-    engine = cast("TakesWeights", sides.start(routing_shape(model)))
+    lengths = [len(prompt) + max_tokens for prompt in islice(cycle(prompts), responses)]
+    engine = cast("TakesWeights", sides.start(routing_shape(model), lengths))
     notes: tuple[str, ...] = ()
     if isinstance(engine, ReadBack):
         sides, notes = in_live_dtype(sides, engine.reading.model_dtype)
