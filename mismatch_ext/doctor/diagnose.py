@@ -439,7 +439,7 @@ def diagnose(
 
     def truncated(temperature: float, whole: bool) -> Sequence[Cause]:
         source = table if whole else few
-        return truncations(LogitTable.of(sample, source.logits, temperature, source.places))
+        return truncations(LogitTable.of(sample, source.logits, temperature, source.places, tail_alone=True))
 
     search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
     explained = search.explain(listed, sample.engine - table.logprob, truncated=truncated)

@@ -105,7 +105,7 @@ def _temperature(table: LogitTable, logged: Floats, known: np.ndarray, stated: f
 
     def loss(x: float) -> float:
         if x not in losses:
-            losses[x] = float(np.abs((few.under(lambda z, _: z / x) - logged)[judging]).mean())
+            losses[x] = float(np.abs((few.under(lambda z: z / x) - logged)[judging]).mean())
         return losses[x]
 
     grid = sorted(x * table.temperature for x in (*TEMPERATURES, 1.0))
