@@ -15,6 +15,8 @@ from mismatch_ext.doctor.diagnose import AFRESH, ALONE, DECODE, REVERSED, SAMPLE
 
 # Numbers of responses that are scored again in reversed order, scored again one at a time, and sampled without settings.
 ROWS, ALONE_ROWS, NEUTRAL_ROWS = 64, 16, 32
+# The same in a quick look.
+QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS = 16, 8, 16
 # Number of prompts that are sampled again without the prefix cache, if decode differs from prefill and some were in it.
 FRESH_ROWS = 16
 
@@ -46,6 +48,7 @@ def engine_rungs(
     *,
     max_tokens: int,
     same: bool,
+    quick: bool = False,
 ) -> Engine:
     """Measure how a running engine differs from itself.
 
@@ -57,6 +60,7 @@ def engine_rungs(
         prompts: Token ids of each prompt, as the trainer has them.
         max_tokens: Largest number of tokens of a response.
         same: Whether the engine sampled from the trainer's own prompts.
+        quick: Ask it about fewer responses.
 
     Raises:
         MismatchError: The engine refuses a request.
@@ -70,24 +74,27 @@ def engine_rungs(
             prefill=None,
             notes=(note,),
         )
+    most, most_alone, most_neutral = ROWS, ALONE_ROWS, NEUTRAL_ROWS
+    if quick:
+        most, most_alone, most_neutral = QUICK_ROWS, QUICK_ALONE_ROWS, QUICK_NEUTRAL_ROWS
     rungs = []
     if same and _neutral(sides):
         decode, prefill = sample.engine - again.engine, again.engine
     else:
         rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
         sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
-        first = prompts[:NEUTRAL_ROWS]
+        first = prompts[:most_neutral]
         neutral = engine.sample(
-            ToSample(prompts=first, responses=NEUTRAL_ROWS, max_tokens=max_tokens, sampling=sampling)
+            ToSample(prompts=first, responses=most_neutral, max_tokens=max_tokens, sampling=sampling)
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
     cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
     rungs.append(Rung.of("engine", DECODE, decode))
-    rows = range(min(ROWS, len(again.responses)))
+    rows = range(min(most, len(again.responses)))
     some = _with_tokens(again, list(rows))
     backwards = engine.score(some.part(range(len(some.responses))[::-1])).part(range(len(some.responses))[::-1])
     rungs.append(Rung.of("engine", REVERSED, backwards.engine - some.engine))
-    few = _with_tokens(again, list(rows)[:ALONE_ROWS])
+    few = _with_tokens(again, list(rows)[:most_alone])
     rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
     found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
     if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():

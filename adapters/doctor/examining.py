@@ -12,7 +12,7 @@ from mismatch_ext.adapters.doctor.blocks import hidden_states, with_blocks
 from mismatch_ext.adapters.doctor.configs import engines_own, with_configs
 from mismatch_ext.adapters.doctor.engine_rungs import engine_rungs
 from mismatch_ext.adapters.doctor.hosts import RESPONSES
-from mismatch_ext.adapters.doctor.progress import Progress
+from mismatch_ext.adapters.doctor.progress import QUICK, WHOLE, Progress, of_log
 from mismatch_ext.adapters.doctor.server.engine import ServedEngine
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from mismatch_ext.adapters.placeholders import placeholders_of
@@ -92,7 +92,7 @@ def examine(
     # If the engine uses another number of experts per token, its routes cannot be replayed.
     shape = None if engines_own(sides, EXPERTS) else routing_shape(model)
     asked = ToSample(prompts=prompts, responses=responses, max_tokens=max_tokens, sampling=sides.sampling, seen=seen)
-    with Progress("doctor") as rung:
+    with Progress("doctor", QUICK if quick else WHOLE) as rung:
         rung("engine")
         engine = sides.start(shape, _lengths(asked, longest if far else 0))
         notes: tuple[str, ...] = ()
@@ -105,7 +105,9 @@ def examine(
             rung("engine again")
             again = engine.score(sample)
             rung("engine's own noise")
-            rungs = engine_rungs(engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None)
+            rungs = engine_rungs(
+                engine, sides, sample, again, prompts, max_tokens=max_tokens, same=seen is None, quick=quick
+            )
             states = hidden_states(engine, sample)
             long = _far(engine, asked, longest if far else 0)
         finally:
@@ -174,7 +176,7 @@ def examine_logged(sides: Run, logged: Logged, *, seed: int = 0, quick: bool = F
     sample = logged.sample(shape)
     _ensure_known("--rollouts", sides.model, model, (*sample.prompts, *sample.responses))
     notes: tuple[str, ...] = ()
-    with Progress("doctor") as rung:
+    with Progress("doctor", of_log(QUICK if quick else WHOLE)) as rung:
         if len(logged.versions) > 1:
             rung("weight versions")
             logged, notes = of_nearest(

@@ -17,7 +17,7 @@ from mismatch_ext.adapters.doctor.asking import ToSample
 from mismatch_ext.adapters.doctor.blocks import alike, compared, equal_shares, hidden_states
 from mismatch_ext.adapters.doctor.command import host_of, prompts_of
 from mismatch_ext.adapters.doctor.options import asked_of, configure_prompts, configure_sides
-from mismatch_ext.adapters.doctor.progress import Progress
+from mismatch_ext.adapters.doctor.progress import GATE, Progress
 from mismatch_ext.adapters.doctor.server import SEEDS
 from mismatch_ext.adapters.doctor.sides import DoctorsEngine, ReadBack, Run, in_live_dtype
 from torch import Tensor, nn
@@ -91,7 +91,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"--batches: {batches} is not allowed; allowed: >= 1.")
     ensure_checkpoint("--model", asked.run.model)
     prompts = prompts_of(arguments, host, asked.run.model)
-    with Progress("gate") as rung:
+    with Progress("gate", GATE) as rung:
         gate = gated(
             asked.run, prompts, rung, batches=batches, responses=arguments.responses, max_tokens=asked.max_tokens,
             exact=arguments.exact,
@@ -124,7 +124,7 @@ def gated(
         exact: Ask for equality to the last bit.
     """
     began = perf_counter()
-    rung(f"start of {sides.engine}")
+    rung("engine", f"start of {sides.engine}")
     from mismatch_ext.adapters.transformers.doctor.models import load_model, routing_shape
     from mismatch_ext.adapters.transformers.doctor.scorer import Scorer
 
@@ -138,7 +138,7 @@ def gated(
     samples = []
     try:
         for number in range(batches):
-            rung(f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
+            rung("batches", f"batch {number + 1} of {batches}: weights are sent, {responses} responses sampled")
             engine.update(model)
             some = [prompts[(number * responses + at) % len(prompts)] for at in range(min(responses, len(prompts)))]
             name = SEEDS[sides.engine]
@@ -146,14 +146,14 @@ def gated(
             samples.append(
                 engine.sample(ToSample(prompts=some, responses=responses, max_tokens=max_tokens, sampling=sampling))
             )
-        rung("blocks of the engine")
+        rung("engine's blocks")
         states = hidden_states(engine, samples[-1])
     finally:
         engine.shutdown()
     sample = Sample.joined(samples)
-    rung(f"trainer's pass over {len(sample.row):,} tokens")
+    rung("trainer", f"trainer's pass over {len(sample.row):,} tokens")
     trainer = _trainers(model, sides, sample)
-    rung("float32 oracle")
+    rung("oracle", "float32 oracle")
     scorer = Scorer(
         model, sample, trainer_dtype=sides.trainer_dtype, engine_dtype=sides.dtype, temperature=sides.temperature,
         trainer_weights=sides.trainer_weights, replays=sides.replays, head=sides.head, attention=sides.attention,
@@ -172,7 +172,7 @@ def gated(
         looked.append(f"flags: {', '.join(f'{name}={value}' for name, value in _flags(sides).items())}")
     if "float32" in (sides.dtype, sides.trainer_dtype):
         looked.append(f"rounding to float32 moves this model by {scorer.scores.float32_error:.2g} nats per token")
-    rung("blocks of the trainer")
+    rung("trainer's blocks")
     blocks, left_out = alike(scorer, compared(scorer, states))
     return measured(
         sample,

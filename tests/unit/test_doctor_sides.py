@@ -128,9 +128,9 @@ def test_a_folder_of_a_run_with_other_settings_than_were_examined_says_so(tmp_pa
 
 
 def test_a_log_without_a_terminal_gets_lines_of_progress(capsys: pytest.CaptureFixture[str]) -> None:
-    from mismatch_ext.adapters.doctor.progress import LINES_APART, Progress
+    from mismatch_ext.adapters.doctor.progress import LINES_APART, QUICK, Progress
 
-    with Progress("doctor") as rung:
+    with Progress("doctor", QUICK) as rung:
         rung("engine")
         rung("engine again")  # too soon after the line before
         rung._told -= LINES_APART
