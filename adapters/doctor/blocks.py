@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -16,9 +16,9 @@ from mismatch_ext.adapters.doctor.asking import sequences
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from mismatch_ext.doctor import Diagnosis, Sample
-from mismatch_ext.doctor.diagnose import STANDS_OUT, Block, rescored
-from mismatch_ext.doctor.diagnose import with_blocks as judged_by_blocks
+from mismatch_ext.doctor import Sample
+from mismatch_ext.doctor.diagnose import STANDS_OUT
+from mismatch_ext.doctor.evidence import Block, Evidence, rescored
 from mismatch_ext.doctor.fits import FLOAT32_UNITS, ROUNDING
 from mismatch_ext.weights import OUTPUT_HEAD
 
@@ -82,14 +82,15 @@ def hidden_states(engine: object, sample: Sample) -> HiddenStates:
     return HiddenStates(rows=rows, blocks=blocks, head=engine.head())
 
 
-def with_blocks(diagnosis: Diagnosis, states: HiddenStates, scorer: Scorer) -> Diagnosis:
-    """Return a diagnosis with a comparison block by block, if the engine shows its blocks."""
+def add_blocks(evidence: Evidence, states: HiddenStates, scorer: Scorer) -> None:
+    """Add a comparison block by block to the evidence, if the engine shows its blocks, and a note."""
     blocks, note = alike(scorer, [] if states.missing else compared(scorer, states))
     if not blocks:
         missing = states.missing or note or "the trainer's layers are named otherwise"
-        return replace(diagnosis, notes=(*diagnosis.notes, f"not compared block by block: {missing}"))
-    said = "; ".join(filter(None, (summary(blocks), note)))
-    return judged_by_blocks(replace(diagnosis, notes=(*diagnosis.notes, f"block by block, {said}")), blocks)
+        evidence.notes.append(f"not compared block by block: {missing}")
+        return
+    evidence.blocks = blocks
+    evidence.notes.append(f"block by block, {'; '.join(filter(None, (summary(blocks), note)))}")
 
 
 def summary(blocks: Sequence[Block]) -> str:

@@ -5,16 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from mismatch_ext.doctor.causes import Remedy, remedy
-from mismatch_ext.doctor.diagnose import (
-    LEAST_TOKENS,
-    ROUTES,
-    STANDS_OUT,
-    Diagnosis,
-    Largest,
-    NamedCause,
-    Rung,
-    in_layer,
-)
+from mismatch_ext.doctor.diagnose import STANDS_OUT, Diagnosis
+from mismatch_ext.doctor.evidence import LEAST_TOKENS, ROUTES, Largest, Rung
+from mismatch_ext.doctor.named import NamedCause, in_layer
 from mismatch_ext.doctor.tokens import DOUBTFUL, SURE, TokensTest
 
 STATUS = {"confirmed": "confirmed", "fits": "fits", "partly": "fits in part", "measured": "measured"}

@@ -19,7 +19,7 @@ from examples.arithmetic.shipped import FOLDER
 from examples.arithmetic.task import make_dataset
 from mismatch_ext.config import MismatchConfig
 from mismatch_ext.doctor import REMEDIES, Sample, read_rollouts
-from mismatch_ext.doctor.diagnose import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
+from mismatch_ext.doctor.evidence import ALONE, DECODE, REVERSED, SAMPLED_AGAIN
 from mismatch_ext.errors import ConfigError, EngineError, RecordError
 from tests.peers.engines.sglang_environment import PYTHON
 from tests.peers.scenarios import Run, named

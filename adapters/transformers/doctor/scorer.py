@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from mismatch_ext.doctor import Sample, Scores
-from mismatch_ext.doctor.diagnose import Rung
+from mismatch_ext.doctor.evidence import Rung
 from mismatch_ext.doctor.fits import own_rounding
 from mismatch_ext.doctor.logits import Logits, score_tokens
 from mismatch_ext.doctor.sample import Floats, Integers
