@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import torch
 from mismatch_ext.adapters.doctor.asking import ToSample, sequences
 from mismatch_ext.adapters.transformers.checkpoint import under_checkpoint_names
 from mismatch_ext.adapters.vllm.cpu_routes import attach_cpu_routes
@@ -244,7 +245,9 @@ def cache_bytes(model: str, asked: Mapping[str, Any], lengths: Sequence[int]) ->
         return None
     layers = its_model.get_num_layers(config.parallel_config)
     heads = its_model.get_num_kv_heads(config.parallel_config)
-    token_bytes = 2 * layers * heads * its_model.get_head_size() * its_model.dtype.itemsize
+    dtype = its_model.dtype
+    assert isinstance(dtype, torch.dtype)  # vLLM has resolved its name
+    token_bytes = 2 * layers * heads * its_model.get_head_size() * dtype.itemsize
     # vLLM generates a token behind each sequence that it scores, and refuses a cache that its longest sequence does not fit into.
     blocks = sum(length // block + 1 for length in lengths)
     longest = its_model.max_model_len // block + 1
