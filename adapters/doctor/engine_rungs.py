@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 from mismatch_ext.adapters.doctor.asking import ToSample
@@ -82,30 +82,39 @@ def engine_rungs(
         decode, prefill = sample.engine - again.engine, again.engine
     else:
         rungs.append(Rung.of("engine", SAMPLED_AGAIN, sample.engine - again.engine))
-        sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
-        first = prompts[:most_neutral]
         neutral = engine.sample(
-            ToSample(prompts=first, responses=most_neutral, max_tokens=max_tokens, sampling=sampling)
+            ToSample(
+                prompts=prompts[:most_neutral], responses=most_neutral, max_tokens=max_tokens, sampling=_plain(sides)
+            )
         )
         decode, prefill = neutral.engine - engine.score(neutral).engine, None
     cached_prompts = engine.cached_prompts if isinstance(engine, SamplesAfresh) else 0
-    rungs.append(Rung.of("engine", DECODE, decode))
-    rows = range(min(most, len(again.responses)))
-    some = _with_tokens(again, list(rows))
-    backwards = engine.score(some.part(range(len(some.responses))[::-1])).part(range(len(some.responses))[::-1])
-    rungs.append(Rung.of("engine", REVERSED, backwards.engine - some.engine))
-    few = _with_tokens(again, list(rows)[:most_alone])
-    rungs.append(Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine))
+    rungs += [Rung.of("engine", DECODE, decode), *_by_batches(engine, again, most, most_alone)]
     found = Engine(rungs=tuple(rungs), decode=decode, prefill=prefill, cached_prompts=cached_prompts)
     if not cached_prompts or not isinstance(engine, SamplesAfresh) or not found.decodes_apart():
         return found
-    few_prompts = prompts[:FRESH_ROWS]
-    sampling = {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
+    first = prompts[:FRESH_ROWS]
     afresh = engine.sample_afresh(
-        ToSample(prompts=few_prompts, responses=len(few_prompts), max_tokens=max_tokens, sampling=sampling)
+        ToSample(prompts=first, responses=len(first), max_tokens=max_tokens, sampling=_plain(sides))
     )
     fresh = afresh.engine - engine.score(afresh).engine
     return replace(found, rungs=(*rungs, Rung.of("engine", AFRESH, fresh)), afresh=fresh)
+
+
+def _by_batches(engine: ScoresAlone, again: Sample, most: int, most_alone: int) -> Iterator[Rung]:
+    """Yield how far scores move with the order of the requests, and with requests that are alone."""
+    rows = list(range(min(most, len(again.responses))))
+    some = _with_tokens(again, rows)
+    backwards = range(len(some.responses))[::-1]
+    turned = engine.score(some.part(backwards)).part(backwards)
+    yield Rung.of("engine", REVERSED, turned.engine - some.engine)
+    few = _with_tokens(again, rows[:most_alone])
+    yield Rung.of("engine", ALONE, engine.score_alone(few).engine - few.engine)
+
+
+def _plain(sides: Run) -> dict[str, Any]:
+    """Return sampling that changes nothing, with the run's seed."""
+    return {"temperature": 1.0, "seed": int(sides.sampling.get("seed", 0))}
 
 
 def _neutral(sides: Run) -> bool:

@@ -352,13 +352,10 @@ def gather(
 
     search = Search(sample, table.logprob, noise, rng, drawn_at, progress)
     explained = search.explain(listed, sample.engine - table.logprob, truncated=truncated)
-    # If the causes leave more than rounding, and the engine's decode differs from its prefill, then the part that only the decode
-    # makes is measured, and the causes have to explain only the prefill.
-    apart = None
-    if engine is not None and not noise.is_rounding(explained.rest) and engine.decodes_apart(noise):
-        apart = engine
+    apart = _apart(engine, explained, noise)
     prefill = None if apart is None else apart.prefill
     if prefill is not None:
+        # The part that only the decode makes is measured, and the causes have to explain only the prefill.
         explained = search.explain(listed, prefill - table.logprob)
     explained, reported, hints = _strong(explained, sample, scores, noise)
     terms = _terms(sample, scores, table.logprob, explained, prefill)
@@ -379,6 +376,13 @@ def gather(
         tokens=tokens,
         tried=tuple(cause.key for cause in listed),
     )
+
+
+def _apart(engine: Engine | None, explained: Explained, noise: Noise) -> Engine | None:
+    """Return the engine if the causes leave more than rounding, and its decode differs from its prefill."""
+    if engine is None or noise.is_rounding(explained.rest):
+        return None
+    return engine if engine.decodes_apart(noise) else None
 
 
 def _strong(
