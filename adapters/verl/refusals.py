@@ -18,7 +18,7 @@ from typing import Any
 
 from mismatch_ext.config import MismatchConfig, RoutingConfig
 from mismatch_ext.errors import ConfigError
-from mismatch_ext.precision.dtypes import PrecisionPolicy, TrainerFixes, spelled
+from mismatch_ext.precision.dtypes import TrainerFixes, spelled
 from mismatch_ext.presets import PRESETS, ResolvedCorrection, resolve
 
 SYNC, COLOCATE, SEPARATE = "sync", "colocate_async", "separate_async"
@@ -254,7 +254,7 @@ class Asked:
         assert self.block.precision is not None
         if not self.vllm or value is None:
             return False
-        return value not in PrecisionPolicy.of(self.block.precision).kv_cache_dtypes
+        return value not in self.block.precision.kv_cache_dtypes
 
     def other_dtype(self, value: Any) -> bool:
         """Tell whether a dtype is given that is not the block's."""
