@@ -319,8 +319,8 @@ def _rows() -> Iterator[Row]:
     groups = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["group"]
     for group in groups:
         rows, when = group.pop("rows"), tuple(group.pop("when", ()))
-        for row in rows:
-            yield Row(*row, when=when, **group)
+        for path, values, sentence in rows:
+            yield Row(path, values, sentence, when, **group)
 
 
 NO_PROBES = "weight updates are verified in FSDP models only"

@@ -104,7 +104,7 @@ EXAMPLES = [
      "mismatch.correction=null; ACTOR.policy_loss.loss_mode=dppo_tv; RC.bypass_mode=True; RC.loss_type=ppo_clip"),
     (TIS, "mismatch.correction.centering={}", "mismatch.correction.centering=null"),
     (TIS, "mismatch.correction.veto=1.0e-4", "mismatch.correction.veto=null"),
-    (TIS, "mismatch.correction={preset: decoupled_token_is, upper: null, confidence: [0.5, 0.1]}", TIS),
+    (TIS, "mismatch.correction={preset: cis}", TIS),
     (TIS, "mismatch.correction={preset: decoupled_token_is, bound: clip, lower: 0.5}", "mismatch.correction.bound=mask"),
     ("mismatch.correction.preset=bypass_pg_is", "mismatch.correction.normalize=True",
      "mismatch.correction.mode=decoupled; mismatch.correction.loss=ppo_clip"),
