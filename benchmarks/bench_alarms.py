@@ -58,7 +58,7 @@ class Sides:
 
 
 def chain(seed: int) -> Tensor:
-    """Return the logits of a Markov chain over the policy's tokens `[V, V]`: after some of them the next is sure, after others open."""
+    """Return the logits of a Markov chain over the policy's tokens `[V, V]`, sure after some of them and open after others."""
     draw = torch.Generator().manual_seed(seed)
     sharpness = torch.linspace(0.5, 5.0, demo.VOCABULARY)[:, None]
     return sharpness * torch.randn(demo.VOCABULARY, demo.VOCABULARY, generator=draw)
@@ -220,7 +220,9 @@ def raised_at(rule: Rule, run: list[dict[str, float]]) -> list[int]:
     return steps
 
 
-def row(rule: Rule, clean: Mapping[Any, list[dict[str, float]]], faulty: Mapping[Any, list[dict[str, float]]]) -> dict[str, Any]:
+def row(
+    rule: Rule, clean: Mapping[Any, list[dict[str, float]]], faulty: Mapping[Any, list[dict[str, float]]]
+) -> dict[str, Any]:
     """Return what one candidate finds."""
     false = {run: raised_at(rule, steps) for run, steps in clean.items()}
     found = {run: [step for step in raised_at(rule, steps) if step >= BEGINS] for run, steps in faulty.items()}

@@ -300,7 +300,9 @@ class _Tokens:
         # A response's block comes from its own log-probabilities, so that batches and ranks may be cut in any way.
         fixed = (self.rollout.clamp(min=-1e6) * FIXED_POINT).round().long()
         of_row = fixed.new_zeros(self.size).index_add_(0, self.rows, fixed)
-        mixed = of_row * 0x9E3779B97F4A7C1 >> 24  # multiplicative hashing (Knuth), whose middle bits depend on all lower ones
+        mixed = (
+            of_row * 0x9E3779B97F4A7C1 >> 24
+        )  # multiplicative hashing (Knuth), whose middle bits depend on all lower ones
         block = mixed.remainder(BLOCKS)[self.rows].cpu()
         return {
             "block_k3": torch.bincount(block, weights=self.k3.cpu(), minlength=BLOCKS),

@@ -221,7 +221,7 @@ class Objective:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
         # Masked tokens have weight 0, and their term is finite.
-        return loss + (self._token_weights(model, inputs) * term).sum()
+        return loss + (self.weigh_tokens(model, inputs) * term).sum()
 
     def _expect_checked_loss(self) -> None:
         if GRPOTrainer._compute_loss is not self._checked_loss:
@@ -236,8 +236,10 @@ class Objective:
         """Compute the host's loss without the terms of TRL's that the block puts its own in the place of."""
         trainer = self.trainer
         if reinforces and _is_users(host):
+            assert self.run.correction is not None
+            loss_name = self.run.correction.settings.loss
             raise ConfigError(
-                f"mismatch.correction.loss='reinforce' with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
+                f"mismatch.correction.loss={loss_name!r} with {type(trainer).__name__}, whose _compute_loss runs inside of ours "
                 "and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
         if kl is not None and kl.config.has_baseline and BASELINE not in inputs:
@@ -257,7 +259,7 @@ class Objective:
                 )
         return loss
 
-    def _token_weights(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def weigh_tokens(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
         weights = token_weights(self.trainer, inputs)
         # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.

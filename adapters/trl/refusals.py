@@ -10,7 +10,7 @@ from mismatch_ext.adapters.trl.correction import native_options
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
-from mismatch_ext.presets import resolve
+from mismatch_ext.presets import DPPO, resolve
 from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers that let a completion be stitched together from several generations.
@@ -38,8 +38,12 @@ def refuse(rows: Iterable[Row], settings: Any, block: MismatchConfig) -> None:
             raise row.error(f"{row.found.format(s=settings, b=block)}: {row.why}; {row.instead}.")
 
 
-def _under_reinforce(is_set: Callable[[Any], bool]) -> Test:
-    return lambda s, b: resolve(b.correction).weighs_score and is_set(s)
+def _under(loss: str, is_set: Callable[[Any], bool]) -> Test:
+    def asked(s: Any, b: Any) -> bool:
+        settings = resolve(b.correction)
+        return settings.weighs_score and settings.loss == loss and is_set(s)
+
+    return asked
 
 
 def _changed_in_float16(name: str) -> Test:
@@ -126,14 +130,15 @@ SETTINGS = (
     Row(
         "correction", "mismatch.correction.normalize", _normalizes_a_part,
         "weights would be divided by the mean of a micro-batch or of one process, not of the whole batch",
-        "use one process and another loss than 'reinforce', or remove it",
+        "use one process and loss='ppo_clip', or remove it",
     ),
     *(
         Row(
-            "correction", f"mismatch.correction.loss='reinforce' with {name}",
-            _under_reinforce(is_set),
-            "it belongs to the policy term that REINFORCE replaces, and would be ignored", "leave out one of the two",
+            "correction", f"mismatch.correction.loss={loss!r} with {name}",
+            _under(loss, is_set),
+            "it belongs to the policy term that this loss replaces, and would be ignored", "leave out one of the two",
         )
+        for loss in ("reinforce", *DPPO)
         for name, is_set in (
             ("off_policy_mask_threshold", lambda s: s.off_policy_mask_threshold is not None),
             ("top_entropy_quantile", lambda s: s.top_entropy_quantile < 1.0),

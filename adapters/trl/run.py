@@ -96,7 +96,7 @@ class TrlRun(MeasuredRun):
         super().__init__(trainer, block, config.output_dir)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
-        self.centering = Centering(trainer, block, self.ranks)
+        self.centering = Centering(self, block)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -353,7 +353,7 @@ class TrlRun(MeasuredRun):
             self.objective.expect_known_inputs(output)
             self.scoring.expect_old(output)
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
-            self.centering.keep(batch.records)
+            self.centering.keep(batch.table, batch.records)
             self.scoring.settle(output, bad, lambda: self.score_again(output))
         if self.scoring.masking is not None:
             supports = self.scoring.supports_of(output)
@@ -557,6 +557,8 @@ class TrlRun(MeasuredRun):
         metrics = super().further_metrics()
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
+        if self.correction is not None:
+            metrics |= self.correction.metrics()
         return metrics | self.centering.metrics()
 
     def begin_anew(self) -> None:

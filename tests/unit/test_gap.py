@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from mismatch_ext.errors import NonFiniteLogprobError, RecordError
-from mismatch_ext.gap import PROFILES, gap_metrics, gap_profiles, gap_sample, gap_sums, k3
+from mismatch_ext.gap import (
+    BLOCKS,
+    PROFILES,
+    SURE,
+    gap_metrics,
+    gap_profiles,
+    gap_sample,
+    gap_sums,
+    k3,
+    log_odds,
+    median_of_means,
+)
 from mismatch_ext.names import MEASURES
 from mismatch_ext.sums import merged
 
@@ -50,6 +61,74 @@ def test_the_usual_float32_form_is_useless_where_fp16_runs_live() -> None:
     exact = float(k3_exact(d.item()))
     assert abs(usual - exact) / exact > 0.5
     assert k3(d.double()).item() == pytest.approx(exact, rel=1e-9)
+
+
+@pytest.mark.parametrize("rest", [0.999, 0.5, 1e-2, 1.1e-4, SURE])
+def test_log_odds_are_exact_up_to_a_sure_token(rest: float) -> None:
+    logprob = math.log1p(-rest)
+    exact = (Decimal(logprob).exp() / (1 - Decimal(logprob).exp())).ln()
+    assert log_odds(torch.tensor([logprob], dtype=torch.float64)).item() == pytest.approx(float(exact), rel=1e-12)
+
+
+def test_of_tokens_that_both_sides_are_sure_of_no_log_odds_are_compared() -> None:
+    logprobs = torch.tensor([[0.0, -1e-7, -1e-3, -1e-3]], dtype=torch.float64)
+    other = torch.tensor([[-1e-7, 0.0, 0.0, -2e-3]], dtype=torch.float64)
+    got = metrics_of(logprobs, other, torch.ones(1, 4))
+    # The third token is sure to one side alone, which counts as surest; the fourth to none.
+    surest = math.log1p(-SURE)
+    odds = log_odds(torch.tensor([-1e-3, surest, -2e-3], dtype=torch.float64)).tolist()
+    assert got["log_odds_abs_diff_mean"] == pytest.approx((odds[1] - odds[0] + odds[0] - odds[2]) / 2)
+    assert "log_odds_abs_diff_mean" not in metrics_of(logprobs[:, :2], other[:, :2], torch.ones(1, 2))
+
+
+def test_a_shift_of_log_odds_is_one_size_whatever_the_policys_confidence() -> None:
+    # The same shift of .2 at p from .5 to .999: nats fall 400 times, log-odds not at all (arXiv 2609.32444).
+    found = {}
+    for p in (0.5, 0.999):
+        odds = math.log(p / (1 - p)) + torch.tensor([[0.0, 0.2]], dtype=torch.float64)
+        rollout, old = -torch.log1p(torch.exp(-odds)).T
+        found[p] = metrics_of(old[None], rollout[None], torch.ones(1, 1))
+    assert found[0.5]["log_odds_abs_diff_mean"] == pytest.approx(0.2)
+    assert found[0.999]["log_odds_abs_diff_mean"] == pytest.approx(0.2)
+    assert found[0.5]["logp_abs_diff_mean"] > 400 * found[0.999]["logp_abs_diff_mean"]
+
+
+def test_a_few_tokens_move_k3_and_leave_its_median_of_means_alone() -> None:
+    generator = torch.Generator().manual_seed(0)
+    rollout = -3 * torch.rand(256, 40, generator=generator, dtype=torch.float64)
+    old = rollout + 0.02 * torch.randn(rollout.shape, generator=generator, dtype=torch.float64)
+    clean = metrics_of(old, rollout, torch.ones(256, 40))
+    old[7, 3] += 8.0  # one of 10,240 tokens
+    struck = metrics_of(old, rollout, torch.ones(256, 40))
+    assert struck["k3_kl"] > 100 * clean["k3_kl"]
+    assert struck["k3_median"] == pytest.approx(clean["k3_median"], rel=0.1)
+    assert struck["k3_median_low"] <= struck["k3_median"] <= struck["k3_median_high"] < 2 * clean["k3_kl"]
+
+
+@pytest.mark.parametrize(("blocks", "outside"), [(5, None), (6, 0), (8, 0), (9, 1), (16, 3)])
+def test_the_interval_of_a_median_of_means_is_the_binomials(blocks: int, outside: int | None) -> None:
+    means = torch.arange(blocks, dtype=torch.float64)
+    counts = torch.full((blocks,), 4.0)
+    middle, low, high = median_of_means(means * 4, counts)
+    assert middle == (blocks - 1) / 2
+    if outside is None:
+        assert low is None and high is None
+        return
+    assert (low, high) == (outside, blocks - 1 - outside)
+    # Chance that the median lies outside, by counting how many of the blocks are below it.
+    missed = 2 * sum(math.comb(blocks, k) for k in range(outside + 1)) / 2**blocks
+    wider = 2 * sum(math.comb(blocks, k) for k in range(outside + 2)) / 2**blocks
+    assert missed <= 0.05 < wider
+
+
+def test_blocks_without_a_token_are_left_out_and_the_others_hold_about_as_many() -> None:
+    assert median_of_means(torch.tensor([0.0, 3.0]), torch.tensor([0.0, 1.0])) == (3.0, None, None)
+    generator = torch.Generator().manual_seed(3)
+    rollout = -3 * torch.rand(3200, 3, generator=generator)
+    counts = gap_sums(old=rollout, rollout=rollout, mask=torch.ones(3200, 3))["block_tokens"] / 3
+    # 200 rows a block with a standard deviation of 14.
+    assert len(counts) == BLOCKS and float(counts.sum()) == 3200
+    assert 140 < float(counts.min()) and float(counts.max()) < 260
 
 
 def test_k3_is_finite_at_huge_differences_and_saturation_is_counted() -> None:
@@ -111,6 +190,10 @@ def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
         # exp(d)-1-d: 2-1-ln 2, 1/4-1+2 ln 2, 3-1-ln 3
         "k3_kl": ((1 - ln2) + (-0.75 + 2 * ln2) + (2 - ln3)) / 3,
         "k3_saturated_frac": 0, "seq_k3_saturated_frac": 0,
+        # Each row is a block of its own: the median of two means, .125 + ln 2 / 2 and 2 - ln 3.
+        "k3_median": ((0.125 + ln2 / 2) + (2 - ln3)) / 2,
+        # Odds of 1 and 1/3, of 1/15 and 1/3, and p / (1 - p) of the third token.
+        "log_odds_abs_diff_mean": (ln3 + math.log(5) + math.log(3 * (1 - q[2]) / (1 - p[2]))) / 3,
         # S = -ln 2 and ln 3
         "seq_kl": (ln2 - ln3) / 2, "seq_k3_kl": ((-0.5 + ln2) + (2 - ln3)) / 2,
         "seq_logp_abs_diff_mean": (ln2 + ln3) / 2, "seq_logp_abs_diff_max": ln3,
@@ -130,7 +213,8 @@ def test_every_measure_on_a_batch_small_enough_for_a_pencil() -> None:
         "rollout_probs_diff_max": 2 * math.exp(-2), "rollout_probs_pearson": covariance / spread,
         "support_truncated": 1.0,
     }  # fmt: skip
-    assert set(got) == set(expected) == set(MEASURES)
+    of_many_rows = {"k3_median_low", "k3_median_high"}
+    assert set(got) == set(expected) == set(MEASURES) - of_many_rows
     for name, value in expected.items():
         assert got[name] == pytest.approx(value, rel=1e-12, abs=1e-12), name
 

@@ -70,7 +70,9 @@ class Draw:
         if settings.weighs_score:
             named = {"importance_sampling_level": self.host["importance_sampling_level"] == "sequence"}
             named["loss_type"] = loss not in ("grpo", "dr_grpo", "dapo", "bnpo")
-            found += [f"mismatch.correction.loss='reinforce' with {name}" for name, given in named.items() if given]
+            found += [
+                f"mismatch.correction.loss={settings.loss!r} with {name}" for name, given in named.items() if given
+            ]
         if self.kl == "in the rewards" and self.host["mask_truncated_completions"]:
             found.append("mismatch.kl.reward_path='rewards' with mask_truncated_completions=True")
         return found
