@@ -56,6 +56,9 @@ def to_records(
     if shape is not None:
         routing = to_traces(outputs, prompt_ids=prompt_ids, shape=shape, version=provenance.weight_version, n=n)
     heads, faults = _heads(completions, top_k)
+    cached = None
+    if n == 1:  # of several responses to a prompt, vLLM says only what one of them took from the cache
+        cached = [getattr(output, "num_cached_tokens", None) for output in outputs]
     records = rollout.to_records(
         [ids for ids in prompt_ids for _ in range(n)],
         [completion.token_ids for completion in completions],
@@ -64,8 +67,7 @@ def to_records(
         routing=routing,
         heads=heads,
         finish_reasons=[completion.finish_reason for completion in completions],
-        # Of several responses to a prompt, vLLM says only what one of them took from the cache.
-        cached_tokens=[getattr(output, "num_cached_tokens", None) for output in outputs] if n == 1 else None,
+        cached_tokens=cached,
     )
     for row, fault in faults.items():
         records[row] = replace(records[row], fault=records[row].fault or fault)
