@@ -38,7 +38,6 @@ class RowTable:
         self.routes: dict[RowKey, RoutingTrace] = {}
         self.supports: dict[RowKey, TokenSupport] = {}
         self.heads: dict[RowKey, TokenHead] = {}  # the engine's most likely tokens, for score centering
-        self.replayed: set[RowKey] = set()  # that the policy has scored under their routes and over their masks
         self.bad: dict[RowKey, bool] = {}  # whether a row is bad, once the batch has been judged
 
     def add(
