@@ -133,7 +133,7 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
     ):
         steps = {"gradient_accumulation_steps": 2, "steps_per_generation": 2} if cls is Alternating else {}
         if block == "weights":  # a correction is of an engine's rollouts
-            steps = {"use_vllm": True}
+            steps = {"use_vllm": True, "vllm_importance_sampling_mode": "sequence_mask"}
         trainer = built(model, f"{out}/{cls.__name__}-{block}", blocks[block], cls, **steps)
         before = digest_of(trainer.model)
         try:
