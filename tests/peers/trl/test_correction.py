@@ -89,6 +89,11 @@ def test_a_clip_on_the_engines_ratio_is_warned_of_where_the_engine_is_coarser(
         ({"preset": "bypass_pg_is"}, {"top_entropy_quantile": 0.2}, ["reinforce", "top_entropy_quantile"]),
         ({"preset": "bypass_pg_is", "off_policy_threshold": 0.5}, {}, ["reinforce", "off_policy_mask_threshold"]),
         ({"preset": "bypass_pg_is"}, {"loss_type": "cispo"}, ["reinforce", "loss_type"]),
+        (
+            {"preset": "bypass_pg_is"},
+            {"importance_sampling_level": "sequence"},
+            ["reinforce", "importance_sampling_level"],
+        ),
         ({"preset": "bypass_pg_is", "normalize": True}, {}, ["normalize", "micro-batch"]),
     ],
 )
