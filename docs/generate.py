@@ -127,7 +127,7 @@ def routing() -> list[str]:
         ROUTING_MEASURES
         | {
             OTHER_PASSES: "forward passes over other tokens than were recorded",
-            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics.jsonl`",
+            "routing/layer_<n>_set_mismatch": "share of tokens whose sets differ in layer n; only in `metrics-*.jsonl`",
         }
     )
 
@@ -158,14 +158,6 @@ def roles() -> list[str]:
     for role, meaning in MEANINGS.items():
         lines.append(f"| `{role}` | {meaning} | {' | '.join(f'`{names.of(role)}`' for names in HOSTS.values())} |")
     return lines
-
-
-def overridden() -> list[str]:
-    """Return the methods of TRL's trainers that ours override, read from the text of the class that does."""
-    tree = ast.parse((HERE.parent / "adapters/trl/trainer.py").read_text(encoding="utf-8"))
-    (mixin,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MismatchTrainerMixin")
-    names = [node.name for node in mixin.body if isinstance(node, ast.FunctionDef)]
-    return [", ".join(f"`{name}`" for name in names) + "."]
 
 
 def hooks(adapter: str) -> list[str]:
@@ -575,7 +567,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
-    "overridden": overridden,
     "hooks_trl": lambda: hooks("trl"),
     "hooks_verl": lambda: hooks("verl"),
     "hooks_vllm": lambda: hooks("vllm"),

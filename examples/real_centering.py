@@ -128,7 +128,7 @@ def train(arm: str, seed: int, folder: Path, steps: int) -> None:
 
 def series(folder: Path) -> dict[str, list[float | None]]:
     """Return what each step of a run has measured; empty lists before the first step."""
-    if not (folder / "metrics.jsonl").is_file():
+    if not (folder / "metrics-000.jsonl").is_file():
         return {name: [] for name in SERIES}
     steps = [record.metrics for record in read_run(folder).steps if record.split == "train"]
     return {name: [step.get(metric) for step in steps] for name, metric in SERIES.items()}

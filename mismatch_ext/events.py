@@ -1,4 +1,4 @@
-"""Names of the events in `metrics.jsonl`, and of the reasons for which a row is bad.
+"""Names of the events in `metrics-*.jsonl`, and of the reasons for which a row is bad.
 
 They stand apart from what writes them, so that a report of a run can be read without torch.
 """

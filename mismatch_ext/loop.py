@@ -37,6 +37,7 @@ import torch
 from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
+from mismatch_ext.banner import run_info
 from mismatch_ext.centering import SAMPLER_BIAS, centering_terms, padded_heads, sampler_bias
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
@@ -48,12 +49,12 @@ from mismatch_ext.errors import ConfigError, LoopError, NonFiniteLogprobError, R
 from mismatch_ext.events import NOTHING_TRAINED
 from mismatch_ext.evidence import ColumnBatch, trainer_settings
 from mismatch_ext.kl import KlTerm, kl_sums, kl_terms
-from mismatch_ext.log import Logged, RunLog, run_folder, run_info
+from mismatch_ext.log import Logged, RunLog
 from mismatch_ext.lr import LrControl, gap_statistics, leading_sums, length_statistics, length_sums
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, HostNames
 from mismatch_ext.patching import active_patches
 from mismatch_ext.precision.audit import AuditReport, SyncReading, audit
-from mismatch_ext.precision.dtypes import PrecisionPolicy
 from mismatch_ext.precision.grid import EVENT as COARSE_ENGINE
 from mismatch_ext.precision.grid import GridWatch
 from mismatch_ext.precision.heads import EVENT as ONE_SIDED_HEAD
@@ -227,11 +228,9 @@ class Run:
     def _set_precision(self) -> None:
         precision = self.block.precision
         if precision is not None:
-            policy = PrecisionPolicy.of(precision)
-            needs_scaler = policy.needs_scaler
-            scaler = LossScaler.of(precision, self.trainer.device.type) if needs_scaler else None
-            self.trainer.compute_in(policy.dtype, scaler)
-            if policy.head is not None:
+            scaler = LossScaler.of(precision, self.trainer.device.type) if precision.needs_scaler else None
+            self.trainer.compute_in(precision.dtype, scaler)
+            if precision.head is not None:
                 if not isinstance(self.trainer, ChoosesHead):
                     raise ConfigError(
                         f"mismatch.precision.head: {type(self.trainer).__name__} has no keep_head_in_float32, so that its output "
@@ -251,8 +250,7 @@ class Run:
         """Compare the precision that both sides compute in with the config's; None without a `precision` section."""
         if self.block.precision is None:
             return None
-        policy = PrecisionPolicy.of(self.block.precision)
-        report = audit(policy, self.trainer.reading(), self.rollout.reading(), transfer)
+        report = audit(self.block.precision, self.trainer.reading(), self.rollout.reading(), transfer)
         report.raise_for_findings()
         return report
 
@@ -293,6 +291,8 @@ class Run:
 
     def _info(self, name: str) -> dict[str, Any]:
         device = self.trainer.device.type
+        parameters = sum(parameter.numel() for _, parameter in self.trainer.named_parameters())
+        patches = {patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}
         return run_info(
             self.block,
             self.names,
@@ -300,13 +300,13 @@ class Run:
             host=HOST,
             model=self.trainer.name,
             model_type=self.trainer.family,
-            parameters=sum(parameter.numel() for _, parameter in self.trainer.named_parameters()),
+            parameters=parameters,
             device=f"{device} ({platform.processor() or platform.machine()})",
             seed=self.seed,
             trainer=self.trainer.reading(),
             engine=self.rollout.reading(),
             sampling=self.rollout.sampling,
-            patches=list({patch["name"]: patch for patch in (*self.rollout.patches, *active_patches())}.values()),
+            patches=list(patches.values()),
             audit=self._audit,
             packages=PACKAGES,
         )
@@ -499,14 +499,16 @@ class Run:
             trainer, engine = old.detach(), batch.rollout_logprobs
             held = self._held(batch.records, trainer=old.detach())
             with self._checks.checking("measure"), self._log.holding(batch.split, held):
-                self._log.observe(batch.split, old=trainer, rollout=engine, mask=mask)
-                self._log.observe_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
+                self._log.sums.add_gap(batch.split, old=trainer, rollout=engine, mask=mask)
+                self._log.sums.add_cached(batch.split, old=trainer, rollout=engine, mask=mask, records=batch.records)
                 measured = True
             if self._replay is not None and batch.routing is not None and self._replay.draws.native_gap(batch.split):
                 with torch.no_grad(), forked_rng(self.trainer.device):
                     native = self.trainer.logprobs(batch)
                 measurable = mask & native.isfinite()  # it only serves as a comparison
-                self._log.observe(batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True)
+                self._log.sums.add_gap(
+                    batch.split, old=native, rollout=batch.rollout_logprobs, mask=measurable, native=True
+                )
             if batch.split != "train":
                 return
             self._required.note("measure", batch)
@@ -593,16 +595,19 @@ class Run:
                 "batch has one response of each prompt: nothing would be subtracted. Cut the batch between prompts, or set "
                 "mismatch.kl.baseline='none'."
             )
-        full = self._kl.config.estimator == "full"
+        logits = None
+        if self._kl.config.estimator == "full":
+            logits = self._logits(batch), self._logits(batch, reference=True)
+        behavior = self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None)
         terms = kl_terms(
             logprobs=logprobs,
             ref_logprobs=reference,
             mask=batch.good_tokens,
             settings=self._kl.config,
-            behavior=self._kl.behavior(logprobs, old=old, rollout=batch.rollout_logprobs if old is None else None),
+            behavior=behavior,
             coef=self._kl.coef,
             groups=batch.groups,
-            logits=(self._logits(batch), self._logits(batch, reference=True)) if full else None,
+            logits=logits,
             temperature=batch.temperature,
         )
         return self._required.watch("kl", terms.loss)

@@ -102,19 +102,12 @@ def test_veto_and_off_policy_mask_by_hand() -> None:
 
 def test_metrics_by_hand() -> None:
     found = corrected(level="token", upper=3.0).metrics
-    logs = [math.log(x) for x in (2, 0.5, 4, 1, 0.25)]
-    assert found["kl"] == pytest.approx(-sum(logs) / 5, abs=1e-12)  # the logarithms sum to 0
-    assert found["k3_kl"] == pytest.approx((2 + 0.5 + 4 + 1 + 0.25 - 5 - sum(logs)) / 5)
-    assert found["chi2_token"] == pytest.approx((4 + 0.25 + 16 + 1 + 0.0625) / 5 - 1)
-    assert found["chi2_seq"] == pytest.approx((16 + 0.0625) / 2 - 1)
     assert found["rollout_is_mean"] == pytest.approx(6.75 / 5)
     assert found["rollout_is_max"] == pytest.approx(3) and found["rollout_is_min"] == pytest.approx(0.25)
     squares = 4 + 0.25 + 9 + 1 + 0.0625
     assert found["rollout_is_eff_sample_size"] == pytest.approx(6.75**2 / 5 / squares)
     assert found["rollout_is_ratio_fraction_high"] == pytest.approx(1 / 5)
     assert found["rollout_is_ratio_fraction_low"] == pytest.approx(1 / 5)  # below 1/3
-    assert found["training_ppl"] == pytest.approx((math.exp(1 - math.log(4) / 3) + math.exp(1 + math.log(4) / 2)) / 2)
-    assert found["rollout_ppl"] == pytest.approx(math.e)
 
 
 def draw(seed: int, rows: int = 9, length: int = 70, scale: float = 0.3) -> tuple[Tensor, Tensor, Tensor]:
@@ -269,27 +262,13 @@ def test_weights_are_detached_from_policies_that_require_gradients(preset: str) 
     "preset", ["decoupled_geo_rs_token_tis", "decoupled_seq_is_rs", "slime_mis", "geo_mask", "cis"]
 )
 @pytest.mark.parametrize("scale", [1e-9, 1e-4, 0.2])
-def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
+def test_all_weight_metrics_agree_with_a_float64_oracle(preset: str, scale: float) -> None:
     chosen = PRESETS[preset]
     rollout, old, mask = (x.double() if x.is_floating_point() else x for x in draw(7, rows=24, length=300, scale=scale))
     result = correct(old_logprobs=old, rollout_logprobs=rollout, response_mask=mask, config=chosen)
     found = result.metrics
     sequences = [(old[i][mask[i]], rollout[i][mask[i]]) for i in range(len(mask)) if mask[i].any()]
     differences = [o - r for o, r in sequences]
-    want = {
-        "training_ppl": [float((-o.mean()).exp()) for o, _ in sequences],
-        "rollout_ppl": [float((-r.mean()).exp()) for _, r in sequences],
-        "training_log_ppl": [float(-o.mean()) for o, _ in sequences],
-        "rollout_log_ppl": [float(-r.mean()) for _, r in sequences],
-        "log_ppl_diff": [float(-d.mean()) for d in differences],
-        "log_ppl_abs_diff": [float(d.mean().abs()) for d in differences],
-        "ppl_ratio": [float((-d.mean()).exp()) for d in differences],
-        "chi2_seq": [math.expm1(2 * min(max(float(d.sum()), -20.0), 20.0)) for d in differences],
-    }
-    for name, values in want.items():
-        assert found[name] == pytest.approx(sum(values) / len(values), rel=1e-6, abs=1e-12), name
-    flat = torch.cat(differences)
-    assert found["k3_kl"] == pytest.approx(float((flat.expm1() - flat).mean()), rel=1e-6)
     raw = {
         "token": [d.exp() for d in differences],
         "sequence": [d.sum().clamp(-20, 20).exp().expand(len(d)) for d in differences],
@@ -314,9 +293,6 @@ def test_all_weight_and_gap_metrics_agree_with_a_float64_oracle(preset: str, sca
     # Kish: the square of the sum over the sum of squares, per token. All weights may be 0.
     size = float(w.sum() ** 2 / w.square().sum() / len(w)) if w.any() else 0.0
     assert found["rollout_is_eff_sample_size"] == pytest.approx(size, rel=1e-6)
-    means = torch.stack([x.mean() for x in weights])
-    assert found["rollout_is_seq_mean"] == pytest.approx(float(means.mean()), rel=1e-6)
-    assert found["rollout_is_seq_std"] == pytest.approx(float(means.std()), rel=1e-5)
 
 
 @settings(max_examples=60, deadline=None)

@@ -55,8 +55,9 @@ from mismatch_ext.checks import Checks, FailedCheck
 from mismatch_ext.config import MismatchConfig, Trigger
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
-from mismatch_ext.log import RunLog, run_folder
+from mismatch_ext.log import RunLog
 from mismatch_ext.lr import leading_statistics, numerics_statistics
+from mismatch_ext.metrics_file import run_folder
 from mismatch_ext.names import PREFIX, VERL
 from mismatch_ext.routing.agreement import of_layer
 from mismatch_ext.routing.replay import MeasuredPasses
@@ -112,7 +113,7 @@ class MismatchTrainer(_Host):
             self._rollout_moe_lb_metrics_accumulator = ExpertLoads(config.actor_rollout_ref.model)
         self._kl = None if block.kl is None else DriverKl(block.kl, config)
         if self.trainer_mode != SYNC and not bypasses(config):
-            self._log.follow_versions()
+            self._log.sums.follows_versions = True
 
     def _new_log(self, config: DictConfig) -> RunLog:
         """Return the run's log, which writes into the folder of verl's checkpoints."""
@@ -277,17 +278,17 @@ class MismatchTrainer(_Host):
             self._measured = self._measure(batch, None, bad)
             return
         # The weights that score are those of the last weight update.
-        version = self.global_steps - 1 if self._log.follows_versions else None
+        version = self.global_steps - 1 if self._log.sums.follows_versions else None
         measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes), bad)
         assert measured.gap is not None
-        self._log.merge("train", measured.gap)
+        self._log.sums.add("train", "gap", measured.gap)
         if measured.drift is not None:
-            self._log.add_drift(measured.drift)
+            self._log.sums.add("train", "drift", measured.drift)
         self._measured = measured
 
     def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys) -> Measured:
         longest = int(self.config.actor_rollout_ref.rollout.response_length)
-        return measure(batch, self.global_steps, scoring, bad, longest=longest, **self._log.part())
+        return measure(batch, self.global_steps, scoring, bad, longest=longest, **self._log.sums.draw())
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -308,7 +309,7 @@ class MismatchTrainer(_Host):
         bad.rows.faults |= {} if self._bad is None else self._bad.rows.faults
         gap = self._measure(batch, Scoring(field=SCORED), bad).gap
         assert gap is not None
-        self._log.merge("train", gap, native=True)
+        self._log.sums.add("train", "native", gap)
 
     def _compute_ref_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         if self._block.routing is not None and self._block.routing.reference:

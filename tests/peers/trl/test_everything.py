@@ -69,7 +69,7 @@ def test_every_section_is_active_in_one_run(whole: tuple[Ran, Path]) -> None:
     patches = data.header["patches"]
     assert sorted(patch["name"] for patch in patches) == ran.expect()["patched"]
     assert "vllm/cpu_moe_repack" in ran.expect()["patched"]
-    assert f"\n  patches       {len(patches)}, named in metrics.jsonl\n" in ran.stdout
+    assert f"\n  patches       {len(patches)}, named in metrics-*.jsonl\n" in ran.stdout
     assert not any(patch["target"] in ran.stdout for patch in patches)
     assert ran.expect()["patch_digest"] == digest_of(patches)
     closing = ran.stdout[ran.stdout.rindex("mismatch-ext: training completed after 4 steps") :]
@@ -126,7 +126,7 @@ def test_a_stop_stops_the_next_training_and_the_resumed_one(run: Run, dense: Pat
     block = {"lr": {"period": 1}, "monitor": {"alarms": alarms}}
     result = run(scenarios.stopped_again, model=dense, out=tmp_path, block=block).expect()
     assert result["steps"] == [2, 2, 4]
-    # Each new training has a metrics file of its own, a resumed one goes on with its file.
+    # Each new training is a run of its own, a resumed one goes on with its run.
     assert result["recorded"] == [[1, 2], [1, 2], [1, 2, 3, 4]]
     # A checkpoint that is not there is TRL's error, and leaves the metrics of the run alone.
     assert "No valid checkpoint" in result["refused"] and result["kept"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 import requests
 
-from mismatch_ext.log_reading import METRICS_FILE, read_run
+from mismatch_ext.log_reading import read_run
 from tests.oracle import expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Ran, Run, named
@@ -182,7 +182,7 @@ def test_kills_of_trainer_and_server_leave_no_trace(
 
     assert start(port=int(server.rpartition(":")[2])) == server
     assert leg(resume=True).expect() == whole
-    check_lines(out / "mismatch" / METRICS_FILE, STEPS)
+    check_lines(out / "mismatch", STEPS)
     series, expected = metrics_of(out), metrics_of(tmp_path / "whole")
     assert series.keys() == expected.keys() == set(range(1, STEPS + 1))
     for step, metrics in expected.items():

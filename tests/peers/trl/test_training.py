@@ -240,7 +240,6 @@ def test_an_evaluation_before_resuming_joins_the_resumed_run(run: Run, dense: Pa
     data = read_run(tmp_path / "mismatch")
     assert data.series("mismatch/k3_kl")[0] == [1, 2, 3, 4]
     assert data.series("mismatch/k3_kl", "eval/default")[0] == [0]
-    assert not list((tmp_path / "mismatch").glob("metrics-*.jsonl"))
     assert (data.ending.of, data.ending.status) == ("training", "completed")
 
 

@@ -262,7 +262,7 @@ def full_disk() -> None:
         write = os.write
 
         def write_elsewhere(fd: int, data: bytes) -> int:
-            if os.readlink(f"/proc/self/fd/{fd}").endswith("mismatch/metrics.jsonl"):
+            if "/mismatch/metrics-" in os.readlink(f"/proc/self/fd/{fd}"):
                 full()
             return write(fd, data)
 
