@@ -160,14 +160,6 @@ def roles() -> list[str]:
     return lines
 
 
-def overridden() -> list[str]:
-    """Return the methods of TRL's trainers that ours override, read from the text of the class that does."""
-    tree = ast.parse((HERE.parent / "adapters/trl/trainer.py").read_text(encoding="utf-8"))
-    (mixin,) = (node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "MismatchTrainerMixin")
-    names = [node.name for node in mixin.body if isinstance(node, ast.FunctionDef)]
-    return [", ".join(f"`{name}`" for name in names) + "."]
-
-
 def hooks(adapter: str) -> list[str]:
     """Return what an adapter relies on: what for, by which names, and how a run notices a change."""
     lines = table("name", "what for", "names, with the first parameters that we give", "how a run notices a change")
@@ -575,7 +567,6 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
     "roles": roles,
-    "overridden": overridden,
     "hooks_trl": lambda: hooks("trl"),
     "hooks_verl": lambda: hooks("verl"),
     "hooks_vllm": lambda: hooks("vllm"),

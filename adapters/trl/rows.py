@@ -36,7 +36,6 @@ class RowTable:
         self.step = step
         self.routes: dict[RowKey, RoutingTrace] = {}
         self.supports: dict[RowKey, TokenSupport] = {}
-        self.replayed: set[RowKey] = set()  # that the policy has scored under their routes and over their masks
         self.bad: dict[RowKey, bool] = {}  # whether a row is bad, once the batch has been judged
 
     def add(

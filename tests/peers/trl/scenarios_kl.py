@@ -170,9 +170,9 @@ def baselines(model: str, out: str) -> dict[str, Any]:
     copies = build(model, f"{out}/copies", block, BestBelow, **small)
     moved(copies)
     return {
-        "error": relative(whole["kl_baseline"].double(), hand),
-        "lone": float((whole["kl_baseline"] == 0).all(1).float().mean()),
-        "copies": max(float(part["kl_baseline"].abs().max()) for part in buffered(copies)),
+        "error": relative(whole["mismatch_kl_baseline"].double(), hand),
+        "lone": float((whole["mismatch_kl_baseline"] == 0).all(1).float().mean()),
+        "copies": max(float(part["mismatch_kl_baseline"].abs().max()) for part in buffered(copies)),
     }
 
 

@@ -170,7 +170,7 @@ def losses(model: str, out: str) -> dict[str, Any]:
         size = 4 // recipe.micro_batches
         micro = [rows_of(batches[asked.correction], [0, 5, 1, 4][at : at + size]) for at in range(0, 4, size)]
         for inputs in micro:  # whatever the batch's was
-            inputs["kl_baseline"] = torch.randn(inputs["completion_ids"].shape, generator=noise) * 0.1
+            inputs["mismatch_kl_baseline"] = torch.randn(inputs["completion_ids"].shape, generator=noise) * 0.1
         case = {"recipe": str(recipe), "asked": str(asked), "refuses": recipe.refused(asked)}
         found.append(case | compared(trainer, micro, recipe, asked))
     return {"cases": found, "correction": refused_with_an_engine(trainer)}
@@ -270,19 +270,6 @@ class Alternating(MismatchGRPOTrainer):
         )
 
 
-class Scheduled(GRPOTrainer):
-    """A user's schedule of beta inside of the loss."""
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
-        self.beta = 0.5
-        parent: Any = super()
-        return parent._compute_loss(model, inputs)
-
-
-class ScheduledFirst(MismatchTrainerMixin, Scheduled):
-    """The schedule inside of ours."""
-
-
 def own_losses(model: str, out: str) -> dict[str, Any]:
     """Train under losses that TRL's own is no part of; say how each ended."""
     result = {}
@@ -295,7 +282,6 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
         (OwnSteps, "surrogate"),
         (OwnLast, "rewards"),
         (Alternating, "surrogate"),
-        (ScheduledFirst, "surrogate"),
     ):
         steps = {"gradient_accumulation_steps": 2, "steps_per_generation": 2} if cls is Alternating else {}
         trainer = built(model, f"{out}/{cls.__name__}-{block}", blocks[block], cls, **steps)
@@ -313,20 +299,17 @@ def own_losses(model: str, out: str) -> dict[str, Any]:
     return result
 
 
-def replaced(model: str, out: str) -> list[str]:
-    """Train with a function in the place of TRL's own, which would be taken for TRL's aggregation; then build with it."""
-    trainer, own = built(model, out, KL, MismatchGRPOTrainer), GRPOTrainer._compute_loss
+def replaced(model: str, out: str) -> str:
+    """Build with a function in the place of TRL's own loss that is not aggregated as its loss type is."""
+    own = GRPOTrainer._compute_loss
     GRPOTrainer._compute_loss = lambda self, model, inputs: own(self, model, inputs) * 2
-    said = []
     try:
-        for go in (trainer.train, lambda: built(model, out, KL, MismatchGRPOTrainer)):
-            try:
-                go()
-            except (SeamError, ConfigError) as error:
-                said.append(str(error))
+        built(model, out, KL, MismatchGRPOTrainer)
+    except SeamError as error:
+        return str(error)
     finally:
         GRPOTrainer._compute_loss = own
-    return said
+    return ""
 
 
 class Rewarding:

@@ -287,7 +287,9 @@ def own_by_hand(trainer: Any, inputs: Inputs, recipe: Recipe, asked: Asked, *, i
         term = term * weights_by_hand(asked.correction, inputs["old_of_trainer"].double(), rollout, chosen)
     if asked.kl is not None and inside:
         reference = inputs["ref_per_token_logps"].double()
-        term = term + asked.coef * kl_by_hand(logps, reference, rollout, chosen, inputs["kl_baseline"], asked.kl)
+        term = term + asked.coef * kl_by_hand(
+            logps, reference, rollout, chosen, inputs["mismatch_kl_baseline"], asked.kl
+        )
     term = torch.where(chosen, term, 0.0)
     accumulation = recipe.micro_batches
     if recipe.loss_type == "grpo":
