@@ -124,7 +124,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
     """Return what doctor.json says, in the form that the tables show; without `--model` it has neither parts nor causes."""
     # These import torch, which takes longer than a report, and most runs have no such file.
     from mismatch_ext.doctor.causes import HOSTS
-    from mismatch_ext.doctor.diagnose import LEAST_TOKENS
+    from mismatch_ext.doctor.evidence import LEAST_TOKENS
     from mismatch_ext.doctor.text import STATUS, TOO_FEW, experts
 
     _File.model_validate(data)
@@ -164,7 +164,7 @@ def why_of(data: Mapping[str, Any], name: str, folder: Path) -> Why:
 
 
 def _sentence(data: Mapping[str, Any]) -> str:
-    from mismatch_ext.doctor.diagnose import ROUTES
+    from mismatch_ext.doctor.evidence import ROUTES
     from mismatch_ext.doctor.text import conclusion
 
     parts = data.get("parts", ()) if data.get("measurable") else ()
