@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from decimal import Decimal, getcontext
 from pathlib import Path
@@ -228,13 +227,6 @@ def test_measures_are_right_at_a_millionth_in_float32_inputs() -> None:
     assert got["log_ppl_abs_diff"] == pytest.approx(2.0**-20, rel=1e-12)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-def test_low_precision_inputs_are_widened(dtype: torch.dtype) -> None:
-    old, rollout = torch.tensor([[-1.0, -2.5]], dtype=dtype), torch.tensor([[-1.5, -2.0]], dtype=dtype)
-    got = metrics_of(old, rollout, torch.ones(1, 2))
-    assert got["k3_kl"] == pytest.approx(float(k3_exact(0.5) + k3_exact(-0.5)) / 2, rel=1e-12)
-
-
 @pytest.mark.parametrize("name", ["old_logprobs", "rollout_logprobs"])
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_not_finite_in_an_unmasked_place_names_row_and_position(name: str, value: float) -> None:
@@ -243,55 +235,6 @@ def test_not_finite_in_an_unmasked_place_names_row_and_position(name: str, value
     with pytest.raises(NonFiniteLogprobError) as caught:
         metrics_of(**tensors, response_mask=torch.ones(3, 4))
     assert f"{name}[2, 1] (row, position) is {value}" in str(caught.value)
-
-
-@given(data=st.data())
-@settings(max_examples=40, deadline=None)
-def test_masked_places_are_never_read(data: st.DataObject) -> None:
-    mask = torch.tensor(data.draw(st.lists(st.lists(st.booleans(), min_size=5, max_size=5), min_size=2, max_size=4)))
-    mask[0, 0] = True
-    old, rollout = -torch.rand(mask.shape, dtype=torch.float64), -torch.rand(mask.shape, dtype=torch.float64)
-    clean = metrics_of(old, rollout, mask)
-    junk = data.draw(st.sampled_from([math.nan, math.inf, -math.inf, 1e300]))
-    dirty = metrics_of(old.masked_fill(~mask, junk), rollout.masked_fill(~mask, -junk), mask)
-    assert dirty == clean
-
-
-@given(
-    shape=st.tuples(st.integers(1, 6), st.integers(1, 40)),
-    cut=st.integers(0, 6),
-    scale=st.sampled_from([1e-6, 1e-2, 1.0, 50.0]),
-    seed=st.integers(0, 10_000),
-)
-@settings(max_examples=60, deadline=None)
-def test_ranks_merged_equal_one_accumulator(shape: tuple[int, int], cut: int, scale: float, seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    rollout = -torch.rand(shape, dtype=torch.float64, generator=generator)
-    old = rollout + scale * torch.randn(shape, dtype=torch.float64, generator=generator)
-    mask = torch.rand(shape, generator=generator) > 0.3
-    mask[0, 0] = True
-    whole = gap_sums(old=old, rollout=rollout, mask=mask, sample=4, seed=0)
-    left, right = (
-        gap_sums(old=old[rows], rollout=rollout[rows], mask=mask[rows], sample=4, seed=1 + i) for i, rows in halves(cut)
-    )
-    both = merged(left, right)
-    metrics = gap_metrics(both)
-    for name, value in gap_metrics(whole).items():
-        assert metrics[name] == pytest.approx(value, rel=1e-9, abs=1e-12), name
-    for name, profile in gap_profiles(whole).items():
-        other = gap_profiles(both)[name]
-        assert other["count"] == profile["count"]
-        for column in ("abs_diff_mean", "abs_diff_max", "k3_mean"):
-            for x, y in zip(profile[column], other[column], strict=True):
-                assert (x is None and y is None) or x == pytest.approx(y, rel=1e-9)
-    pairs = set(zip(rollout[mask].tolist(), old[mask].tolist(), strict=True))
-    scatter = gap_sample(both)
-    sample = list(zip(scatter["rollout_logprobs"], scatter["old_logprobs"], strict=True))
-    assert len(sample) == min(4, int(mask.sum())) and set(sample) <= pairs
-
-
-def halves(cut: int) -> list[tuple[int, slice]]:
-    return [(0, slice(0, cut)), (1, slice(cut, None))]
 
 
 def test_the_scatter_sample_is_uniform_over_merged_parts() -> None:
@@ -327,19 +270,6 @@ def test_rows_without_padding_are_measured_as_padded_ones_and_in_chunks(lengths:
         chunked = gap_sums(old=old, rollout=rollout, mask=mask, lengths=torch.tensor(lengths))
     assert gap_metrics(chunked) == pytest.approx(gap_metrics(padded), rel=1e-12, abs=1e-15)
     assert gap_profiles(chunked)["position"]["count"] == gap_profiles(padded)["position"]["count"]
-
-
-def test_parts_in_any_order_are_the_whole() -> None:
-    generator = torch.Generator().manual_seed(1)
-    rollout = -torch.rand(6, 30, generator=generator)
-    old, mask = rollout + 0.1 * torch.randn(6, 30, generator=generator), torch.rand(6, 30, generator=generator) < 0.7
-    whole = metrics_of(old, rollout, mask)
-    parts = [
-        gap_sums(old=old[rows], rollout=rollout[rows], mask=mask[rows])
-        for rows in (slice(0, 2), slice(2, 2), slice(2, 6))
-    ]
-    for order in itertools.permutations(parts):
-        assert gap_metrics(merged(*order)) == pytest.approx(whole, rel=1e-12, abs=1e-15)
 
 
 def test_a_position_is_the_tokens_number_among_the_policys_own() -> None:
@@ -378,14 +308,6 @@ def test_malformed_input_is_named() -> None:
     broken = torch.tensor([-1.0, -1.0, math.nan])
     with pytest.raises(NonFiniteLogprobError, match=r"rollout_logprobs\[1, 0\]"):
         gap_sums(old=good[0], rollout=broken, mask=torch.ones(3), lengths=torch.tensor([2, 1]))
-
-
-def test_rows_without_tokens_count_in_nothing() -> None:
-    old, rollout = -torch.rand(3, 4), -torch.rand(3, 4)
-    mask = torch.tensor([[1, 1, 0, 0], [0, 0, 0, 0], [1, 0, 0, 0]])
-    with_empty = metrics_of(old, rollout, mask)
-    assert with_empty == metrics_of(old[[0, 2]], rollout[[0, 2]], mask[[0, 2]])
-    assert with_empty["sequences"] == 2
 
 
 def test_generated_pages_are_current() -> None:
