@@ -142,6 +142,19 @@ def alarms() -> list[str]:
     return lines
 
 
+def scales() -> list[str]:
+    """Return what each candidate for an alarm of the gap raised on runs with and without a fault."""
+    (found,) = [record for record in evidence("alarms") if record["command"] == "python -m benchmarks alarms"]
+    rows = [row for row in found["figures"] if "of clean" in row]
+    lines = table("alarm on", "raised without a fault", "fault missed", "logs until it is raised")
+    for row in rows:
+        delay = "" if row["median delay"] is None else f"{row['median delay']:g}"
+        lines.append(
+            f"| `{row['name']}` | {row['false']} of {row['of clean']} | {row['missed']} of {row['of faulty']} | {delay} |"
+        )
+    return lines
+
+
 MEANINGS = {
     Role.REWARD: "mean reward of the batch's responses",
     Role.LENGTH: "their mean length in tokens",
@@ -567,6 +580,7 @@ TABLES: dict[str, Callable[[], list[str]]] = {
     "routing": routing,
     "bad_rows": lambda: meanings({METRIC + reason: meaning for reason, meaning in BAD_ROW_REASONS.items()}),
     "alarms": alarms,
+    "scales": scales,
     "roles": roles,
     "hooks_trl": lambda: hooks("trl"),
     "hooks_verl": lambda: hooks("verl"),

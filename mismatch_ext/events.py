@@ -33,5 +33,6 @@ BAD_ROW_REASONS = {
     "tokens": "its tokens are not those that the engine sampled",
     "weight_version": "it was sampled with other weights than its batch",
     "mask": "its sampling mask is missing or does not fit its tokens",
+    "head": "its most likely tokens, for score centering, are no distribution",
 }
 """Why a row is bad, by the name in the metric `bad_rows/<reason>`. All ranks reduce exactly these."""

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from statistics import median
 from typing import Any
 
 import torch
@@ -33,6 +34,15 @@ PROFILES: dict[str, tuple[float, ...]] = {
     "probability": (0, 1e-6, 1e-4, 1e-3, 0.01, 0.1, 0.3, 0.5, 0.7, 0.9, 0.99, 0.999, 1),
 }
 """Edges of the bins of each profile; bin i covers edges[i] <= x < edges[i + 1], and the last bin includes its upper edge too."""
+SURE = 1e-4
+"""Probability that a token leaves to all others, below which its log-odds are not counted: a float32 log-probability, whose error
+is about 1e-7, is then off by more than a thousandth of it."""
+BLOCKS = 16
+"""Blocks of responses for the median of means: up to seven of them may hold an outlier. A choice."""
+COVERED = 0.95
+"""Least coverage of the interval of the median of means."""
+FIXED_POINT = 1 << 20
+"""Parts of a nat in which a response's block is drawn, so that the sum over its tokens is the same in any order."""
 TOGETHER = 1 << 20
 """Tokens that are measured together, because a large batch widened to float64 would take gigabytes."""
 
@@ -45,6 +55,45 @@ def k3(log_ratio: Tensor) -> Tensor:
     direct = torch.expm1(log_ratio.clamp(max=SATURATION)).sub_(log_ratio)
     series = log_ratio * log_ratio * (0.5 + log_ratio / 6)
     return torch.where(log_ratio.abs() < SERIES_BELOW, series, direct)
+
+
+def log_odds(logprobs: Tensor) -> Tensor:
+    """Return log(p / (1 - p)) of natural-log probabilities, float64, accurate also as p comes near 1.
+
+    1 - p is `-expm1(log p)`. Probabilities above 1 - `SURE` count as that, because 1 - p is rounding there.
+    """
+    known = logprobs.double().clamp(max=math.log1p(-SURE))
+    return known - (-torch.expm1(known)).log()
+
+
+def median_of_means(sums: Tensor, counts: Tensor) -> tuple[float, float | None, float | None]:
+    """Return the median of the means of blocks, and both ends of its interval.
+
+    It stays where it is if less than half of the blocks hold an outlier (Nemirovsky and Yudin 1983; Lugosi and Mendelson 2019,
+    arXiv 1906.04280). The interval of at least `COVERED` is between two order statistics of the blocks' means, by the binomial
+    distribution, so that it assumes nothing about the tails. It is an interval of the median of such means, which lies below the
+    mean of a distribution with a long upper tail.
+
+    Args:
+        sums: Sum over the entries of each block `[K]`.
+        counts: Number of entries of each block `[K]`; a block without any is left out.
+
+    Returns:
+        The median, and the lower and upper end; None for both if fewer than six blocks have an entry. NaN if no block has one.
+    """
+    filled = counts > 0
+    means = (sums[filled].double() / counts[filled]).sort().values.tolist()
+    if not means:
+        return math.nan, None, None
+    count = len(means)
+    # How many of the smallest, and of the largest, are left out: as many as the coverage allows.
+    outside, beyond = -1, 0.0
+    while 2 * (beyond + math.comb(count, outside + 1) / 2**count) <= 1 - COVERED:
+        outside += 1
+        beyond += math.comb(count, outside) / 2**count
+    if outside < 0:
+        return median(means), None, None
+    return median(means), means[outside], means[count - 1 - outside]
 
 
 def gap_sums(
@@ -91,7 +140,7 @@ def gap_sums(
         tokens = _Tokens(
             old=old[places], rollout=rollout[places], mask=mask[places], lengths=lengths[rows], first=rows.start
         )
-        parts.append(tokens.sums() | tokens.profiles() | tokens.sample(sample, generator))
+        parts.append(tokens.sums() | tokens.blocks() | tokens.profiles() | tokens.sample(sample, generator))
     return merged(*parts)
 
 
@@ -118,6 +167,8 @@ def gap_metrics(sums: Sums, *, support_truncated: bool = False) -> dict[str, flo
         "logp_abs_diff_max": s["max:abs"],
         "kl": -s["d"] / n,
         "k3_kl": s["k3"] / n,
+        **_robust_k3(sums["block_k3"], sums["block_tokens"]),
+        **({"log_odds_abs_diff_mean": s["log_odds_abs"] / s["unsure"]} if s["unsure"] else {}),
         "k3_saturated_frac": s["saturated"] / n,
         "seq_k3_saturated_frac": s["seq_saturated"] / m,
         "seq_kl": -s["seq"] / m,
@@ -190,6 +241,9 @@ class _Tokens:
         self.position = torch.arange(len(places), device=mask.device) - (counts.cumsum(0) - counts)[self.rows]
         self.d = self.old - self.rollout
         self.abs, self.k3 = self.d.abs(), k3(self.d)
+        # Where both sides are sure, both log-odds are the same bound.
+        self.unsure = torch.minimum(self.old, self.rollout) < math.log1p(-SURE)
+        self.log_odds_abs = (log_odds(self.old) - log_odds(self.rollout)).abs()
         self.q = self.rollout.exp()
 
     def sums(self) -> Sums:
@@ -208,6 +262,8 @@ class _Tokens:
             "abs": self.abs.sum(),
             "d": d.sum(),
             "k3": self.k3.sum(),
+            "log_odds_abs": self.log_odds_abs.sum(),
+            "unsure": self.unsure.sum(),
             "saturated": (d > SATURATION).sum(),
             "r_squared": (2 * d.clamp(-CHI2_CUT, CHI2_CUT)).exp_().sum(),
             "p_abs": p_abs.sum(),
@@ -239,6 +295,20 @@ class _Tokens:
         values = torch.stack([value.double() for value in scalars.values()]).cpu()
         return {**dict(zip(scalars, values, strict=True)), "moments:p": moments(torch.stack([p, q])).cpu()}
 
+    def blocks(self) -> Sums:
+        """Return the sums of k3 and of tokens by block of responses, for the median of means."""
+        # A response's block comes from its own log-probabilities, so that batches and ranks may be cut in any way.
+        fixed = (self.rollout.clamp(min=-1e6) * FIXED_POINT).round().long()
+        of_row = fixed.new_zeros(self.size).index_add_(0, self.rows, fixed)
+        mixed = (
+            of_row * 0x9E3779B97F4A7C1 >> 24
+        )  # multiplicative hashing (Knuth), whose middle bits depend on all lower ones
+        block = mixed.remainder(BLOCKS)[self.rows].cpu()
+        return {
+            "block_k3": torch.bincount(block, weights=self.k3.cpu(), minlength=BLOCKS),
+            "block_tokens": torch.bincount(block, minlength=BLOCKS).double(),
+        }
+
     def profiles(self) -> Sums:
         """Return the sums of each bin; on the CPU, because on an accelerator deterministic algorithms refuse them."""
         sums: Sums = {}
@@ -265,6 +335,13 @@ class _Tokens:
 
     def _per_row(self, values: Tensor) -> Tensor:
         return values.new_zeros(self.size).index_add_(0, self.rows, values)[self.present]
+
+
+def _robust_k3(sums: Tensor, counts: Tensor) -> dict[str, float]:
+    """Return the median of means of k3, and its interval where enough blocks have a token."""
+    middle, low, high = median_of_means(sums, counts)
+    found = {"k3_median": middle, "k3_median_low": low, "k3_median_high": high}
+    return {name: value for name, value in found.items() if value is not None}
 
 
 def _largest(values: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ from torch import Tensor
 
 from mismatch_ext.bad_rows import BadRows
 from mismatch_ext.banner import run_info
-from mismatch_ext.centering import SAMPLER_BIAS, centering_terms, padded_heads, sampler_bias
+from mismatch_ext.centering import SAMPLER_BIAS, padded_heads, terms_and_biases
 from mismatch_ext.chains.in_run import forks_of_turns
 from mismatch_ext.chains.turns import Chat
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
@@ -123,6 +123,7 @@ class Run:
         self.steps = 0
         self._checks = Checks(self.block.acts, lambda: self.steps)
         self._pending = _Pending()
+        self._biases = torch.zeros(2, dtype=torch.float64)  # of centered tokens since the last log: sum and number
         self._required = Required(self.block)
         self._audit: AuditReport | None = None
         with self._together():
@@ -616,9 +617,9 @@ class Run:
         """Return the term of score centering `[B, T]` to add to a per-token loss; zeros without `correction.centering`.
 
         It has the advantages `[B]` or `[B, T]` in it, and is 0 for bad rows. It takes a forward pass of its own, whose logits are
-        held, so give it micro-batches. It is exact for the first step that learns from a batch: a later one has a ratio to the
-        old policy, whose probabilities of other tokens are not known. Raises RecordError if no row has the engine's most likely
-        tokens.
+        held once, in the model's dtype, so give it micro-batches. It is exact for the first step that learns from a batch: a
+        later one has a ratio to the old policy, whose probabilities of other tokens are not known. Raises RecordError if no row
+        has the engine's most likely tokens.
         """
         self._expect_started()
         settings = None if self.block.correction is None else resolve(self.block.correction)
@@ -633,20 +634,21 @@ class Run:
                     "run has been started."
                 )
             head_ids, head_logprobs = padded_heads(heads, mask.shape[1], mask.device)
-        given: dict[str, Any] = {
-            "logits": self._logits(batch) / batch.temperature,
-            "head_ids": head_ids,
-            "head_logprobs": head_logprobs,
-            "response_mask": mask,
-            **settings.bounds_of_tokens,
-        }
-        biases = sampler_bias(**given)[mask]
-        if len(biases):
-            self._pending.note(PREFIX + SAMPLER_BIAS, float(biases.double().mean()), float(len(biases)))
-        if settings.centering.only_measured:
+        learns = not settings.centering.only_measured
+        with torch.set_grad_enabled(torch.is_grad_enabled() and learns):
+            found = terms_and_biases(
+                self._logits(batch).flatten(0, 1),
+                head_ids=head_ids.flatten(0, 1),
+                head_logprobs=head_logprobs.flatten(0, 1),
+                temperature=batch.temperature,
+                **settings.bounds_of_tokens,
+            )
+        terms, biases = (values.view(mask.shape).masked_fill(~mask, 0.0) for values in found)
+        self._biases += torch.stack([biases.detach().double().sum(), mask.sum().double()]).cpu()
+        if not learns:
             return torch.zeros_like(batch.rollout_logprobs)
         of_token = advantages if advantages.dim() == 2 else advantages[:, None]
-        return self._required.watch("center", centering_terms(**given) * of_token)
+        return self._required.watch("center", terms * of_token)
 
     def _logits(self, batch: Batch, *, reference: bool = False) -> Tensor:
         with self._under_routes(batch, reference=reference):
@@ -827,7 +829,8 @@ class Run:
             logged = self._log.measured(self.steps, split)
         if split == "train":
             logged |= self._pending.take()
-            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap", PREFIX + SAMPLER_BIAS))
+            logged |= self._rank_means(logged, (self.names.loss, PREFIX + "weight_sync_gap"))
+            logged |= self._sampler_bias()
             parts = [part.metrics() for part in (self.trainer.scaler, self._rate) if part is not None]
             if self._grid is not None:
                 parts.append(self._grid.metrics(self.ranks))
@@ -847,6 +850,15 @@ class Run:
             self._log.write(self.steps, logged | by_layer, split)
         stop = self._log.decided(stop) if split == "train" else None
         return Logged(metrics=logged, shown=self._log.shown(logged), stop=stop)
+
+    def _sampler_bias(self) -> dict[str, float]:
+        """Return the mean bias of the tokens of all ranks that were centered since the last log."""
+        settings = None if self.block.correction is None else resolve(self.block.correction)
+        if settings is None or settings.centering is None:
+            return {}
+        total, tokens = self.ranks.sum(self._biases).tolist()
+        self._biases = torch.zeros_like(self._biases)
+        return {PREFIX + SAMPLER_BIAS: total / tokens} if tokens else {}
 
     def _rank_means(self, metrics: Mapping[str, float], names: Sequence[str]) -> dict[str, float]:
         """Return the means over ranks of metrics that each rank measured on its own part of the batch."""
@@ -891,6 +903,7 @@ class Run:
     def _load(self, state: Mapping[str, Any]) -> None:
         self.steps = int(state["run"]["step"])
         self._pending.take()  # these metrics belong to steps that are undone
+        self._biases = torch.zeros_like(self._biases)
         self._loss_parts = []
         self._log.load_state_dict(state, step=self.steps)
         for name, part in self._parts.items():

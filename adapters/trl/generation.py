@@ -206,7 +206,7 @@ class CheckedGeneration:
                 supports, result = self.masks.of(result, outputs if patches else None, bad)
             heads = None
             if self.heads is not None:
-                heads, result = self.heads.of(result, outputs if patches else None)
+                heads, result = self.heads.of(result, outputs if patches else None, bad)
             self.keep(
                 result,
                 bad,

@@ -177,16 +177,18 @@ class Objective:
             advantages = advantages if advantages.dim() == 2 else advantages[:, None]
             term = term - correction.policy_weights(logps.detach(), inputs, mask) * advantages * logps
         # Masked tokens have weight 0, and their term is finite.
-        return loss + (self._token_weights(model, inputs) * term).sum()
+        return loss + (self.weigh_tokens(model, inputs) * term).sum()
 
     def _expect_trls_advantages(self, host: Loss) -> None:
         if _is_users(host):
+            assert self.run.correction is not None
+            loss = self.run.correction.settings.loss
             raise ConfigError(
-                f"mismatch.correction.loss='reinforce' with {type(self.trainer).__name__}, whose _compute_loss runs inside of "
+                f"mismatch.correction.loss={loss!r} with {type(self.trainer).__name__}, whose _compute_loss runs inside of "
                 "ours and would be given advantages of 0. Put its class first: class T(Yours, MismatchGRPOTrainer)."
             )
 
-    def _token_weights(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
+    def weigh_tokens(self, model: Any, inputs: Mapping[str, Any]) -> Tensor:
         """Return what tokens weigh in TRL's loss `[B, T]`, which TRL's own loss is asked for once."""
         weights = token_weights(self.trainer, inputs)
         # An evaluation accumulates nothing, so that it has weights of its own. Tokens that are all masked prove nothing.

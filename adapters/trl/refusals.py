@@ -10,7 +10,7 @@ from mismatch_ext.adapters.trl.correction import native_options
 
 from mismatch_ext.config import ESTIMATORS, MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import ConfigError, MismatchError, PrecisionError
-from mismatch_ext.presets import resolve
+from mismatch_ext.presets import DPPO, resolve
 from mismatch_ext.versions import on_cpu_build
 
 # Arguments of TRL's trainers that let a completion be stitched together from several generations.
@@ -42,8 +42,12 @@ def _add(rows: list[Row], *fields: Any) -> None:
     rows.append(Row(*fields))
 
 
-def _under_reinforce(is_set: Callable[[Any], bool]) -> Test:
-    return lambda s, b: resolve(b.correction).weighs_score and is_set(s)
+def _under(loss: str, is_set: Callable[[Any], bool]) -> Test:
+    def asked(s: Any, b: Any) -> bool:
+        settings = resolve(b.correction)
+        return settings.weighs_score and settings.loss == loss and is_set(s)
+
+    return asked
 
 
 def _changed_in_float16(name: str) -> Test:
@@ -142,9 +146,9 @@ _add(
     SETTINGS,
     "correction", "mismatch.correction.normalize", _normalizes_a_part,
     "weights would be divided by the mean of a micro-batch or of one process, not of the whole batch",
-    "use one process and another loss than 'reinforce', or remove it",
+    "use one process and loss='ppo_clip', or remove it",
 )  # fmt: skip
-# Of the policy term that REINFORCE replaces.
+# Of the policy term that REINFORCE and DPPO replace.
 _IS_SET: dict[str, Callable[[Any], bool]] = {
     "off_policy_mask_threshold": lambda s: s.off_policy_mask_threshold is not None,
     "top_entropy_quantile": lambda s: s.top_entropy_quantile < 1.0,
@@ -152,12 +156,13 @@ _IS_SET: dict[str, Callable[[Any], bool]] = {
     "importance_sampling_level": lambda s: s.importance_sampling_level != "token",
 }
 _IS_SET["loss_type"] = lambda s: s.loss_type not in ("grpo", "bnpo", "dr_grpo", "dapo")
-for _name, _is_set in _IS_SET.items():
-    _add(
-        SETTINGS,
-        "correction", f"mismatch.correction.loss='reinforce' with {_name}", _under_reinforce(_is_set),
-        "it belongs to the policy term that REINFORCE replaces, and would be ignored", "leave out one of the two",
-    )  # fmt: skip
+for _loss in ("reinforce", *DPPO):
+    for _name, _is_set in _IS_SET.items():
+        _add(
+            SETTINGS,
+            "correction", f"mismatch.correction.loss={_loss!r} with {_name}", _under(_loss, _is_set),
+            "it belongs to the policy term that this loss replaces, and would be ignored", "leave out one of the two",
+        )  # fmt: skip
 
 # `s` is DeepSpeed's configuration.
 DEEPSPEED: list[Row] = []

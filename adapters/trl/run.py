@@ -93,7 +93,7 @@ class TrlRun(TrainerRun):
         super().__init__(trainer, block, config.output_dir)
         self.kl = None if block.kl is None else KlTerm(block.kl, config.beta)
         self.scoring, self.objective = Scoring(self), Objective(self)
-        self.centering = Centering(trainer, block, self.ranks)
+        self.centering = Centering(self, block)
 
     @property
     def routing(self) -> ScoreReplay | None:
@@ -335,7 +335,7 @@ class TrlRun(TrainerRun):
         """Find the rollout of each row, its routes and its masks, and call rows bad that have none; None without an engine."""
         with together(self.ranks), self.log.refusing(self.split, held):
             records = self.check_records(output, batch, bad) if self.trainer.use_vllm else None
-            self.centering.keep(batch.records)
+            self.centering.keep(batch.table, batch.records)
             self.scoring.settle(output, bad, lambda: self.score_again(output))
         if self.scoring.masking is not None:
             supports = self.scoring.supports_of(output)
@@ -531,6 +531,8 @@ class TrlRun(TrainerRun):
         metrics = super().training_metrics()
         if self.checked is not None and self.checked.base is not None and self.checked.base.rounding is not None:
             metrics["lora_rounding"] = self.checked.base.rounding
+        if self.correction is not None:
+            metrics |= self.correction.metrics()
         return metrics | self.centering.metrics()
 
     def begin_anew(self) -> None:

@@ -9,6 +9,7 @@ from mismatch_ext.config import MismatchConfig, PrecisionConfig
 from mismatch_ext.errors import EngineError
 from mismatch_ext.precision.audit import EngineReading
 from mismatch_ext.precision.dtypes import spelled
+from mismatch_ext.presets import resolve
 from mismatch_ext.versions import installed
 
 LOGPROBS = "processed_logprobs"
@@ -86,9 +87,25 @@ class ServerCheck:
             flags.append((f'--hf-overrides \'{{"head_dtype": "{precision.head}"}}\'', why))
         if precision is not None:
             flags += self._quantized(precision, reading)
+        flags += self._most_likely(remote)
         if self.block.routing is not None and self.block.routing.mode == "R3" and not remote.records_routing:
             flags.append(("--enable-return-routed-experts", "mismatch.routing.mode is 'R3', and it records no routes"))
         return flags
+
+    def _most_likely(self, remote: RemoteEngine) -> list[tuple[str, str]]:
+        """Return the flag by which the server reports as many likely tokens as score centering asks for, with the reason."""
+        settings = None if self.block.correction is None else resolve(self.block.correction)
+        if settings is None or settings.centering is None:
+            return []
+        most, top_k = remote.most_logprobs, settings.centering.top_k
+        if most is None or most >= top_k:
+            return []
+        return [
+            (
+                f"--max-logprobs {top_k}",
+                f"mismatch.correction.centering.top_k is {top_k}, and it reports {most} at most",
+            )
+        ]
 
     def _quantized(self, precision: PrecisionConfig, reading: EngineReading) -> list[tuple[str, str]]:
         """Return the flags for parts that are not quantized as asked, with reasons; the audit refuses what was not asked for."""

@@ -276,13 +276,6 @@ def test_resuming_anywhere_gives_the_same_alarms(trace: list[dict[str, float]], 
     assert second.state == whole.state
 
 
-def test_a_streak_goes_on_after_a_resume() -> None:
-    before, after = Watching(section(x={"above": 1})), Watching(section(x={"above": 1}))
-    assert changes(before, [2, 2]) == []
-    assert resume(after, before.state) == []
-    assert [(a.step, a.first_step) for a in after.observe(3, {"x": 2})] == [(3, 1)]
-
-
 def test_a_metric_whose_rule_changed_begins_anew_and_others_do_not() -> None:
     before = Watching(section(x={"above": 1}, y={"above": 1}, gone={"above": 1}))
     for step in range(3):

@@ -137,7 +137,7 @@ def trainer(output: dict[str, Any], wrapper: Any, **sections: Any) -> Any:
         eval_split="eval/default", follow_sampling=lambda: None, check_records=lambda *_: [],
         held_scale=SimpleNamespace(hold=lambda held: None),
     )  # fmt: skip
-    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(found, block, WORLD)
+    mm.scoring, mm.objective, mm.centering = Scoring(mm), Objective(mm), Centering(mm, block)
     mm.scoring.settle = lambda *_: None  # nothing is scored
     return found
 

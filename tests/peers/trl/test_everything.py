@@ -154,18 +154,3 @@ def test_a_callback_alone_controls_and_survives_kill_9(run: Run, dense: Path, tm
     data = read_run(out / "mismatch")
     assert [(event.step, event.data["first_step"]) for event in data.events if event.name == "alarm"] == [(4, 1)]
     assert data.series("mismatch/lr_multiplier")[1] == [1.0] * 7 + [0.5] * 2
-
-
-def test_a_callback_finds_a_surge_in_the_logs(run: Run, dense: Path, tmp_path: Path) -> None:
-    # Any gradient norm at or above 1.0001 of the first surges.
-    lr = {
-        "trigger": "grad_norm",
-        "baseline_window": 1,
-        "surge_ratio": 1.0001,
-    }
-    given = {"model": dense, "out": tmp_path}
-    found = run(scenarios.by_callback, block={"lr": lr}, max_steps=6, **given).expect()
-    last = found["history"][-1]
-    assert last["mismatch/lr_surges"] >= 1
-    short = run(scenarios.by_callback, block={"lr": {}}, max_steps=1, **given)
-    assert "a baseline of 50 batches, and this training has 1 steps" in short.stderr

@@ -126,6 +126,17 @@ def test_runs_without_a_block_measured_or_attached_are_stock(run: Run, moe: Path
     assert not found["failed"] and found["verdict"] == "in_sync"
 
 
+def test_centering_takes_the_servers_most_likely_tokens(run: Run, moe: Path, server: str, tmp_path: Path) -> None:
+    found = run(scenarios.centered, model=moe, out=tmp_path, url=server).expect()
+    assert found["places"] > 32
+    # Both sides compute in float32. A head of another place or row is off by whole nats.
+    assert found["apart"] < 1e-3 and found["sampled"] < 1e-3, found
+    assert len(found["history"]) == 2
+    assert all(step["mismatch/sampler_bias"] > 0 for step in found["history"])
+    # The server was started with vLLM's 20.
+    assert "--max-logprobs 128" in found["refused"] and "it reports 20 at most" in found["refused"], found["refused"]
+
+
 def test_probes_that_a_busy_server_does_not_answer_leave_updates_unknown(
     run: Run, moe: Path, server: str, tmp_path: Path
 ) -> None:
