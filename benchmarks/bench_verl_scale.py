@@ -96,8 +96,8 @@ def _of_size(millions: float) -> list[dict[str, Any]]:
     section = KlConfig(coef=1.0)
 
     def ours() -> Any:
-        measure.measure_kl(batch, section, measure.BadKeys(batch))
-        return measure.measure(batch, 1, measure.Scoring(), measure.BadKeys(batch), longest=TOP)
+        bad = measure.BadKeys(batch)
+        return measure.measure(batch, 1, measure.Scoring(), bad, longest=TOP, reference=True, kl=section)
 
     def theirs() -> None:
         padded = queue.kv_batch_get(queue.keys, "train", list(FIELDS)).to_padded_tensor()

@@ -598,7 +598,10 @@ class RunLog:
 
     def mask(self, split: str, kept_mask: Tensor, response_mask: Tensor) -> None:
         """Add what a correction leaves of a batch; arguments as for `masked_sums`."""
-        sums = masked_sums(kept_mask, response_mask)
+        self.add_masked(split, masked_sums(kept_mask, response_mask))
+
+    def add_masked(self, split: str, sums: Sums) -> None:
+        """Add what a correction leaves of a batch, sums from `masked_sums`."""
         self._masked[split] = merged(self._masked[split], sums) if split in self._masked else sums
 
     def count_bad_rows(self, split: str, bad: BadRows, batch: HeldBatch | None = None) -> None:

@@ -1,7 +1,7 @@
 """verl's PPO trainer with the `mismatch:` block, in each of verl's modes; `modes.py` combines it with verl's class of a mode.
 
-Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (the gap) ->
-`_compute_advantage` (correction, KL) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
+Order of a rollout through this file: `on_init_end` (what is active, everywhere) -> `_compute_old_log_prob` (bad rows) ->
+`_compute_advantage` (the gap, KL, correction) -> `_update_actor` (learning rate, loss scaler) -> `on_step_end` (weights) ->
 `_compute_metrics` (loggers, run directory, alarms) -> checkpoints, and how a run ends.
 """
 
@@ -38,10 +38,10 @@ from mismatch_ext.adapters.verl.measure import (
     BadKeys,
     Measured,
     Scoring,
-    judge_reference,
     left_by_correction,
     measure,
     sampled_rows,
+    take_faults,
 )
 from mismatch_ext.adapters.verl.refusals import SYNC, trainer_of
 from mismatch_ext.adapters.verl.replay import NATIVE
@@ -53,6 +53,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks, FailedCheck
 from mismatch_ext.config import MismatchConfig, Trigger
+from mismatch_ext.correction import masked_sums_of
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
 from mismatch_ext.log import RunLog, run_folder
@@ -100,6 +101,7 @@ class MismatchTrainer(_Host):
         self._measured: Measured | None = None  # of the batch that the next update learns from
         self._bad: BadKeys | None = None  # the bad rows of that batch
         self._judged_batch: StoredBatch | None = None  # that batch, as evidence
+        self._has_reference = False  # whether the reference has scored that batch
         self._has_judged = False  # whether the pass that scored it has judged its routes
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
@@ -212,9 +214,9 @@ class MismatchTrainer(_Host):
         return batch
 
     def _compute_old_log_prob(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Score the batch as verl does, then measure the gap to the engine's log-probabilities.
+        """Score the batch as verl does; its rows are checked before and after the pass.
 
-        Before and after the pass its rows are checked. If the config acts, bad rows get no part in any loss.
+        If the config acts, bad rows get no part in any loss.
         """
         held = self._held(batch)
         with self._checks.checking("rollouts"):
@@ -231,9 +233,9 @@ class MismatchTrainer(_Host):
         for one in (batch, scored):
             one.extra_info.pop(JUDGED, None)
         self._has_judged = judges and not bypasses(self.config)  # in bypass mode verl takes no pass
-        self._measured = None
-        with self._checks.checking("gap"), self._log.holding("train", held):
-            self._measure_gap(scored, bad)
+        self._has_reference = False
+        if judges:
+            take_faults(scored, self.global_steps, bad)
         if bad and self._checks.acts:
             mark(scored, bad)
         # A further pass would score with weights that an update has changed.
@@ -271,23 +273,24 @@ class MismatchTrainer(_Host):
             settings=processes.trainer_settings,
         )
 
-    def _measure_gap(self, batch: Any, bad: BadKeys) -> None:
-        """Measure a batch that verl's pass has scored; bypass mode has no such pass, and only lengths are known."""
-        if bypasses(self.config):
-            self._measured = self._measure(batch, None, bad)
-            return
-        # The weights that score are those of the last weight update.
-        version = self.global_steps - 1 if self._log.follows_versions else None
-        measured = self._measure(batch, Scoring(field=OLD, version=version, replayed=self._has_routes), bad)
-        assert measured.gap is not None
-        self._log.merge("train", measured.gap)
+    def _measure_scored(self, batch: Any, bad: BadKeys) -> Measured:
+        """Measure a batch that verl's passes have scored; in bypass mode the trainer has none, and there is no gap."""
+        scoring = None
+        if not bypasses(self.config):
+            # The weights that score are those of the last weight update.
+            version = self.global_steps - 1 if self._log.follows_versions else None
+            scoring = Scoring(field=OLD, version=version, replayed=self._has_routes)
+        section = None if self._kl is None else self._kl.term.config
+        measured = self._measure(batch, scoring, bad, reference=self._has_reference, kl=section)
+        if measured.gap is not None:
+            self._log.merge("train", measured.gap)
         if measured.drift is not None:
             self._log.add_drift(measured.drift)
-        self._measured = measured
+        return measured
 
-    def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys) -> Measured:
+    def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys, **asked: Any) -> Measured:
         longest = int(self.config.actor_rollout_ref.rollout.response_length)
-        return measure(batch, self.global_steps, scoring, bad, longest=longest, **self._log.part())
+        return measure(batch, self.global_steps, scoring, bad, longest=longest, **asked, **self._log.part())
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
@@ -316,9 +319,7 @@ class MismatchTrainer(_Host):
         else:
             with without_routes(batch, self._block.routing):
                 batch = super()._compute_ref_log_prob(batch, metrics, *args, **kwargs)
-        assert self._bad is not None
-        with self._checks.checking("gap"):
-            judge_reference(batch, self.global_steps, self._bad)
+        self._has_reference = True
         return batch
 
     def _compute_values(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -326,33 +327,45 @@ class MismatchTrainer(_Host):
             return super()._compute_values(batch, metrics, *args, **kwargs)
 
     def _compute_advantage(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Compute advantages as verl does, after the KL's coefficient and baseline; count what verl's correction discards.
+        """Measure the batch, compute advantages as verl does, and count what verl's correction discards.
 
         Bad rows leave the losses afterwards, so that they stay in the statistics of their groups.
         """
-        bad = self._bad
+        bad, held = self._bad, self._judged_batch
         assert bad is not None
-        # All passes are over: nothing more can make a row bad.
-        self._log.count_bad_rows("train", bad.rows, self._judged_batch)
+        assert held is not None
+        # All passes are over: nothing but what is measured now can make a row bad.
+        self._measured = None
+        with self._checks.checking("gap"), self._log.holding("train", held):
+            self._measured = self._measure_scored(batch, bad)
+        self._log.count_bad_rows("train", bad.rows, held)
         if bad and self._checks.acts:
             mark(batch, bad)
             replace_non_finite(batch, bad)
         if self._kl is not None:
-            metrics.update(self._kl.prepare(batch, self.global_steps, bad))
+            assert self._measured is not None
+            assert self._measured.kl is not None
+            metrics.update(self._kl.prepare(self._measured.kl, self.global_steps))
         batch = super()._compute_advantage(batch, metrics, *args, **kwargs)
         if self._kl is not None:
             self._kl.check_penalized()
         correction = self.config.algorithm.get("rollout_correction")
-        if correction is not None and (correction.get("rollout_rs") or correction.get("rollout_is")):
+        if self._measured is not None and self._corrects(correction):
             with self._checks.checking("correction"):
-                if not bypasses(self.config):
-                    for kept, sampled in left_by_correction(batch, bad):
-                        self._log.mask("train", kept, sampled)
+                good = ~bad.flags(batch.keys)
+                sampled, left = self._measured.tokens, left_by_correction(batch)
+                self._log.add_masked("train", masked_sums_of(sampled[good], left[good]))
         if bad and self._checks.acts:
             if self._normalizes(correction):
                 renormalize(batch, bad, str(correction.rollout_is))
             take_out(batch, bad, str(self.config.actor_rollout_ref.actor.policy_loss.loss_mode))
         return batch
+
+    def _corrects(self, correction: Any) -> bool:
+        """Return whether verl's driver rejects tokens of a batch, or weighs them."""
+        if correction is None or bypasses(self.config):
+            return False
+        return bool(correction.get("rollout_rs") or correction.get("rollout_is"))
 
     def _normalizes(self, correction: Any) -> bool:
         """Return whether verl has divided the weights of a batch by their mean."""
