@@ -484,6 +484,85 @@ def picture_of_learning() -> str | None:
     ]) + "\n"  # fmt: skip
 
 
+ENGINE, CHECK, TRAINER = 14, 265, 516
+"""Left edges of the columns of the picture of a rollout, in pixels."""
+COLUMN, BOX, PITCH, HEAD = 228, 48, 66, 70
+"""Width of a column, height of a box, distance of two rows, and the place of the first row, in pixels."""
+# What the engine does, what is checked between both sides and in which file of mismatch_ext, what the trainer does.
+ROLLOUT: tuple[tuple[str, str, str, str], ...] = (
+    ("start with its settings", "dtypes, sampling, hooks read back", "precision/audit.py", "start with its settings"),
+    ("load the new weights", "probe tokens scored by both sides", "weights.py", "send the new weights"),
+    ("sample tokens", "finite, in range, of these weights", "rollout.py", "count and leave out bad rows"),
+    ("go on after a tool's answer", "turn N+1 extends turn N", "turns.py", "join the turns of a conversation"),
+    ("report routes of experts", "the trace's tokens are the pass's", "routing/align.py", "score the same tokens, same routes"),
+    ("report log-probabilities", "the gap: numerics apart from drift", "gap.py", "compare each token"),
+    ("", "ratio of both policies bounded", "correction.py", "weigh or reject tokens"),
+    ("", "the loss behaves as it must", "adapters/trl/behavior.py", "compute the loss"),
+    ("", "finite gradients, one learning rate", "lr.py", "take the step"),
+    ("", "metrics against their limits", "alarms.py", "log, warn, save"),
+)  # fmt: skip
+
+
+def box(left: int, top: int, text: str, color: str) -> str:
+    """Return a box with a text in its middle."""
+    return (
+        f'<rect x="{left}" y="{top}" width="{COLUMN}" height="{BOX}" rx="6" fill="#ffffff" stroke="{color}" stroke-width="1.5"/>'
+        f'<text x="{left + COLUMN // 2}" y="{top + 30}" text-anchor="middle" fill="#1b1b1f">{text}</text>'
+    )
+
+
+def arrow(start: int, end: int, y: int) -> str:
+    """Return a horizontal arrow."""
+    back = -6 if end > start else 6
+    return f'<path d="M{start} {y}H{end}m{back} -4L{end} {y}l{back} 4" fill="none" stroke="#55565c"/>'
+
+
+def picture_of_rollout() -> str:
+    """Return the picture of one rollout through both sides, with the place of each check, as SVG."""
+    height = HEAD + PITCH * len(ROLLOUT) + 26
+    spoken = "; ".join(check for _, check, _, _ in ROLLOUT)
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {height}" font-family="system-ui,sans-serif" font-size="12" '
+        f'role="img" aria-label="One rollout through engine and trainer. Checked, in this order: {spoken}">',
+        f'<rect width="760" height="{height}" fill="#ffffff"/>',
+    ]
+    heads = {ENGINE: "rollout engine", CHECK: "checked between them", TRAINER: "trainer"}
+    for left, head in heads.items():
+        lines.append(
+            f'<text x="{left + COLUMN // 2}" y="30" text-anchor="middle" font-size="15" font-weight="600" '
+            f'fill="#1b1b1f">{head}</text>'
+        )
+    peers = {ENGINE: "vLLM, SGLang", CHECK: "file in mismatch_ext", TRAINER: "TRL, verl, your own loop"}
+    for left, peer in peers.items():
+        lines.append(f'<text x="{left + COLUMN // 2}" y="50" text-anchor="middle" fill="#55565c">{peer}</text>')
+    for row, (engine, check, file, trainer) in enumerate(ROLLOUT):
+        top = HEAD + PITCH * row
+        middle = top + BOX // 2
+        sends_weights = file == "weights.py"
+        if engine:
+            lines.append(box(ENGINE, top, engine, COLORS["bf16"]))
+            ends = (CHECK, ENGINE + COLUMN) if sends_weights else (ENGINE + COLUMN, CHECK)
+            lines.append(arrow(*ends, middle))
+        ends = (TRAINER, CHECK + COLUMN) if sends_weights else (CHECK + COLUMN, TRAINER)
+        lines += [
+            arrow(*ends, middle),
+            box(TRAINER, top, trainer, COLORS["FP16"]),
+            f'<rect x="{CHECK}" y="{top}" width="{COLUMN}" height="{BOX}" rx="6" fill="#e8f5f0" stroke="{COLORS["float32"]}"/>'
+            f'<text x="{CHECK + COLUMN // 2}" y="{top + 21}" text-anchor="middle" fill="#1b1b1f">{check}</text>'
+            f'<text x="{CHECK + COLUMN // 2}" y="{top + 39}" text-anchor="middle" font-size="11" fill="#55565c">{file}</text>',
+        ]
+    # The loop closes: after the step, the weights go out again.
+    last = HEAD + PITCH * (len(ROLLOUT) - 1) + BOX // 2
+    sent = HEAD + PITCH + BOX // 2
+    edge = TRAINER + COLUMN
+    lines += [
+        f'<path d="M{edge} {last}h10V{sent}h-10m6 -4l-6 4l6 4" fill="none" stroke="#55565c"/>',
+        f'<text x="20" y="{height - 12}" fill="#55565c">The next step begins with the new weights. '
+        "Without a config, none of this runs.</text>",
+    ]
+    return "\n".join([*lines, "</svg>"]) + "\n"
+
+
 TABLES: dict[str, Callable[[], list[str]]] = {
     "keys": keys,
     "short": short,
@@ -513,7 +592,11 @@ PAGES = (
     *("../README.md", "config.md", "metrics.md", "real.md", "fp16.md"),
     *("../evidence/real.md", "../evidence/hooks.md", "../evidence/scale.md"),
 )
-PICTURES: dict[str, Callable[[], str | None]] = {"gap.svg": picture, "learning.svg": picture_of_learning}
+PICTURES: dict[str, Callable[[], str | None]] = {
+    "gap.svg": picture,
+    "learning.svg": picture_of_learning,
+    "rollout.svg": picture_of_rollout,
+}
 """Pictures by file; a picture without a record is not drawn."""
 
 

@@ -66,21 +66,24 @@ def generate_request(
         raise RecordError(
             f"ignore_eos=True with stop_token_ids={list(stop_token_ids)}: SGLang then ignores both; leave out one of the two."
         )
+    top_k = sampling.top_k if sampling.top_k > 0 else -1
+    chosen = {
+        "temperature": float(sampling.temperature),
+        "top_p": float(sampling.top_p),
+        "top_k": top_k,
+        "min_p": float(sampling.min_p),
+        "repetition_penalty": float(sampling.repetition_penalty),
+    }
+    limits = {
+        "max_new_tokens": max_new_tokens,
+        "ignore_eos": ignore_eos,
+        "n": n,
+        "stop_token_ids": list(stop_token_ids),
+        "sampling_seed": None,
+    }
     request: dict[str, Any] = {
         "input_ids": [list(prompt) if isinstance(prompt, Sequence) else int(prompt) for prompt in input_ids],
-        "sampling_params": {
-            **NEUTRAL,
-            "max_new_tokens": max_new_tokens,
-            "temperature": float(sampling.temperature),
-            "top_p": float(sampling.top_p),
-            "top_k": sampling.top_k if sampling.top_k > 0 else -1,
-            "min_p": float(sampling.min_p),
-            "repetition_penalty": float(sampling.repetition_penalty),
-            "ignore_eos": ignore_eos,
-            "n": n,
-            "stop_token_ids": list(stop_token_ids),
-            "sampling_seed": None,
-        },
+        "sampling_params": NEUTRAL | chosen | limits,
         "return_logprob": True,
     }
     if prompt_logprobs:

@@ -160,55 +160,71 @@ def check_server(
 
 
 def _version_and_precision(reading: EngineReading, policy: PrecisionPolicy) -> list[ServerProblem]:
-    peer, dtype = PEERS["sglang"], policy.dtype
-    auto = reading.model_dtype == "auto"
-    unquantized = "leave out --quantization, --torchao-config and --modelopt-quant"
-    return _problems(
-        (not peer.accepts(reading.version), "version", reading.version, peer.supports, f"pip install sglang=={peer.ran[-1]}",
-         "Formats and the kind of log-probabilities differ between versions."),
-        (reading.model_dtype != dtype, "dtype", reading.model_dtype, dtype, f"--dtype {dtype}",
-         "SGLang's 'auto' turns a float32 checkpoint into float16, and what it became is not reported." if auto else
-         "Trainer and server then compute different log-probabilities, and weight updates are cast without a word."),
-        (reading.kv_cache_dtype not in policy.kv_cache_dtypes, "kv_cache_dtype", reading.kv_cache_dtype,
-         " or ".join(policy.kv_cache_dtypes), f"--kv-cache-dtype {policy.kv_cache or 'auto'}",
-         "Another cache dtype rounds keys and values that the trainer does not."),
-        (reading.quantization != policy.quantization, "quantization", reading.quantization or "none",
-         policy.quantization or "none",
-         unquantized if policy.quantization is None else f"--quantization {policy.quantization}",
-         "Quantized weights are not the trainer's." if policy.quantization is None else
-         "mismatch.precision.engine_weights asks for it."),
-        (policy.head not in (None, reading.head_dtype), "enable_fp32_lm_head", "false", "true",
-         "--enable-fp32-lm-head", "mismatch.precision.head asks for an output head in float32."),
-        (reading.logprobs_mode != LOGPROBS_MODE, ORIGINAL_LOGPROB, "1", "unset", f"unset {ORIGINAL_LOGPROB}",
-         "Log-probabilities then ignore the temperature that is sampled with."),
-    )  # fmt: skip
+    """Return what differs from the trainer in version, dtypes, quantization or the kind of log-probabilities."""
+    peer, problems = PEERS["sglang"], _Problems()
+    if not peer.accepts(reading.version):
+        why = "Formats and the kind of log-probabilities differ between versions."
+        install = f"pip install sglang=={peer.ran[-1]}"
+        problems.add("version", reading.version, allowed=peer.supports, flag=install, why=why)
+    if reading.model_dtype != policy.dtype:
+        why = "Trainer and server then compute different log-probabilities, and weight updates are cast without a word."
+        if reading.model_dtype == "auto":
+            why = "SGLang's 'auto' turns a float32 checkpoint into float16, and what it became is not reported."
+        problems.add("dtype", reading.model_dtype, allowed=policy.dtype, flag=f"--dtype {policy.dtype}", why=why)
+    if reading.kv_cache_dtype not in policy.kv_cache_dtypes:
+        why = "Another cache dtype rounds keys and values that the trainer does not."
+        allowed = " or ".join(policy.kv_cache_dtypes)
+        flag = f"--kv-cache-dtype {policy.kv_cache or 'auto'}"
+        problems.add("kv_cache_dtype", reading.kv_cache_dtype, allowed=allowed, flag=flag, why=why)
+    if reading.quantization != policy.quantization:
+        flag = "leave out --quantization, --torchao-config and --modelopt-quant"
+        why = "Quantized weights are not the trainer's."
+        if policy.quantization is not None:
+            flag = f"--quantization {policy.quantization}"
+            why = "mismatch.precision.engine_weights asks for it."
+        found, allowed = reading.quantization or "none", policy.quantization or "none"
+        problems.add("quantization", found, allowed=allowed, flag=flag, why=why)
+    if policy.head not in (None, reading.head_dtype):
+        why = "mismatch.precision.head asks for an output head in float32."
+        problems.add("enable_fp32_lm_head", "false", allowed="true", flag="--enable-fp32-lm-head", why=why)
+    if reading.logprobs_mode != LOGPROBS_MODE:
+        why = "Log-probabilities then ignore the temperature that is sampled with."
+        problems.add(ORIGINAL_LOGPROB, "1", allowed="unset", flag=f"unset {ORIGINAL_LOGPROB}", why=why)
+    return problems.found
 
 
 def _settings(info: Mapping[str, Any], policy: PrecisionPolicy, sends_all_weights: bool) -> list[ServerProblem]:
     """Return settings under which the server runs another model, loses updates, or computes other values."""
-    preferred, override = info.get("preferred_sampling_params"), info.get("json_model_override_args")
-    target, replicas = info.get("rl_on_policy_target"), info.get("dp_size") or 1
-    quantized = policy.quantization is not None and _says_only_format(override, policy.quantization)
-    return _problems(
-        (_given(preferred), "preferred_sampling_params", preferred, "none", "leave out --preferred-sampling-params",
-         "They fill in what a request leaves out, and no record has them."),
-        (_given(override) and not quantized, "json_model_override_args", override, "{}",
-         "leave out --json-model-override-args",
-         "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."),
-        (info.get("load_format") == "dummy" and not sends_all_weights, "load_format", "dummy", "auto", "--load-format auto",
-         "Its weights are random, and what an update leaves out, such as buffers, stays so."),
-        (info.get("enable_lora") is True or _given(info.get("lora_paths")), "enable_lora", True, "false",
-         "leave out --enable-lora and --lora-paths",
-         "Weight updates reach the base model alone, and what an adapter adds is not the trainer's."),
-        (replicas != 1, "dp_size", replicas, "1", "--dp-size 1",
-         "SGLang refuses weight updates from tensors to several replicas; run a server for each."),
-        (target is not None and policy.dtype != "bfloat16", "rl_on_policy_target", target, "none",
-         "leave out --rl-on-policy-target",
-         f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {policy.dtype}."),
-        (info.get("enable_decoder_swa_bounded_replay") is True, "enable_decoder_swa_bounded_replay", True, "false",
-         "--no-enable-decoder-swa-bounded-replay",
-         "What it computes after a prefix hit is not the full prefill that the trainer computes."),
-    )  # fmt: skip
+    problems = _Problems()
+    preferred = info.get("preferred_sampling_params")
+    if _given(preferred):
+        name, why = "preferred_sampling_params", "They fill in what a request leaves out, and no record has them."
+        problems.add(name, preferred, allowed="none", flag="leave out --preferred-sampling-params", why=why)
+    override = info.get("json_model_override_args")
+    only_quantizes = policy.quantization is not None and _says_only_format(override, policy.quantization)
+    if _given(override) and not only_quantizes:
+        why = "The server's model is then another one than the checkpoint's configuration, which the trainer computes with, says."
+        flag = "leave out --json-model-override-args"
+        problems.add("json_model_override_args", override, allowed="{}", flag=flag, why=why)
+    if info.get("load_format") == "dummy" and not sends_all_weights:
+        why = "Its weights are random, and what an update leaves out, such as buffers, stays so."
+        problems.add("load_format", "dummy", allowed="auto", flag="--load-format auto", why=why)
+    if info.get("enable_lora") is True or _given(info.get("lora_paths")):
+        why = "Weight updates reach only the base model, and what an adapter adds is not the trainer's."
+        problems.add("enable_lora", True, allowed="false", flag="leave out --enable-lora and --lora-paths", why=why)
+    replicas = info.get("dp_size") or 1
+    if replicas != 1:
+        why = "SGLang refuses weight updates from tensors to several replicas; run a server for each."
+        problems.add("dp_size", replicas, allowed="1", flag="--dp-size 1", why=why)
+    target = info.get("rl_on_policy_target")
+    if target is not None and policy.dtype != "bfloat16":
+        why = f"On-policy mode rounds logits and head to bfloat16 under any dtype; the trainer computes in {policy.dtype}."
+        problems.add("rl_on_policy_target", target, allowed="none", flag="leave out --rl-on-policy-target", why=why)
+    bounded = "enable_decoder_swa_bounded_replay"
+    if info.get(bounded) is True:
+        why = "What it computes after a prefix hit is not the full prefill that the trainer computes."
+        problems.add(bounded, True, allowed="false", flag="--no-enable-decoder-swa-bounded-replay", why=why)
+    return problems.found
 
 
 def routing_problems(info: Mapping[str, Any]) -> list[ServerProblem]:
@@ -217,42 +233,50 @@ def routing_problems(info: Mapping[str, Any]) -> list[ServerProblem]:
     SGLang keeps a token's routes in host memory under the index of the token's KV-cache slot. If something other than the model
     fills a slot, for example a second cache, it brings no routes, and the routes of the slot's former token stay.
     """
-    captured, backend, stages = (
-        info.get("enable_return_routed_experts"), info.get("moe_runner_backend"), info.get("pp_size") or 1,
-    )  # fmt: skip
+    problems = _Problems()
+    captured = info.get("enable_return_routed_experts")
+    if captured is not True:
+        why = "Without it the server ignores a request's return_routed_experts."
+        problems.add("enable_return_routed_experts", captured, allowed="true", flag=ROUTES_FLAG, why=why)
+    backend = info.get("moe_runner_backend")
+    if backend in BYPASSING:
+        why = "It chooses experts inside a fused kernel, past the place where SGLang records them."
+        problems.add("moe_runner_backend", backend, allowed="triton", flag="--moe-runner-backend triton", why=why)
+    other_cache = "Keys and values that come back from that cache come without their routes."
+    switches = {
+        "enable_two_batch_overlap": "A batch is then computed in two halves, of which no one has compared the recorded experts.",
+        "enable_hierarchical_cache": other_cache,
+        "enable_lmcache": other_cache,
+    }
+    for name, why in switches.items():
+        if info.get(name) is True:
+            flag = f"leave out --{name.replace('_', '-')}"
+            problems.add(name, True, allowed="false", flag=flag, why=why)
+    mode = info.get("disaggregation_mode")
+    if mode not in (None, "null"):
+        why = "The prompt's routes stay with the server that computed it."
+        problems.add("disaggregation_mode", mode, allowed="null", flag="leave out --disaggregation-mode", why=why)
     speculative = info.get("speculative_algorithm")
-    mode, other_cache = (
-        info.get("disaggregation_mode"),
-        "Keys and values that come back from that cache come without their routes.",
-    )
-    return _problems(
-        (captured is not True, "enable_return_routed_experts", captured, "true", ROUTES_FLAG,
-         "Without it the server ignores a request's return_routed_experts."),
-        (backend in BYPASSING, "moe_runner_backend", backend, "triton", "--moe-runner-backend triton",
-         "It chooses experts inside a fused kernel, past the place where SGLang records them."),
-        (info.get("enable_two_batch_overlap") is True, "enable_two_batch_overlap", True, "false",
-         "leave out --enable-two-batch-overlap",
-         "A batch is then computed in two halves, of which no one has compared the recorded experts."),
-        (info.get("enable_hierarchical_cache") is True, "enable_hierarchical_cache", True, "false",
-         "leave out --enable-hierarchical-cache", other_cache),
-        (info.get("enable_lmcache") is True, "enable_lmcache", True, "false", "leave out --enable-lmcache", other_cache),
-        (mode not in (None, "null"), "disaggregation_mode", mode, "null", "leave out --disaggregation-mode",
-         "The prompt's routes stay with the server that computed it."),
-        (speculative is not None, "speculative_algorithm", speculative, "none", "leave out --speculative-algorithm",
-         "Routes of drafted tokens have not been compared with a trainer's."),
-        (stages != 1, "pp_size", stages, "1", "--pp-size 1", "A pipeline stage records the routes of its own layers alone."),
-    )  # fmt: skip
+    if speculative is not None:
+        name, why = "speculative_algorithm", "Routes of drafted tokens have not been compared with a trainer's."
+        problems.add(name, speculative, allowed="none", flag="leave out --speculative-algorithm", why=why)
+    stages = info.get("pp_size") or 1
+    if stages != 1:
+        why = "A pipeline stage records only the routes of its own layers."
+        problems.add("pp_size", stages, allowed="1", flag="--pp-size 1", why=why)
+    return problems.found
 
 
-def _problems(*rows: tuple[bool, str, object, str, str, str]) -> list[ServerProblem]:
-    """Return the problems among rows of (is one, field, value, what is allowed, flag to change, reason)."""
-    return [
-        ServerProblem(
-            field=field, found=value if isinstance(value, str) else brief(value), allowed=allowed, flag=flag, why=why
-        )
-        for is_one, field, value, allowed, flag, why in rows
-        if is_one
-    ]
+class _Problems:
+    """A list of problems that grows."""
+
+    def __init__(self) -> None:
+        self.found: list[ServerProblem] = []
+
+    def add(self, field: str, value: object, *, allowed: str, flag: str, why: str) -> None:
+        """Add a setting with its value, what is allowed, the flag to change, and the reason."""
+        found = value if isinstance(value, str) else brief(value)
+        self.found.append(ServerProblem(field=field, found=found, allowed=allowed, flag=flag, why=why))
 
 
 def _says_only_format(override: object, quantized: str) -> bool:

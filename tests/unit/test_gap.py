@@ -315,3 +315,5 @@ def test_generated_pages_are_current() -> None:
         file = ROOT / "docs" / name
         drawn = file.read_text(encoding="utf-8") if file.is_file() else None
         assert drawn == draw(), f"run python docs/generate.py ({name})"
+    missing = [check for _, _, check, _ in generate["ROLLOUT"] if not (ROOT / "mismatch_ext" / check).is_file()]
+    assert not missing, "files that the picture of a rollout names"

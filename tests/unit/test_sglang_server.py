@@ -88,7 +88,7 @@ PROBLEMS = [
     ({"preferred_sampling_params": {"n": 5}}, "preferred_sampling_params", "leave out --preferred-sampling-params", "no record"),
     ({"json_model_override_args": '{"a": 1}'}, "json_model_override_args", "leave out --json-model-override-args", "another one"),
     ({"load_format": "dummy"}, "load_format", "--load-format auto", "random"),
-    ({"enable_lora": True}, "enable_lora", "leave out --enable-lora and --lora-paths", "base model alone"),
+    ({"enable_lora": True}, "enable_lora", "leave out --enable-lora and --lora-paths", "only the base model"),
     ({"dp_size": 2}, "dp_size", "--dp-size 1", "several replicas"),
     ({"rl_on_policy_target": "fsdp"}, "rl_on_policy_target", "leave out --rl-on-policy-target", "to bfloat16"),
     ({"speculative_algorithm": "EAGLE"}, "speculative_algorithm", "leave out --speculative-algorithm", "drafted tokens"),
