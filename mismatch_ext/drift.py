@@ -108,7 +108,8 @@ def drift_sums(
     for name, chosen in masks.items():
         gap = gap_sums(old=old, rollout=rollout, mask=chosen)
         # Without profiles, which are most of the bytes and nobody draws.
-        sums |= prefixed(name, {key: value for key, value in gap.items() if value.dim() == 0 or key == "moments:p"})
+        kept = {key: value for key, value in gap.items() if value.dim() == 0 or key.startswith("moments:")}
+        sums |= prefixed(name, kept)
     return sums
 
 

@@ -27,7 +27,7 @@ from mismatch_ext.config import KlConfig
 from mismatch_ext.drift import drift_sums, of_one_version, token_versions
 from mismatch_ext.errors import RecordError
 from mismatch_ext.events import BAD_ROW_REASONS
-from mismatch_ext.gap import gap_sums
+from mismatch_ext.gap import MEANS_OF, gap_sums, rows_of_means
 from mismatch_ext.kl import kl_baseline, kl_sums
 from mismatch_ext.sums import Sums, merged
 
@@ -140,7 +140,7 @@ def measure(
 
     Args:
         batch: The keys.
-        step: The step, for messages.
+        step: The step, for messages, and the seed by which rows are drawn whose means are measured (`rows_of_means`).
         scoring: The pass that scored the batch; None if there was none, and no gap.
         bad: The bad rows that are known.
         longest: The limit of a response, tokens.
@@ -161,6 +161,9 @@ def measure(
         names += [OLD]
     keys = list(batch.keys)
     number_of = {key: number for number, key in enumerate(keys)}
+    # A row that verl added to fill the batch up is never drawn.
+    known = torch.tensor([0 if tag.get("is_padding") else int(tag.get("response_len", 0)) for tag in batch.tags])
+    means = rows_of_means(known, step, MEANS_OF)
     has_baseline = kl is not None and kl.has_baseline
     places, tokens = torch.zeros(len(keys), dtype=torch.int64), torch.zeros(len(keys), dtype=torch.int64)
     gaps, drifts, kls = list[Sums](), list[Sums](), list[Sums]()
@@ -176,14 +179,14 @@ def measure(
             chunk.judge(REFERENCE, "old_logprobs", bad)
         left_out = bad.flags(chunk.keys)
         if scoring is not None:
-            gaps.append(chunk.gap(scoring.field, left_out, sample=sample, seed=seed + number))
+            gaps.append(chunk.gap(scoring.field, left_out, means=means[rows], sample=sample, seed=seed + number))
             if scoring.version is not None:
                 drifts.append(chunk.drift(scoring, left_out))
         if kl is not None:
             kls.append(chunk.kl(left_out))
             if has_baseline:
                 prompts = torch.tensor([place for place, group in enumerate(together) for _ in group])
-                chunk.put_baseline(kl, prompts)
+                chunk.put_baseline(kl, prompts, left_out)
     sampled = sampled_rows(batch)
     good = [row for row in sampled if keys[row] not in bad]
     # The rate's rule needs a length even if all rows are bad.
@@ -256,13 +259,14 @@ class _Chunk:
             where = f"rollout {self.keys[row]} of step {self._step}, token {token}"
             bad.add(self.keys[row], reason, f"{where}: the {side}'s log-probability is {float(values[place])}.")
 
-    def gap(self, name: str, left_out: Tensor, *, sample: int, seed: int) -> Sums:
+    def gap(self, name: str, left_out: Tensor, *, means: Tensor, sample: int, seed: int) -> Sums:
         """Return `gap_sums` of the rows that are not left out, by the scores of a field."""
         return gap_sums(
             old=self._field(name).values().float(),
             rollout=self._field(ROLLOUT).values().float(),
             mask=self._counted(left_out),
             lengths=self.lengths,
+            means=means,
             sample=sample,
             seed=seed,
         )
@@ -293,14 +297,14 @@ class _Chunk:
         policy, reference = (self._field(name).values() for name in (OLD, REFERENCE))
         return kl_sums(logprobs=policy, ref_logprobs=reference, mask=self._counted(left_out))
 
-    def put_baseline(self, section: KlConfig, prompts: Tensor) -> None:
+    def put_baseline(self, section: KlConfig, prompts: Tensor, left_out: Tensor) -> None:
         """Put each token's leave-one-out baseline into the batch; `prompts` are the rows' groups `[B]`."""
         fields = {name: self._padded(name) for name in (OLD, REFERENCE, MASK, ROLLOUT)}
-        # Other rows' baselines depend on bad rows, as they are once their log-probabilities have been replaced.
-        fields[ROLLOUT], fields[OLD] = finite(fields[ROLLOUT], fields[OLD])
-        fields[REFERENCE] = torch.where(
-            fields[REFERENCE].isfinite(), fields[REFERENCE], fields[OLD].to(fields[REFERENCE])
-        )
+        if left_out.any():
+            # Other rows' baselines depend on bad rows, as they are once their log-probabilities have been replaced.
+            fields[ROLLOUT], fields[OLD] = finite(fields[ROLLOUT], fields[OLD])
+            reference = fields[REFERENCE]
+            fields[REFERENCE] = torch.where(reference.isfinite(), reference, fields[OLD].to(reference))
         baseline = response_to_nested(baseline_of(fields, section, prompts), self._field(MASK))
         values = TensorDict({BASELINE: baseline}, batch_size=len(self.keys))
         tq.kv_batch_put(keys=self.keys, partition_id=self._partition, fields=values)

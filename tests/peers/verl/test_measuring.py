@@ -39,6 +39,14 @@ def test_chunks_are_the_whole(run: Run) -> None:
     assert found["unscored"] == [None, found["tokens"]]
 
 
+def test_means_of_a_large_batch_are_those_of_a_sample_and_every_row_is_judged(run: Run) -> None:
+    found = run(scenarios.of_a_sample).expect()
+    assert same(found["found"], found["expected"]) and "k3_kl_error" in found["found"]
+    assert found["drawn"] < 6 and found["found"]["mean_tokens"] < found["found"]["tokens"]
+    (fault,) = found["bad"]
+    assert fault[0] == "old_logprobs" and fault[1].startswith(f"rollout {found['left']} of step 4, token 0")
+
+
 def test_rows_with_values_that_are_no_logprobs_are_bad_and_left_out(run: Run) -> None:
     found = run(scenarios.unfit).expect()
     for case, reason, message in (

@@ -23,7 +23,7 @@ from torch import Tensor
 from mismatch_ext.config import KlConfig, MismatchConfig
 from mismatch_ext.drift import drift_metrics
 from mismatch_ext.evidence import lines_of
-from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums
+from mismatch_ext.gap import gap_metrics, gap_profiles, gap_sample, gap_sums, rows_of_means
 from mismatch_ext.kl import kl_sums
 from mismatch_ext.log import RunLog
 from mismatch_ext.rollout import SamplingSettings
@@ -132,6 +132,35 @@ def chunks() -> dict[str, Any]:
     found["unscored"] = [unscored.gap, unscored.lengths.tolist()]
     found["tokens"] = [int(row.sum()) for number, row in enumerate(mask) if number != FILLED_UP]
     return found
+
+
+def of_a_sample() -> dict[str, Any]:
+    """Measure a batch that is larger than means are taken of, as it is and with a broken row outside of the sample."""
+    given = queue()
+    keys = batch(given)
+    for tag, count in zip(keys.tags, RESPONSES, strict=True):
+        tag["response_len"] = count
+    before, measure.MEANS_OF = measure.MEANS_OF, 30
+    try:
+        lengths = torch.tensor([0 if row == FILLED_UP else count for row, count in enumerate(RESPONSES)])
+        means = rows_of_means(lengths, STEP, 30)
+        fields = (nested(given.rows[name]) for name in (OLD, "rollout_log_probs", "response_mask"))
+        old, rollout, mask = (field.values() for field in fields)
+        places = torch.tensor(RESPONSES)
+        expected = gap_sums(old=old, rollout=rollout, mask=mask, lengths=places, means=means)
+        measure.tq, measure.CHUNK = given, 3
+        stated = measure.measure(keys, STEP, Scoring(), BadKeys(keys), longest=17).gap
+        left = next(row for row in range(len(RESPONSES)) if not means[row] and row != FILLED_UP)
+        given.rows[OLD][left] = given.rows[OLD][left] * float("nan")
+        bad = BadKeys(keys)
+        measure.measure(keys, STEP, Scoring(), bad, longest=17)
+    finally:
+        measure.MEANS_OF = before
+    assert stated is not None
+    return {
+        "found": gap_metrics(stated), "expected": gap_metrics(expected), "drawn": int(means.sum()),
+        "bad": told(bad), "left": given.keys[left],
+    }  # fmt: skip
 
 
 def evidence() -> dict[str, Any]:
