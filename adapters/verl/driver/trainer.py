@@ -102,7 +102,6 @@ class MismatchTrainer(_Host):
         self._bad: BadKeys | None = None  # the bad rows of that batch
         self._judged_batch: StoredBatch | None = None  # that batch, as evidence
         self._has_reference = False  # whether the reference has scored that batch
-        self._has_judged = False  # whether the pass that scored it has judged its routes
         self._waiting: list[Mapping[str, float | None]] = []  # statistics that the rate's rule has not counted yet
         self._of_updates: dict[str, list[Any]] = {}  # metrics of a step's local updates, each with its count of samples
         self._weights: RolloutWeights | None = None
@@ -232,7 +231,6 @@ class MismatchTrainer(_Host):
         scored = super()._compute_old_log_prob(batch, metrics, *args, **kwargs)
         for one in (batch, scored):
             one.extra_info.pop(JUDGED, None)
-        self._has_judged = judges and not bypasses(self.config)  # in bypass mode verl takes no pass
         self._has_reference = False
         if judges:
             take_faults(scored, self.global_steps, bad)
@@ -396,10 +394,7 @@ class MismatchTrainer(_Host):
         if self._kl is not None:
             self._kl.send(batch)
         if not self._trains_on_nothing:
-            if self._has_judged:
-                batch.extra_info[JUDGED] = True
             batch = super()._update_actor(batch, metrics, *args, **kwargs)
-            batch.extra_info.pop(JUDGED, None)
             self._actor_updated = True
         under_our_names(metrics)
         if self.local_trigger_step == self.parameter_sync_step - 1:  # a weight update follows
