@@ -522,8 +522,9 @@ def masked_sums(kept_mask: Tensor, response_mask: Tensor) -> Sums:
 def masked_sums_of(lengths: Tensor, left: Tensor) -> Sums:
     """Return `masked_sums` from the tokens of each response, and those of them that keep a weight, both `[B]`."""
     sampled = lengths > 0
-    lengths, order = lengths[sampled].cpu().sort(stable=True)
-    left = left[sampled].cpu()[order]
+    lengths, left = lengths[sampled].cpu(), left[sampled].cpu()
+    lengths, order = lengths.sort(stable=True)
+    left = left[order]
     quarter = torch.arange(len(lengths)) * QUARTERS // max(len(lengths), 1)
     columns = {"responses": torch.ones_like(lengths), "masked_responses": left == 0}
     columns |= {"tokens": lengths, "masked_tokens": lengths - left}
