@@ -109,15 +109,18 @@ def hosts() -> tuple[Host, ...]:
     """Return the combinations of trainer and engine that `mismatch-ext compat` looks at."""
     trl, verl = ("torch", "transformers", "accelerate", "trl"), ("torch", "transformers", "verl")
     engine = {"vllm", *(["cpu"] if on_cpu_build() else [])}
-    return (
+    with_trl = [
         Host("TRL GRPO + vLLM", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", *engine})),
         Host("TRL GRPO + vLLM server", (*trl, "vllm"), frozenset({"trl", "GRPOTrainer", "server", *engine})),
         Host("TRL RLOO + vLLM", (*trl, "vllm"), frozenset({"trl", "RLOOTrainer", *engine})),
         Host("TRL GRPO alone", trl, frozenset({"trl", "GRPOTrainer", "alone"})),
+    ]
+    with_verl = [
         Host("verl + vLLM", (*verl, "vllm"), frozenset({"verl", "fsdp", *engine})),
         Host("verl + SGLang", (*verl, "sglang"), frozenset({"verl", "sglang", "fsdp"})),
         Host("verl Megatron + vLLM", (*verl, "megatron-core", "vllm"), frozenset({"verl", "megatron", *engine})),
-    )
+    ]
+    return (*with_trl, *with_verl)
 
 
 def installed_environment(*, importing: bool = False) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 
 from datasets import Dataset
 
-INSTALL = "pip install -r requirements/real.txt"
+INSTALL = "pip install -c requirements/constraints-cpu.txt -r requirements/real.txt"
 KINDS = ("leg_counting", "letter_counting", "gsm_symbolic")
 """Data sets of reasoning-gym whose answers are numbers."""
 SUMS = {

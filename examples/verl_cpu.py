@@ -47,7 +47,10 @@ def _run(overrides: list[str]) -> None:
         f"{LIMIT // 60}. Its output: {WORK}/log.txt",
         flush=True,
     )
-    run = run_verl(WORK, [*lasting(STEPS), *overrides], model=MODEL, plugin=True, timeout=LIMIT, metrics="short")
+    named = [f"trainer.project_name={WORK.parent.name}", f"trainer.experiment_name={WORK.name}"]
+    run = run_verl(
+        WORK, [*lasting(STEPS), *named, *overrides], model=MODEL, plugin=True, timeout=LIMIT, metrics="short"
+    )
     if run.code:
         why = f"exit status {run.code}" + (
             f", because {LIMIT // 60} minutes were over" if run.code == TIMED_OUT else ""

@@ -33,13 +33,13 @@ def table() -> str:
     """Return the table as Markdown."""
     lines = ["# Patches", "", "What the rules are: patches/README.md."]
     for patch, active in DECLARED:
+        checks = ["its probe"] if patch.probe is not None else []
+        checks += [patch.observed] if patch.observed else []
+        lines += ["", f"## {patch.name}", ""]
         lines += [
-            "",
-            f"## {patch.name}",
-            "",
             f"- **Symbol**: `{patch.target}`, {patch.peer} {patch.supports or 'of any version'}",
             f"- **Active**: {active}",
-            f"- **Checked by**: {'; '.join(['its probe'] * (patch.probe is not None) + [patch.observed] * bool(patch.observed))}",
+            f"- **Checked by**: {'; '.join(checks)}",
             f"- **Why**: {patch.reason}",
             f"- **Not covered**: {patch.not_covered}",
             f"- **Can go when**: {patch.remove_when}",

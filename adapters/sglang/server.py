@@ -95,18 +95,21 @@ def read_server(info: Mapping[str, Any], *, original_logprobs: bool | None = Non
                 f"the report of the SGLang server has {name}={brief(info.get(name))}; allowed: text. Is it that of GET "
                 f"/server_info of an SGLang server ({PEERS['sglang'].supports})?"
             )
-    quantizations = (info.get(name) for name in ("quantization", "torchao_config", "modelopt_quant"))
+    settings = [info.get(name) for name in ("quantization", "torchao_config", "modelopt_quant")]
+    quantizations = [str(value)[:60] for value in settings if value not in (None, "", "unquant")]
+    dtype = spelled(info["dtype"])
+    head_in_float32 = info.get("enable_fp32_lm_head") is True
     if original_logprobs is None:
         original_logprobs = info.get(ORIGINAL_LOGPROB) is True
     return EngineReading(
         engine="sglang",
         version=info["version"],
-        model_dtype=spelled(info["dtype"]),
+        model_dtype=dtype,
         parameter_dtypes={},
         kv_cache_dtype=spelled(info["kv_cache_dtype"]),
         logprobs_mode="raw_logprobs" if original_logprobs else "processed_logprobs",
-        quantization=next((str(value)[:60] for value in quantizations if value not in (None, "", "unquant")), None),
-        head_dtype="float32" if info.get("enable_fp32_lm_head") is True else spelled(info["dtype"]),
+        quantization=next(iter(quantizations), None),
+        head_dtype="float32" if head_in_float32 else dtype,
     )
 
 

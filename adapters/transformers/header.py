@@ -15,11 +15,14 @@ PACKAGES = ("transformers", "accelerate", "trl", "vllm")
 def of_arguments(args: TrainingArguments, model: Any) -> dict[str, Any]:
     """Return facts about a run from its Trainer's arguments and model, by the names of `run_info`'s arguments."""
     config = getattr(model, "config", None)
+    name = str(getattr(config, "_name_or_path", type(model).__name__))
+    model_type = str(getattr(config, "model_type", ""))
+    processor = platform.processor() or platform.machine()
     return {
         "name": args.run_name or str(args.output_dir),
-        "model": str(getattr(config, "_name_or_path", type(model).__name__)),
-        "model_type": str(getattr(config, "model_type", "")),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "device": f"{args.device.type} ({platform.processor() or platform.machine()})",
+        "model": name,
+        "model_type": model_type,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "device": f"{args.device.type} ({processor})",
         "seed": args.seed,
     }

@@ -30,12 +30,16 @@ def read_trainer(model: nn.Module, autocast: Autocast, scaler: Any, device: torc
     with autocast():
         ones = torch.ones(2, 2, dtype=torch.float32, device=device)
         product = (ones @ ones).dtype
+    under_autocast = None
+    if product != torch.float32:
+        under_autocast = str(product).removeprefix("torch.")
+    state = None
+    if scaler is not None:
+        state = {"class": type(scaler).__name__, "enabled": bool(scaler.is_enabled()), "scale": scaler.get_scale()}
     return TrainerReading(
         parameter_dtypes=dict(counts),
-        autocast_dtype=None if product == torch.float32 else str(product).removeprefix("torch."),
-        scaler=None
-        if scaler is None
-        else {"class": type(scaler).__name__, "enabled": bool(scaler.is_enabled()), "scale": scaler.get_scale()},
+        autocast_dtype=under_autocast,
+        scaler=state,
         reduce_dtype=None,
         device=device.type,
     )

@@ -32,11 +32,12 @@ class VocabularySurplus:
 
     def __str__(self) -> str:
         surplus = self.model_size - self.tokenizer_size
+        in_a_response = 1 - (1 - min(self.mass_mean, 1.0)) ** 1000
         return (
             f"the model's vocabulary has {self.model_size} ids, its tokenizer {self.tokenizer_size}: {surplus} ids can "
             f"be sampled but not decoded. On probe tokens the policy gives them probability {self.mass_mean:.2e} on "
             f"average and {self.mass_max:.2e} at most; a response of 1000 tokens then contains one with probability "
-            f"{1 - (1 - min(self.mass_mean, 1.0)) ** 1000:.2e}. If that matters, resize the model's embeddings to the "
+            f"{in_a_response:.2e}. If that matters, resize the model's embeddings to the "
             f"tokenizer or mask these ids in both engine and trainer."
         )
 

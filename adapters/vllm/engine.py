@@ -80,16 +80,18 @@ def reading_of(model_runner: Any, vllm_config: Any) -> EngineReading:
     caches = [cache for cache in getattr(model_runner, "kv_caches", []) if hasattr(cache, "dtype")]
     # The tensor of an fp8 cache is uint8; only the setting says which fp8 format the bytes have.
     asked = str(vllm_config.cache_config.cache_dtype)
-    held = _dtype_name(caches[0].dtype) if caches else canonical(config.dtype)
+    model_dtype = canonical(config.dtype)
+    held = _dtype_name(caches[0].dtype) if caches else model_dtype
+    only_bytes = held == "uint8" and asked != "auto"
     return EngineReading(
         engine="vllm",
         version=require("vllm"),
-        model_dtype=canonical(config.dtype),
+        model_dtype=model_dtype,
         parameter_dtypes=dict(counts),
-        kv_cache_dtype=asked if held == "uint8" and asked != "auto" else held,
+        kv_cache_dtype=asked if only_bytes else held,
         logprobs_mode=str(config.logprobs_mode),
         quantization=quantization_of(model_runner.model, config.quantization),
-        head_dtype=head_dtype(model_runner.model, canonical(config.dtype)),
+        head_dtype=head_dtype(model_runner.model, model_dtype),
     )
 
 

@@ -130,11 +130,16 @@ class RemoteEngine:
         """
         if self.plugin is None:
             model = self.config["model_config"]
+            cache = self.config["cache_config"]
             return EngineReading(
-                engine="vllm", version=self.version, model_dtype=str(model["dtype"]).removeprefix("torch."), parameter_dtypes={},
-                kv_cache_dtype=str(self.config["cache_config"]["cache_dtype"]), logprobs_mode=str(model["logprobs_mode"]),
+                engine="vllm",
+                version=self.version,
+                model_dtype=str(model["dtype"]).removeprefix("torch."),
+                parameter_dtypes={},
+                kv_cache_dtype=str(cache["cache_dtype"]),
+                logprobs_mode=str(model["logprobs_mode"]),
                 quantization=model["quantization"],
-            )  # fmt: skip
+            )
         first, *others = self.http.rpc(READ)
         counts: dict[str, int] = dict(first["parameter_dtypes"])
         for worker in others:

@@ -52,16 +52,19 @@ def to_records(
     routing: Sequence[RoutingTrace] | None = None
     if shape is not None:
         routing = to_traces(outputs, prompt_ids=prompt_ids, shape=shape, version=provenance.weight_version, n=n)
+    heads = [head_of(completion.logprobs, top_k) for completion in completions] if top_k else None
+    cached = None
+    if n == 1:  # of several responses to a prompt, vLLM says only what one of them took from the cache
+        cached = [getattr(output, "num_cached_tokens", None) for output in outputs]
     return rollout.to_records(
         [ids for ids in prompt_ids for _ in range(n)],
         [completion.token_ids for completion in completions],
         [_logprobs(completion, row) for row, completion in enumerate(completions)],
         provenance=provenance,
         routing=routing,
-        heads=[head_of(completion.logprobs, top_k) for completion in completions] if top_k else None,
+        heads=heads,
         finish_reasons=[completion.finish_reason for completion in completions],
-        # Of several responses to a prompt, vLLM says only what one of them took from the cache.
-        cached_tokens=[getattr(output, "num_cached_tokens", None) for output in outputs] if n == 1 else None,
+        cached_tokens=cached,
     )
 
 

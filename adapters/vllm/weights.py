@@ -136,15 +136,10 @@ def compare_tensors(
         if engine.shape != expected.shape:
             continue
         equal = torch.equal(engine, expected)
+        largest = 0.0 if equal else float((engine.float() - expected.float()).abs().max())
         before = previous.get(name)
-        comparisons.append(
-            TensorComparison(
-                name=name,
-                equal=equal,
-                max_abs_diff=0.0 if equal else float((engine.float() - expected.float()).abs().max()),
-                matches_previous=None
-                if before is None
-                else torch.equal(engine, before.values.to(device=engine.device, dtype=engine.dtype)),
-            )
-        )
+        stale = None
+        if before is not None:
+            stale = torch.equal(engine, before.values.to(device=engine.device, dtype=engine.dtype))
+        comparisons.append(TensorComparison(name=name, equal=equal, max_abs_diff=largest, matches_previous=stale))
     return comparisons

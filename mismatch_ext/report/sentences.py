@@ -55,7 +55,8 @@ def verdict(judged: Sequence[RunVerdict], runs: Mapping[str, RunData], why: Sequ
     if not measured:
         return _nothing_measured(judged, runs)
     worst = max(measured, key=lambda v: (LEVELS.index(v.level), v.worst_mean or 0.0))
-    best = _best_alternative(measured, worst)
+    comparable = [v for v in measured if _is_of_one_model(runs[v.run], runs[worst.run])]
+    best = _best_alternative(comparable, worst)
     sentences = [
         _levels_clause(judged, worst),
         *_compared(worst, best),
@@ -126,6 +127,13 @@ def _best_alternative(measured: Sequence[RunVerdict], worst: RunVerdict) -> RunV
     others = [v for v in measured if v is not worst and v.mean and not v.cause]
     half = [v for v in others if v.trainer_dtype in ("float16", "bfloat16")]
     return min(half or others, key=lambda v: v.mean or 0.0, default=None)
+
+
+def _is_of_one_model(run: RunData, other: RunData) -> bool:
+    """Tell whether two runs may be of the same model. Its path does not say so, and a log may not describe it."""
+    here, there = (data.header.get("run", {}) for data in (run, other))
+    described = [key for key in ("model_type", "parameters") if key in here and key in there]
+    return all(here[key] == there[key] for key in described)
 
 
 def _compared(worst: RunVerdict, best: RunVerdict | None) -> list[str]:

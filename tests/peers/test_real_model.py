@@ -5,6 +5,7 @@ Its layers write no language, but everything that depends on the vocabulary, the
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,7 @@ import pytest
 from transformers import AutoTokenizer, GenerationConfig
 
 from examples.smollm2 import unpack
+from tests.commands import ROOT, shell
 from tests.oracle import FACTOR, expect_float32
 from tests.peers.engines.vllm_server import serving
 from tests.peers.scenarios import Run, named
@@ -49,6 +51,12 @@ def test_an_answer_ends_with_the_token_that_the_tokenizer_calls_its_end(smollm2:
     hello = tokenizer("Hello")["input_ids"][-1]
     after_the_answer = tokens[len(tokens) - tokens[::-1].index(hello)]
     assert tokenizer.eos_token_id == ends == after_the_answer
+
+
+@pytest.mark.nightly
+def test_the_commands_of_the_page_end_with_a_verdict() -> None:
+    (block,) = re.findall(r"```bash\n(.*?)```", (ROOT / "docs/real.md").read_text(encoding="utf-8"), flags=re.S)
+    assert "smollm2 (mean |Δlogp| " in shell(block)
 
 
 def test_float32_updates_reach_a_tied_head_of_49152_tokens_in_trl(run: Run, smollm2: Path, tmp_path: Path) -> None:

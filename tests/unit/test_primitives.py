@@ -106,28 +106,21 @@ def test_sequences_of_different_dimensions_are_refused() -> None:
         correct(old_logprobs=OLD[0], rollout_logprobs=SAMPLED, response_mask=MASK[0], config="tis")
 
 
-@pytest.mark.parametrize("page", ["docs/kl.md", "docs/lr.md"])
-def test_the_lines_of_a_page_run(page: str) -> None:
+@pytest.mark.parametrize(
+    ("page", "shows"),
+    [("README.md", "loss"), ("docs/kl.md", "loss"), ("docs/correction.md", "pull"), ("docs/lr.md", "control")],
+)
+def test_the_function_of_a_page_runs_as_pasted(page: str, shows: str) -> None:
     text = (Path(__file__).resolve().parents[2] / page).read_text(encoding="utf-8")
-    (code,) = (
-        block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from mismatch_ext import" in block
-    )
-    parameter = torch.nn.Parameter(OLD.clone())
-    names: dict[str, Any] = {
-        "logprobs": parameter, "old_logprobs": OLD, "rollout_logprobs": SAMPLED, "ref_logprobs": SAMPLED, "mask": MASK,
-        "policy_loss": -parameter, "optimizer": torch.optim.SGD([parameter], lr=1.0),
-    }  # fmt: skip
-    exec(code, names)
-    if "loss" in names:
-        names["loss"].sum().backward()
-        assert parameter.grad is not None and bool(parameter.grad.isfinite().all())
-
-
-def test_the_readmes_function_runs_as_pasted() -> None:
-    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
     (code,) = (
         block for block in re.findall(r"```python\n(.*?)```", text, re.DOTALL) if "from mismatch_ext import" in block
     )
     names: dict[str, Any] = {}
     exec(code, names)
-    assert bool(names["loss"].isfinite())
+    shown = names[shows]
+    if isinstance(shown, LrControl):
+        assert shown.last_multiplier == 1.0
+        return
+    assert bool(shown.isfinite()) and float(shown) != 0.0
+    if page != "README.md":
+        names["loss"].backward()

@@ -261,6 +261,14 @@ def test_the_verdict_compares_runs(arms: Path) -> None:
     assert re.search(r"\. bf16 is .* as fp16\. What to do: prefer fp16\.$", sentence)
 
 
+def test_the_verdict_compares_no_runs_of_different_models(tmp_path: Path) -> None:
+    for name, mean, parameters in (("small", 2e-4, 595328), ("real", 0.05, 134515008)):
+        run = {"name": name, "host": "trl 1.16.0", "model_type": "llama", "parameters": parameters}
+        flat_run(tmp_path / name, mean, name=name, run=run)
+    sentence = say(tmp_path)
+    assert "as far apart as" not in sentence and sentence.endswith("set mismatch.precision.dtype to float16.")
+
+
 def test_the_verdict_puts_known_causes_first(tmp_path: Path) -> None:
     stale = flat_run(tmp_path / "stale", 0.3, name="fp16")
     with run_stream(stale, header=header("fp16"), resume_step=2) as stream:

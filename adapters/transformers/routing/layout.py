@@ -151,22 +151,24 @@ def moe_layout(model: nn.Module) -> MoeLayout:
     num_experts, top_k = shapes.pop()
     stack = stacks.pop()
     decoder = stack.rpartition(".")[0]
+    shape = RoutingShape(
+        num_layers=len(cast(nn.ModuleList, names[stack])),
+        layers=tuple(sorted({router.layer for router in routers})),
+        num_experts=num_experts,
+        top_k=top_k,
+    )
+    selectors = [
+        (name, module)
+        for name, module in names.items()
+        if calls_topk(type(module)) and not f"{name}.".startswith(tuple(blocks))
+    ]
     return MoeLayout(
-        shape=RoutingShape(
-            num_layers=len(cast(nn.ModuleList, names[stack])),
-            layers=tuple(sorted({router.layer for router in routers})),
-            num_experts=num_experts,
-            top_k=top_k,
-        ),
+        shape=shape,
         routers=tuple(sorted(routers, key=lambda router: router.layer)),
         decoder=names[decoder],
         caller=_caller(names, decoder),
         family=family,
-        selectors=tuple(
-            (name, module)
-            for name, module in names.items()
-            if calls_topk(type(module)) and not f"{name}.".startswith(tuple(blocks))
-        ),
+        selectors=tuple(selectors),
     )
 
 

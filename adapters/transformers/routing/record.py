@@ -56,14 +56,17 @@ class Recording:
                 f"{self.layout.family}: no forward pass was recorded. Was the model built anew, or a copy of it called?"
             )
         known = [rows for rows in tokens if isinstance(rows, TokenRows)]
-        all_known = len(known) == len(parts)
+        tokens_of_all = starts_of_all = None
+        if len(known) == len(parts):
+            tokens_of_all = torch.cat([rows.ids.to(torch.int32) for rows in known])
+            starts_of_all = torch.cat([rows.starts for rows in known])
         return RoutingTrace(
             parts=tuple(parts),
             layers=self.layout.layers,
             num_experts=self.layout.num_experts,
             versions=((0, self._version),),
-            tokens=torch.cat([rows.ids.to(torch.int32) for rows in known]) if all_known else None,
-            starts=torch.cat([rows.starts for rows in known]) if all_known else None,
+            tokens=tokens_of_all,
+            starts=starts_of_all,
         )
 
     def takes(self, forward: Forward) -> bool:
