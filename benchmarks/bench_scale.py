@@ -93,7 +93,7 @@ def worker(sharing: int) -> tuple[float, float]:
             return count
 
     engine: Any = object.__new__(replay.EngineReplay)
-    engine._checked = set()
+    engine._judged_marks = set()
     engine.config = SimpleNamespace(mode="R3")
     engine.layout = SimpleNamespace(layers=tuple(range(LAYERS)), num_experts=EXPERTS, top_k=TOP_K)
     engine.weight_version, engine.takes_older = None, False
@@ -119,7 +119,7 @@ def worker(sharing: int) -> tuple[float, float]:
         setattr(replay, name, stand_in)
     try:
         scoring = best(lambda: one_pass(judged=True)) / count
-        engine._checked = set(engine._marks)  # as that pass leaves it, for the update
+        engine._judged_marks = set(engine._marks)  # as that pass leaves it, for the update
         return scoring, best(lambda: one_pass(judged=False)) / count
     finally:
         for name, function in before.items():

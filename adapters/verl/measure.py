@@ -231,7 +231,8 @@ class _Chunk:
 
     def _counted(self, left_out: Tensor) -> Tensor:
         """Return which places are measured `[R]`: sampled tokens of rows that are not left out."""
-        return self._sampled & ~left_out.repeat_interleave(self.lengths)
+        counted: Tensor = self._sampled & ~left_out.repeat_interleave(self.lengths)
+        return counted
 
     def cut(self, name: str) -> None:
         """Cut the scores of a pass to the responses, if verl has not."""

@@ -149,7 +149,7 @@ class EngineReplay(RouteReplay):
         self._routes: list[Tensor | None] = []
         self._reports = False  # whether a rank has such samples, so that all ranks return the field of faults
         self._marks: list[int | None] = []  # of each sample of the batch what `_mark` returns; None without routes
-        self._checked: set[int] = set()  # the marks of samples whose ids the last judged pass has checked
+        self._judged_marks: set[int] = set()  # the marks of samples whose ids the last judged pass has checked
         self._split: str | None = None  # of the batch that is recorded or replayed
         self._records = False
         self._prepared = 0  # samples of the batch whose passes have begun
@@ -182,7 +182,7 @@ class EngineReplay(RouteReplay):
             check_tokens(others, data, rank, forward_only)
             if not records and not others:
                 if judged:
-                    self._checked = set()
+                    self._judged_marks = set()
                 run[SAMPLES] = self.ingest(data, rank, proofs, judged=judged)
             flags.here[:] = [bool(others), bool(self._faults)]
         any_others, self._reports = flags.anywhere
@@ -190,7 +190,7 @@ class EngineReplay(RouteReplay):
             self._share_faults(run[SAMPLES])
         if judged:
             pairs = zip(self._marks, run[SAMPLES][:, 3].tolist(), strict=True)
-            self._checked = {mark for mark, fault in pairs if mark is not None and not fault}
+            self._judged_marks = {mark for mark, fault in pairs if mark is not None and not fault}
         warn_of_first(self._faults)
         if any_others:
             # Somebody asks for scores of altered samples, which are not trained on: the model routes them itself.
@@ -329,7 +329,7 @@ class EngineReplay(RouteReplay):
                 continue
             try:
                 is_mine = row % sharing == place
-                is_checked = self._marks[row] in self._checked
+                is_checked = self._marks[row] in self._judged_marks
                 sample = _Sample(array, tokens, proof, count, name, checks_ids=is_mine and not is_checked)
                 recorded, present, found = self._of_sample(sample, span, judged=judged)
             except RoutingError as error:
