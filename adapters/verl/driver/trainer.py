@@ -52,7 +52,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict
 
 from mismatch_ext.checkpoint import STATE_FILE, changed_settings, read_state, write_state
 from mismatch_ext.checks import Checks, FailedCheck
-from mismatch_ext.config import MismatchConfig, Trigger
+from mismatch_ext.config import KlConfig, MismatchConfig, Trigger
 from mismatch_ext.correction import masked_sums_of
 from mismatch_ext.errors import ConfigError, EngineError, MismatchError, RunDirectoryError
 from mismatch_ext.gap import gap_metrics
@@ -286,9 +286,27 @@ class MismatchTrainer(_Host):
             self._log.add_drift(measured.drift)
         return measured
 
-    def _measure(self, batch: Any, scoring: Scoring | None, bad: BadKeys, **asked: Any) -> Measured:
-        longest = int(self.config.actor_rollout_ref.rollout.response_length)
-        return measure(batch, self.global_steps, scoring, bad, longest=longest, **asked, **self._log.part())
+    def _measure(
+        self,
+        batch: Any,
+        scoring: Scoring | None,
+        bad: BadKeys,
+        *,
+        reference: bool = False,
+        kl: KlConfig | None = None,
+    ) -> Measured:
+        drawn = self._log.part()
+        return measure(
+            batch,
+            self.global_steps,
+            scoring,
+            bad,
+            longest=int(self.config.actor_rollout_ref.rollout.response_length),
+            reference=reference,
+            kl=kl,
+            sample=drawn["sample"],
+            seed=drawn["seed"],
+        )
 
     def _measure_native(self, batch: Any) -> None:
         """Score a share of the batches once more without replay: the gap there is what replay closes."""
