@@ -300,14 +300,14 @@ def faults(model: str) -> dict[str, Any]:
         "layer": tried(3, lambda row: put(row, (slice(None), 1), 0)),
         "gone": refused(update, built, scored_natively(batch())),
     }
+    # Layers swapped in all samples: only the model can tell, before it has had routes that are its own.
+    swapped = nested([row.flip(1) for row in routes])
+    found["swapped"] = refused(built.infer_batch, batch(rollout=swapped))
     # A pass that is asked to judges the samples, and altered routes have not seen it.
     built.infer_batch(tu.assign_non_tensor(batch(rollout=nested(list(routes))), **{JUDGED: True}))
     found["range_judged"] = tried(1, lambda row: put(row, (2, 1, 0), 16))
     found["first_judged"] = tried(1, lambda row: put(row, (0, 1, 0), 16))
     found["short_judged"] = tried(0, lambda row: row[:-3])
-    # Layers swapped in all samples: only the model can tell.
-    swapped = nested([row.flip(1) for row in routes])
-    found["swapped"] = refused(built.infer_batch, batch(rollout=swapped))
     found["untouched"] = before == parameters(built)
     # What has no loss needs no routes: samples that fill up a batch, and what an agent loop adds at the end.
     masks = [torch.ones(n, dtype=torch.long) for n in RESPONSES]
